@@ -1,0 +1,45 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help install demo test test-gpu lint types format wheel clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(READY)  ## Make .venv with the tested versions
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
+	@touch $@
+
+demo: $(READY)  ## Train on real digits at every opt level: one table, one picture
+	$(BIN)/python examples/digits.py
+
+test: $(READY)  ## Run the tests
+	$(BIN)/python -m pytest
+
+test-gpu:  ## Run the tests that need a GPU, with the python3 at hand
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:cacheprovider
+
+lint: $(READY)  ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## Check types
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: $(READY)  ## Rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(READY)  ## Build the wheel into dist/
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:  ## Remove what the other targets made
+	rm -rf $(VENV) build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache

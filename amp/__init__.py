@@ -1,0 +1,42 @@
+"""Mixed-precision training for any PyTorch script in three lines, chosen by one word.
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+"""
+
+from amp.errors import AmpError as AmpError
+from amp.errors import AmpWarning as AmpWarning
+from amp.frontend import get_session as get_session
+from amp.frontend import initialize as initialize
+from amp.frontend import load_state_dict as load_state_dict
+from amp.frontend import loss_scale as loss_scale
+from amp.frontend import master_params as master_params
+from amp.frontend import scale_loss as scale_loss
+from amp.frontend import state_dict as state_dict
+from amp.frontend import step_was_skipped as step_was_skipped
+from amp.opcast import disable_casts as disable_casts
+from amp.profiles import load_profile as load_profile
+from amp.properties import LossScaling as LossScaling
+from amp.properties import Properties as Properties
+from amp.session import Session as Session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpError",
+    "AmpWarning",
+    "LossScaling",
+    "Properties",
+    "Session",
+    "disable_casts",
+    "get_session",
+    "initialize",
+    "load_profile",
+    "load_state_dict",
+    "loss_scale",
+    "master_params",
+    "scale_loss",
+    "state_dict",
+    "step_was_skipped",
+]

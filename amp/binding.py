@@ -1,0 +1,431 @@
+"""One optimizer inside one session: where its gradients are, and when it steps.
+
+The optimizer stays the same object; `step`, `zero_grad` and `add_param_group` are replaced on the
+instance, and `close` gives them back. Gradients move through three places:
+
+- backward leaves scaled gradients in the `.grad` of the model's parameters;
+- `unscale` moves those of 16-bit parameters to their masters and unscales the others where they are,
+  adding to the unscaled gradients of earlier blocks, which `begin` had set aside;
+- `step` runs on what is there, or is skipped, and writes the masters back to the model.
+
+With `delay_unscale` the scaled gradients stay in `.grad` ("pending") and later backwards add to them,
+for as long as the scale is the same. When it changes they are unscaled first.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.dtypes import CASTABLE, LOW_PRECISION
+from amp.errors import AmpRuntimeError, AmpValueError
+from amp.kernels.unscale import unscale
+from amp.masters import Contents, MasterWeights, check_device
+from amp.opcast import disable_casts, restore_casts
+from amp.patching import Patches
+from amp.scaler import LossScaler
+
+_ATTRIBUTE = "_amp_binding"
+_CLOSURE_TRIES = 300
+"""Enough halvings to bring any loss scale to its floor."""
+
+
+class OptimizerBinding:
+    """What a session knows about one of its optimizers.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer`, or an object that looks like one.
+        owner: the session.
+        masters: the session's master weights.
+        use_masters: whether 16-bit parameters get a master.
+        on_skip: called with a scaler whose overflow made a step be skipped, or evaluated again.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        owner: Any,
+        masters: MasterWeights,
+        use_masters: bool,
+        on_skip: Callable[[LossScaler], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.owner = owner
+        self.step_was_skipped = False
+        self._masters = masters
+        self._use_masters = use_masters
+        self._on_skip = on_skip
+        self._patches = Patches()
+        self._live = False
+        self._block: LossScaler | None = None
+        self._pending: tuple[LossScaler, int] | None = None
+        self._set_aside: list[tuple[Tensor, Tensor]] = []
+        self._found_inf: dict[LossScaler, Tensor] = {}
+
+    @staticmethod
+    def of(optimizer: Any) -> OptimizerBinding | None:
+        """Return the live binding of an optimizer, if it has one."""
+        return getattr(optimizer, _ATTRIBUTE, None)
+
+    # The optimizer goes in and comes out.
+
+    def open(self, before: Mapping[Tensor, Contents]) -> None:
+        """Put masters and wrapped methods into the optimizer. `close` undoes what was done so far."""
+        self._live = True
+        setattr(self.optimizer, _ATTRIBUTE, self)
+        for group in self.optimizer.param_groups:
+            self._adopt(group, before)
+        for name, method in (
+            ("step", self._step),
+            ("zero_grad", self._zero_grad),
+            ("add_param_group", self._add_param_group),
+        ):
+            if hasattr(self.optimizer, name):
+                make = functools.partial(_bound_wrapper, self, method)
+                self._patches.wrap(self.optimizer, name, make)
+
+    def close(self) -> None:
+        """Give the optimizer its methods and the model's parameters back. Idempotent.
+
+        Its state is recast to the parameters' dtype.
+        """
+        if not self._live:
+            return
+        self._live = False
+        self._patches.undo()
+        delattr(self.optimizer, _ATTRIBUTE)
+        for group in self.optimizer.param_groups:
+            params = group["params"]
+            for i, master in enumerate(params):
+                parameter = self._masters.model(master)
+                if parameter is None:
+                    continue
+                params[i] = parameter
+                self._move_state(master, parameter)
+                if master.grad is not None:
+                    parameter.grad = master.grad.to(parameter.dtype)
+                self._masters.release(master)
+
+    def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
+        """Exchange a group's 16-bit parameters for masters, in the same list: LBFGS keeps it."""
+        params = group["params"]
+        for i, parameter in enumerate(params):
+            target = parameter
+            if self._use_masters and parameter.dtype in LOW_PRECISION:
+                target = params[i] = self._masters.acquire(parameter, before)
+            self._move_state(parameter, target)
+
+    def _move_state(self, old: Tensor, new: Tensor) -> None:
+        """Key the state of `old` by `new`, and give it the dtype of `new`."""
+        state = self.optimizer.state
+        if old not in state:
+            return
+        entries = state.pop(old)
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and key != "step" and value.dtype in CASTABLE:
+                entries[key] = value.to(new.dtype)
+        state[new] = entries
+
+    def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
+        if isinstance(group, dict) and "params" in group:
+            params = group["params"]
+            if not isinstance(params, (Tensor, set)):
+                params = group["params"] = list(params)
+            for entry in [params] if isinstance(params, Tensor) else params:
+                parameter = entry[1] if isinstance(entry, tuple) else entry
+                master = self._masters.master(parameter)
+                if master is not None and any(master is p for p in self._parameters()):
+                    raise AmpValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} is in this optimizer already; "
+                        "give each parameter to one group"
+                    )
+        known = len(self.optimizer.param_groups)
+        result = add(group)
+        for new_group in self.optimizer.param_groups[known:]:
+            self._adopt(new_group, {})
+        return result
+
+    # Gradients: around one `scale_loss` block.
+
+    def begin(self, scaler: LossScaler) -> None:
+        """Make room for scaled gradients: those that are there are unscaled, and are set aside."""
+        if self._block is not None:
+            raise AmpRuntimeError(
+                "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
+                "block. Leave the first block, or add the two losses and scale the sum."
+            )
+        if self._pending is not None and self._pending != (scaler, scaler.version):
+            self._unscale_pending()
+        if self._pending is None:
+            self._gather_unscaled()
+            if not scaler.is_identity:
+                for parameter in self._direct():
+                    if parameter.grad is not None:
+                        self._set_aside.append((parameter, parameter.grad))
+                        parameter.grad = None
+        self._block = scaler
+
+    def abort(self) -> None:
+        """Forget the gradients of a block that raised; those set aside come back.
+
+        Where its gradients have been added to others that are scaled alike, pending ones or ones
+        that need no scaling, they stay, as they do without amp.
+        """
+        scaler, self._block = self._block, None
+        if self._pending is None and scaler is not None and not scaler.is_identity:
+            for _, parameter in self._pairs():
+                parameter.grad = None
+            for parameter in self._direct():
+                parameter.grad = None
+            self._take_back()
+
+    def delay(self, scaler: LossScaler) -> None:
+        """Leave the block's gradients scaled."""
+        self._block = None
+        self._pending = (scaler, scaler.version)
+
+    def unscale(self, scaler: LossScaler, done: set[Tensor]) -> None:
+        """Unscale what is in `.grad` into where the optimizer reads it. No host sync.
+
+        Args:
+            scaler: the scaler of the losses; its `found_inf` is set on overflow.
+            done: parameters of other optimizers that have been unscaled; the rest is added.
+        """
+        self._block = None
+        self._pending = None
+        if scaler.is_identity:
+            self._gather_unscaled()
+            return
+        sources, targets, sums = [], [], []
+        for master, parameter in self._pairs():
+            if parameter.grad is None:
+                continue
+            check_device(master, parameter)
+            source, parameter.grad = parameter.grad, None
+            target = source.to(torch.float32) if source.is_sparse else _empty_master_grad(source)
+            sources.append(source)
+            targets.append(target)
+            sums.append((master, target))
+        for parameter in self._direct():
+            if parameter.grad is not None and parameter not in done:
+                sources.append(parameter.grad)
+                targets.append(parameter.grad)
+                done.add(parameter)
+        unscale(sources, targets, scaler.inv_scale, scaler.found_inf)
+        for master, target in sums:
+            _add_grad(master, target)
+        self._take_back()
+
+    def note_overflow(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Remember what a check found, float32 `[1]` on the device, until the next step."""
+        seen = self._found_inf.get(scaler)
+        self._found_inf[scaler] = found_inf if seen is None else torch.maximum(seen, found_inf)
+
+    def _unscale_pending(self) -> None:
+        """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
+        if self._pending is not None:
+            scaler, _ = self._pending
+            unscale_and_update([self], scaler)
+
+    def _gather_unscaled(self) -> None:
+        """Move gradients that were never scaled from 16-bit parameters to their masters."""
+        for master, parameter in self._pairs():
+            if parameter.grad is not None:
+                check_device(master, parameter)
+                grad, parameter.grad = parameter.grad, None
+                _add_grad(master, grad.to(torch.float32))
+
+    def _take_back(self) -> None:
+        """Add what was set aside to what is there."""
+        for parameter, kept in self._set_aside:
+            new, parameter.grad = parameter.grad, kept
+            if new is not None:
+                _add_grad(parameter, new)
+        self._set_aside = []
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every (master, model parameter)."""
+        for master in self._parameters():
+            parameter = self._masters.model(master)
+            if parameter is not None:
+                if master.requires_grad is not parameter.requires_grad:
+                    _follow_freezing(master, parameter)
+                yield master, parameter
+
+    def _direct(self) -> Iterator[Tensor]:
+        """Yield every parameter that the optimizer steps without a master."""
+        for parameter in self._parameters():
+            if self._masters.model(parameter) is None:
+                yield parameter
+
+    # The step.
+
+    def _step(self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self._block is not None:
+            raise AmpRuntimeError(
+                "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
+                "still scaled. Call it after the block."
+            )
+        if closure is not None:
+            return self._step_with_closure(step, closure, *args, **kwargs)
+        self._settle()
+        overflowed = self._overflowed()
+        self.step_was_skipped = bool(overflowed)
+        result = None
+        if overflowed:
+            for scaler in overflowed:
+                self._on_skip(scaler)
+            # A scheduler made before `initialize` would otherwise warn that it was stepped first.
+            self.optimizer._opt_called = True
+        else:
+            with disable_casts():
+                result = step(*args, **kwargs)
+            self._write_back()
+        self._drop_master_grads()
+        return result
+
+    def _step_with_closure(
+        self, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let the optimizer evaluate the model as often as it likes, on the weights it has set.
+
+        A closure can be evaluated again, so an overflow in it is answered by doing that at the
+        lowered scale, and the step is not skipped.
+        """
+
+        def evaluate() -> Any:
+            self._write_back()
+            with restore_casts():
+                for _ in range(_CLOSURE_TRIES):
+                    loss = closure()
+                    self._settle()
+                    overflowed = self._overflowed()
+                    if not overflowed:
+                        return loss
+                    for scaler in overflowed:
+                        self._on_skip(scaler)
+                    self._forget_gradients()
+            raise AmpRuntimeError(
+                f"the gradients of the closure overflowed {_CLOSURE_TRIES} times, down to the lowest "
+                "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
+            )
+
+        with disable_casts():
+            result = step(evaluate, *args, **kwargs)
+        self.step_was_skipped = False
+        self._write_back()
+        self._drop_master_grads()
+        return result
+
+    def _settle(self) -> None:
+        """Bring every gradient, unscaled, to where the optimizer reads it."""
+        self._unscale_pending()
+        self._gather_unscaled()
+
+    def _overflowed(self) -> list[LossScaler]:
+        """Return the scalers that found an overflow since the last step. The host waits."""
+        found = [scaler for scaler, found_inf in self._found_inf.items() if found_inf.item() > 0]
+        self._found_inf = {}
+        return found
+
+    def _write_back(self) -> None:
+        self._masters.write_back(
+            master for master, parameter in self._pairs() if parameter.requires_grad
+        )
+
+    def _drop_master_grads(self) -> None:
+        """Free the masters' gradients, so that `model.zero_grad()` is all a script has to call."""
+        for master, _ in self._pairs():
+            if not self._masters.is_shared(master):
+                master.grad = None
+
+    def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = zero_grad(*args, **kwargs)
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+        for _, parameter in self._pairs():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+        self._forget_history()
+        return result
+
+    def _forget_gradients(self) -> None:
+        for master, parameter in self._pairs():
+            master.grad = parameter.grad = None
+        for parameter in self._direct():
+            parameter.grad = None
+        self._forget_history()
+
+    def _forget_history(self) -> None:
+        """No gradient is left: none is pending, set aside, or known to be inf."""
+        self._pending = None
+        self._set_aside = []
+        self._found_inf = {}
+
+
+def unscale_and_update(
+    bindings: list[OptimizerBinding], scaler: LossScaler, update: bool = True
+) -> None:
+    """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scale.
+
+    The one place that scales and checks gradients. No host sync.
+    """
+    done: set[Tensor] = set()
+    for binding in bindings:
+        binding.unscale(scaler, done)
+    if scaler.found_inf is not None:
+        found_inf = scaler.found_inf.clone()
+        for binding in bindings:
+            binding.note_overflow(scaler, found_inf)
+    if update and not scaler.is_identity:
+        scaler.update()
+
+
+def _bound_wrapper(
+    binding: OptimizerBinding, method: Callable[..., Any], original: Callable[..., Any]
+) -> Any:
+    """Return `method(original, ...)` as a bound method: schedulers look for its `__func__`."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not binding._live:
+            return original(*args, **kwargs)
+        return method(original, *args, **kwargs)
+
+    return types.MethodType(wrapper, binding.optimizer)
+
+
+def _empty_master_grad(grad: Tensor) -> Tensor:
+    return torch.empty_like(grad, dtype=torch.float32)
+
+
+@torch.no_grad()
+def _add_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Add an unscaled gradient to the one that a parameter has; either may be sparse."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    elif parameter.grad.is_sparse and not grad.is_sparse:
+        parameter.grad = grad.add_(parameter.grad)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad + grad
+    else:
+        parameter.grad.add_(grad)
+
+
+@torch.no_grad()
+def _follow_freezing(master: Tensor, parameter: Tensor) -> None:
+    """Give the master its parameter's `requires_grad`, and what was written to it while frozen."""
+    if parameter.requires_grad and not torch.equal(master.to(parameter.dtype), parameter):
+        master.copy_(parameter)
+    master.requires_grad_(parameter.requires_grad)

@@ -1,0 +1,93 @@
+"""What `amp.state_dict()` holds: apex's format, and what an exact resume needs besides.
+
+    {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12, ...}, ..., "opt_level": "O2"}
+
+Plain values only, so that `torch.load(weights_only=True)` reads it. The master weights are in the
+model's state dict, which holds FP32 values at every level.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
+from amp.scaler import LossScaler
+
+_SCALER_KEY = re.compile(r"loss_scaler(\d+)")
+_LEVEL_KEY = "opt_level"
+
+
+def save(scalers: Sequence[LossScaler], opt_level: str | None) -> OrderedDict[str, Any]:
+    """Return the state of the scalers. The host waits for the device."""
+    state: OrderedDict[str, Any] = OrderedDict(
+        (f"loss_scaler{i}", scaler.state_dict()) for i, scaler in enumerate(scalers)
+    )
+    state[_LEVEL_KEY] = opt_level
+    return state
+
+
+def check(state: object) -> None:
+    """Raise unless `state` is a state dict of ours or of apex's.
+
+    Raises:
+        AmpTypeError: it is not a mapping.
+        AmpRuntimeError: it has a key that belongs to neither.
+        AmpValueError: a scaler's entry is damaged.
+    """
+    if not isinstance(state, Mapping):
+        raise AmpTypeError(
+            f"expected what amp.state_dict() returns, a dict, and got a {type(state).__name__}"
+        )
+    unexpected = [key for key in state if not _SCALER_KEY.fullmatch(str(key)) and key != _LEVEL_KEY]
+    if unexpected:
+        names = ", ".join(f'"{key}"' for key in unexpected)
+        raise AmpRuntimeError(
+            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. "
+            'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
+        )
+    for key, entry in state.items():
+        if key == _LEVEL_KEY:
+            continue
+        for name in ("loss_scale", "unskipped"):
+            value = entry.get(name) if isinstance(entry, Mapping) else None
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise AmpValueError(
+                    f"state_dict['{key}'] has no usable '{name}': {entry!r}; expected a mapping with "
+                    "numbers for loss_scale and unskipped"
+                )
+
+
+def load(state: Mapping[str, Any], scalers: Sequence[LossScaler], opt_level: str | None) -> None:
+    """Put a checked state into the scalers, each by its number, and warn of what differs."""
+    entries = {
+        int(match[1]): entry
+        for key, entry in state.items()
+        if (match := _SCALER_KEY.fullmatch(str(key)))
+    }
+    if len(entries) != len(scalers):
+        surplus = [f"loss_scaler{i}" for i in sorted(entries) if i >= len(scalers)]
+        missing = [f"loss_scaler{i}" for i in range(len(scalers)) if i not in entries]
+        parts = [
+            f"the state_dict contains {len(entries)} loss scalers, and num_losses is {len(scalers)}"
+        ]
+        if surplus:
+            parts.append(f"skipping {', '.join(surplus)}")
+        if missing:
+            parts.append(f"{', '.join(missing)} start anew")
+        warnings.warn("; ".join(parts), AmpWarning, stacklevel=3)
+    saved_level = state.get(_LEVEL_KEY, opt_level)
+    if saved_level != opt_level:
+        warnings.warn(
+            f"the state_dict was saved at opt_level {saved_level}, and this session runs at "
+            f"{opt_level}; weights and optimizer state carry over, and a loss scale does where both "
+            "levels scale dynamically",
+            AmpWarning,
+            stacklevel=3,
+        )
+    for i, scaler in enumerate(scalers):
+        if i in entries:
+            scaler.load_state_dict(entries[i])

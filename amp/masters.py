@@ -1,0 +1,155 @@
+"""FP32 master weights: build them, gather gradients into them, write them back.
+
+A master is an FP32 `nn.Parameter` that stands in the optimizer for a float16 or bfloat16 parameter
+of the model. It costs 4 bytes per parameter, and 4 more for its gradient between `scale_loss` and
+`step`. Masters are made from the values that the model had before it was cast, so no bit is lost on
+the way, and they exist as soon as `initialize` returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp.dtypes import LOW_PRECISION
+from amp.errors import AmpRuntimeError
+from amp.kernels.master_copy import copy_all
+
+
+class Contents(NamedTuple):
+    """What a parameter or buffer held at one time."""
+
+    data: Tensor
+    grad: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Contents:
+        """Return what `tensor` holds now."""
+        return cls(tensor.data, tensor.grad)
+
+    def put_into(self, tensor: Tensor) -> None:
+        """Make these the contents of `tensor`, whatever its dtype was."""
+        tensor.grad = None
+        tensor.data = self.data
+        tensor.grad = self.grad
+
+
+class MasterWeights:
+    """The masters of one session, each shared by all the optimizers that hold its parameter."""
+
+    def __init__(self) -> None:
+        self._master_of: dict[Tensor, nn.Parameter] = {}
+        self._model_of: dict[Tensor, Tensor] = {}
+        self._holders: Counter[Tensor] = Counter()
+
+    def master(self, parameter: Tensor) -> nn.Parameter | None:
+        """Return the master of a model's parameter, if it has one."""
+        return self._master_of.get(parameter)
+
+    def model(self, master: Tensor) -> Tensor | None:
+        """Return the model's parameter that `master` stands for, if it is a master."""
+        return self._model_of.get(master)
+
+    def acquire(self, parameter: Tensor, before: Mapping[Tensor, Contents]) -> nn.Parameter:
+        """Return the master of a 16-bit parameter for one more optimizer, made now if there is none.
+
+        Args:
+            parameter: a float16 or bfloat16 parameter, trainable or frozen.
+            before: what parameters held before they were cast.
+        """
+        master = self._master_of.get(parameter)
+        if master is None:
+            data, grad = before.get(parameter) or Contents(parameter.detach(), parameter.grad)
+            wide = data.to(torch.float32, copy=True)
+            master = nn.Parameter(wide, requires_grad=parameter.requires_grad)
+            if grad is not None:
+                master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
+            self._master_of[parameter] = master
+            self._model_of[master] = parameter
+        self._holders[master] += 1
+        return master
+
+    def release(self, master: Tensor) -> None:
+        """Let one optimizer go; the last one takes the master with it."""
+        self._holders[master] -= 1
+        if not self._holders[master]:
+            del self._holders[master], self._master_of[self._model_of.pop(master)]
+
+    def is_shared(self, master: Tensor) -> bool:
+        """Whether several optimizers step this master."""
+        return self._holders[master] > 1
+
+    def write_back(self, masters: Iterable[Tensor]) -> None:
+        """Copy masters to the model's parameters, rounding to nearest even. No host sync."""
+        sources = list(masters)
+        copy_all(sources, [self._model_of[master] for master in sources])
+
+    def install_state_dict_hooks(self, model: nn.Module) -> list[RemovableHandle]:
+        """Make `model.state_dict()` hold FP32 and `load_state_dict()` refresh the masters."""
+        handles = []
+        for module in model.modules():
+            handles.append(module.register_state_dict_post_hook(_Widen(self)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_pre_hook(_Refresh(self)))  # type: ignore[no-untyped-call]
+        return handles
+
+
+class _StateDictHook:
+    """A hook on one module of a cast model, for the module's own tensors.
+
+    A copy or a pickle of the model has no masters: its state dict holds its own weights, widened.
+    """
+
+    def __init__(self, masters: MasterWeights | None = None) -> None:
+        self.masters = MasterWeights() if masters is None else masters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StateDictHook:
+        copied = type(self)()
+        copied.__dict__.update({k: v for k, v in vars(self).items() if k != "masters"})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "masters": MasterWeights()}
+
+
+class _Widen(_StateDictHook):
+    """After `state_dict`: 16-bit entries become the FP32 master, or an FP32 copy without one."""
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        for name, tensor in _own_tensors(module):
+            entry = state_dict.get(prefix + name)
+            if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
+                master = self.masters.master(tensor)
+                state_dict[prefix + name] = entry.float() if master is None else master.detach()
+
+
+class _Refresh(_StateDictHook):
+    """Before `load_state_dict`: masters take the values to be loaded, before those are rounded."""
+
+    def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, tensor in _own_tensors(module):
+            value = state_dict.get(prefix + name)
+            master = self.masters.master(tensor)
+            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def check_device(master: Tensor, parameter: Tensor) -> None:
+    """Raise if the model was moved after its masters were made."""
+    if master.device != parameter.device:
+        raise AmpRuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its FP32 "
+            f"master on {master.device}: the model was moved after amp.initialize. Move it first."
+        )

@@ -1,0 +1,86 @@
+"""Replacing attributes so that they can be given back, in whatever order their owners leave.
+
+A `Patches` is an undo stack. What it adds to a plain list of `(target, name, old)` is that several
+owners may patch the same attribute and close in any order: the first one puts a `_Site` there,
+which remembers the original, and each owner has one layer of it. The newest layer is what callers
+see; when the last layer goes, the attribute is the original object again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+_SITE = "__amp_site__"
+
+
+class _Site:
+    """One patched attribute: its original and the layers on it, oldest first."""
+
+    def __init__(self, target: Any, name: str) -> None:
+        self.target = target
+        self.name = name
+        self.original = getattr(target, name)
+        self.inherited = name not in vars(target)
+        self.layers: list[tuple[Patches, Any]] = []
+
+    def show(self) -> None:
+        """Put the newest layer, or else the original, where callers look."""
+        if self.layers:
+            setattr(self.target, self.name, self.layers[-1][1])
+        elif self.inherited:
+            delattr(self.target, self.name)
+        else:
+            setattr(self.target, self.name, self.original)
+
+    def is_shown(self) -> bool:
+        """Whether the attribute is still ours: nobody else has patched it since."""
+        return bool(self.layers) and vars(self.target).get(self.name) is self.layers[-1][1]
+
+
+class Patches:
+    """The attributes that one owner has replaced. A context manager; `undo` is idempotent."""
+
+    def __init__(self) -> None:
+        self._sites: list[_Site] = []
+
+    def wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace `target.name` by `make(original)`.
+
+        `make` is given the unpatched original, whatever layers are on it already, and returns a
+        function or a bound method. A layer of this same owner is replaced by the new one.
+        """
+        site = getattr(vars(target).get(name), _SITE, None)
+        if site is None or not site.is_shown():
+            site = _Site(target, name)
+        new = make(site.original)
+        setattr(getattr(new, "__func__", new), _SITE, site)
+        site.layers = [layer for layer in site.layers if layer[0] is not self]
+        site.layers.append((self, new))
+        site.show()
+        self._sites.append(site)
+
+    def undo(self) -> None:
+        """Take this owner's layers away, newest first.
+
+        An attribute that somebody else patched on top of ours is left alone: the layer stays under
+        it, and its owner must make it harmless.
+        """
+        while self._sites:
+            site = self._sites.pop()
+            shown = site.is_shown()
+            site.layers = [layer for layer in site.layers if layer[0] is not self]
+            if shown:
+                site.show()
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()

@@ -1,0 +1,377 @@
+"""A session: everything that one `initialize` set up, and the way to undo it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from amp import checkpoint, modelcast
+from amp.binding import OptimizerBinding, unscale_and_update
+from amp.dtypes import LOW_PRECISION
+from amp.errors import (
+    AmpIndexError,
+    AmpRuntimeError,
+    AmpTypeError,
+    AmpValueError,
+    AmpWarning,
+)
+from amp.masters import Contents, MasterWeights
+from amp.opcast import OpCaster
+from amp.policy import load_policy
+from amp.profiles import resolve
+from amp.properties import Overrides, Properties
+from amp.scaler import LossScaler
+
+logger = logging.getLogger("amp")
+
+
+class Session:
+    """Mixed precision for some models and optimizers, from `initialize` to `close`.
+
+    `amp.initialize` makes one and keeps it as the default; this is the explicit form:
+
+        with amp.Session(opt_level="O2") as session:
+            model, optimizer = session.initialize(model, optimizer)
+            with session.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+    Several sessions live side by side. The functions that O1 and O4 patch are patched for the whole
+    process; where several sessions do, the newest one's casts apply.
+
+    Args:
+        opt_level: a level, an alias, or a path to a YAML profile; see `amp.load_profile`.
+        num_losses: how many losses are scaled independently, by `loss_id`.
+        verbosity: 0 logs nothing, not even skipped steps; 1 logs on rank 0 to the logger `amp`.
+        **overrides: properties on top of the profile; see `Overrides`.
+
+    Attributes:
+        properties: what the profile and the overrides resolved to.
+        scalers: one loss scaler per loss.
+
+    Raises:
+        AmpError: whatever is wrong with the profile, the overrides or their combination.
+    """
+
+    def __init__(
+        self,
+        opt_level: str | os.PathLike[str] = "O1",
+        *,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        **overrides: Unpack[Overrides],
+    ) -> None:
+        if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+            raise AmpValueError(f"num_losses={num_losses!r} must be an integer of at least 1")
+        self.properties = (
+            Properties(enabled=False)
+            if overrides.get("enabled", True) is False
+            else resolve(opt_level, overrides)
+        )
+        self.verbosity = verbosity
+        self.closed = False
+        self.scalers = [LossScaler(self.properties.loss_scaling) for _ in range(num_losses)]
+        self._masters = MasterWeights()
+        self._caster: OpCaster | None = None
+        self._undo = ExitStack()
+        self._warned: set[LossScaler] = set()
+        if self.properties.enabled:
+            self._log(
+                logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
+            )
+
+    # Set up and tear down.
+
+    def initialize(self, models: Any, optimizers: Any = None) -> Any:
+        """Prepare models and optimizers for training; see `amp.initialize`.
+
+        May be called again, for more models and optimizers of the same session.
+
+        Returns:
+            The objects that were passed: models alone if `optimizers` is None, else both.
+        """
+        self._check_open()
+        if self.properties.enabled:
+            model_list = _as_models(models)
+            optimizer_list = _as_optimizers(optimizers)
+            _check_models(model_list, cast=isinstance(self.properties.cast_model_type, torch.dtype))
+            _check_unbound(optimizer_list)
+            self._set_up(model_list, optimizer_list)
+        return models if optimizers is None else (models, optimizers)
+
+    def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+        """Cast, bind and patch; if any of it fails, leave everything as it was."""
+        before: dict[Tensor, Contents] = {}
+        undo = ExitStack()
+        try:
+            for model in models:
+                modelcast.cast_weights(model, self.properties, before)
+                for handle in modelcast.install_hooks(model, self.properties):
+                    undo.callback(handle.remove)
+                if isinstance(self.properties.cast_model_type, torch.dtype):
+                    for handle in self._masters.install_state_dict_hooks(model):
+                        undo.callback(handle.remove)
+            for optimizer in optimizers:
+                binding = OptimizerBinding(
+                    optimizer,
+                    owner=self,
+                    masters=self._masters,
+                    use_masters=bool(self.properties.master_weights),
+                    on_skip=self._on_skip,
+                )
+                undo.callback(binding.close)
+                binding.open(before)
+            if self.properties.patch_torch_functions:
+                self._cast_ops(models, undo)
+        except BaseException:
+            for tensor, contents in before.items():
+                contents.put_into(tensor)
+            undo.close()
+            raise
+        self._undo.push(undo)
+
+    def _cast_ops(self, models: Sequence[nn.Module], undo: ExitStack) -> None:
+        if self._caster is None:
+            dtype = self.properties.patch_torch_functions_type
+            caster = OpCaster(load_policy(dtype or torch.float16))
+            undo.callback(caster.close)
+            caster.install()
+            self._caster = caster
+        for model in models:
+            for handle in self._caster.watch(model):
+                undo.callback(handle.remove)
+
+    def stop_casting_ops(self) -> None:
+        """Give torch its functions back, and leave models, optimizers and scalers as they are."""
+        if self._caster is not None:
+            self._caster.close()
+
+    def close(self) -> None:
+        """Give torch, the models and the optimizers back as they were. Idempotent.
+
+        The dtype of the models stays what it was cast to; `model.float()` widens it. Optimizer state
+        is recast to the parameters' dtype.
+        """
+        self.closed = True
+        self._undo.close()
+
+    def __enter__(self) -> Session:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Training.
+
+    @contextmanager
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizers: Any,
+        loss_id: int = 0,
+        model: Any = None,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Iterator[Tensor]:
+        """Scale a loss for its backward, and unscale the gradients after it; see `amp.scale_loss`."""
+        self._check_open()
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
+            raise AmpTypeError(f"amp.scale_loss needs a floating-point tensor as loss, and got {kind}")
+        if not self.properties.enabled:
+            yield loss
+            return
+        scaler = self._scaler(loss_id)
+        bindings = [self._binding(optimizer) for optimizer in as_optimizer_list(optimizers)]
+        with ExitStack() as on_error:
+            for binding in bindings:
+                binding.begin(scaler)
+                on_error.callback(binding.abort)
+            yield scaler.scale(loss)
+            if delay_unscale:
+                for binding in bindings:
+                    binding.delay(scaler)
+            else:
+                unscale_and_update(bindings, scaler, update=not delay_overflow_check)
+            on_error.pop_all()
+
+    def loss_scale(self, loss_id: int = 0) -> float:
+        """Return the current loss scale. The host waits for the device."""
+        return self._scaler(loss_id).loss_scale()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return what a checkpoint needs; see `amp.state_dict`."""
+        if not self.properties.enabled:
+            return OrderedDict()
+        return checkpoint.save(self.scalers, self.properties.opt_level)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a saved state; see `amp.load_state_dict`."""
+        checkpoint.check(state_dict)
+        if self.properties.enabled:
+            checkpoint.load(state_dict, self.scalers, self.properties.opt_level)
+
+    def _scaler(self, loss_id: int) -> LossScaler:
+        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise AmpIndexError(
+                f"loss_id={loss_id!r} is not one of 0 to {len(self.scalers) - 1}: num_losses was "
+                f"{len(self.scalers)}. Pass a larger num_losses to amp.initialize."
+            )
+        return self.scalers[loss_id]
+
+    def _binding(self, optimizer: Any) -> OptimizerBinding:
+        binding = OptimizerBinding.of(optimizer)
+        if binding is None or binding.owner is not self:
+            raise foreign_optimizer(optimizer)
+        return binding
+
+    def _on_skip(self, scaler: LossScaler) -> None:
+        """Say that a step is skipped, and warn once if that does not end."""
+        scale = scaler.loss_scale()
+        self._log(
+            logging.WARNING,
+            "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
+            self.scalers.index(scaler),
+            scale,
+        )
+        in_a_row = scaler.overflows_in_a_row()
+        hopeless = scale <= max(scaler.config.floor, 1.0)
+        if in_a_row < scaler.config.overflow_patience or not hopeless or scaler in self._warned:
+            return
+        self._warned.add(scaler)
+        warnings.warn(
+            f"{in_a_row} backward passes in a row gave inf or nan gradients, down to a loss scale of "
+            f"{scale}: scaling is not the cause. Look at whether the loss and the inputs are finite "
+            "(torch.isfinite), whether the learning rate is too high, at divisions, logarithms and "
+            "exponentials in the model (torch.autograd.detect_anomaly names the op), and try "
+            "opt_level O4 or O5: bfloat16 has the range of FP32.",
+            AmpWarning,
+            stacklevel=2,
+        )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise AmpRuntimeError("this session was closed; make a new one with amp.initialize")
+
+    def _log(self, level: int, message: str, *args: object) -> None:
+        if self.verbosity > 0 and _is_rank_0():
+            logger.log(level, message, *args)
+
+
+def _is_rank_0() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or (
+        distributed.get_rank() == 0
+    )
+
+
+def foreign_optimizer(optimizer: Any) -> AmpRuntimeError:
+    """Return the error for an optimizer that no live session knows."""
+    return AmpRuntimeError(
+        f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
+        "closed. Pass it through: model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
+    )
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether `value` is an optimizer, or a wrapper that looks like one, such as apex's LARC."""
+    return isinstance(value, torch.optim.Optimizer) or (
+        not isinstance(value, type)
+        and callable(getattr(value, "step", None))
+        and callable(getattr(value, "zero_grad", None))
+        and isinstance(getattr(value, "param_groups", None), list)
+        and isinstance(getattr(value, "state", None), dict)
+    )
+
+
+def as_optimizer_list(optimizers: Any) -> list[Any]:
+    """Return the optimizers of a `scale_loss`, each once.
+
+    Raises:
+        AmpTypeError: there is none, or something else among them.
+    """
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrong = [value for value in given if not is_optimizer(value)]
+    if wrong or not given:
+        raise AmpTypeError(
+            "amp.scale_loss needs the optimizer, or the list of optimizers, whose gradients the loss "
+            f"makes; got {type(wrong[0]).__name__ if wrong else 'an empty list'}"
+        )
+    return [value for i, value in enumerate(given) if not any(value is o for o in given[:i])]
+
+
+def _as_optimizers(optimizers: Any) -> list[Any]:
+    given = _as_list(optimizers, is_optimizer, "optimizers", "a torch.optim.Optimizer")
+    for i, optimizer in enumerate(given):
+        if any(optimizer is other for other in given[:i]):
+            raise AmpRuntimeError(f"optimizers[{i}] is in the list twice; pass each optimizer once")
+    return given
+
+
+def _as_models(models: Any) -> list[nn.Module]:
+    return _as_list(models, lambda m: isinstance(m, nn.Module), "models", "a torch.nn.Module")
+
+
+def _as_list(value: Any, accepts: Any, name: str, kind: str) -> list[Any]:
+    if value is None:
+        return []
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not accepts(item):
+            hint = f"; make it a list: list({name})" if isinstance(value, (tuple, set)) else ""
+            raise AmpTypeError(
+                f"{name} must be {kind} or a list of them, and got {type(item).__name__}{hint}"
+            )
+    return items
+
+
+def _check_models(models: Sequence[nn.Module], cast: bool) -> None:
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, wrappers):
+                raise AmpRuntimeError(
+                    f"the model is wrapped in {type(module).__name__} already. Call amp.initialize on "
+                    f"the bare model first, and wrap what it returns: model, optimizer = "
+                    f"amp.initialize(model, optimizer); model = {type(module).__name__}(model)"
+                )
+        for kind, tensors in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        ):
+            for name, tensor in tensors:
+                if tensor.dtype in LOW_PRECISION:
+                    raise AmpRuntimeError(
+                        f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
+                        "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
+                        "model.float() first, after closing the session that cast it if one did."
+                    )
+                if cast and nn.parameter.is_lazy(tensor):
+                    raise AmpRuntimeError(
+                        f"{kind} '{name}' has no values yet (a lazy module). Run one batch through "
+                        "the model before amp.initialize."
+                    )
+
+
+def _check_unbound(optimizers: Sequence[Any]) -> None:
+    for i, optimizer in enumerate(optimizers):
+        if OptimizerBinding.of(optimizer) is not None:
+            raise AmpRuntimeError(
+                f"optimizers[{i}] ({type(optimizer).__name__}) has been through amp.initialize and its "
+                "session is live. Make a new optimizer, or close that session first: "
+                "amp.get_session(optimizer).close()"
+            )

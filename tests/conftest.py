@@ -1,0 +1,33 @@
+"""Fixtures around every test: nothing that amp patches may outlive the test that made it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from amp.frontend import _Default
+
+PATCHED_PLACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg)
+
+
+def _attributes() -> dict[tuple[object, str], object]:
+    return {(place, name): value for place in PATCHED_PLACES for name, value in vars(place).items()}
+
+
+@pytest.fixture(autouse=True)
+def torch_is_given_back() -> Iterator[None]:
+    """Close the default session after the test, and check that every torch function is back."""
+    before = _attributes()
+    _Default.session = _Default.waiting_state = None
+    torch.manual_seed(0)
+    yield
+    if _Default.session is not None:
+        _Default.session.close()
+    _Default.session = _Default.waiting_state = None
+    gc.collect()
+    after = _attributes()
+    changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+    assert not changed, f"left patched: {changed}"

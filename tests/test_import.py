@@ -1,0 +1,22 @@
+"""Importing amp is cheap and quiet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_import_loads_neither_triton_nor_yaml() -> None:
+    code = "import torch, sys; had = set(sys.modules); import amp; print(*set(sys.modules) - had)"
+    loaded = run(code).split()
+    assert not [name for name in loaded if name.partition(".")[0] in ("triton", "yaml", "numpy")]
+
+
+def test_everything_public_is_importable() -> None:
+    assert run("import amp; print(all(hasattr(amp, name) for name in amp.__all__))") == "True"
