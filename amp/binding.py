@@ -28,7 +28,7 @@ from amp.kernels.unscale import unscale
 from amp.masters import Contents, MasterWeights, check_device
 from amp.opcast import disable_casts, restore_casts
 from amp.patching import Patches
-from amp.scaler import LossScaler
+from amp.scaler import LossScaler, ScaleSnapshot
 
 _ATTRIBUTE = "_amp_binding"
 _CLOSURE_TRIES = 300
@@ -64,7 +64,7 @@ class OptimizerBinding:
         self._patches = Patches()
         self._live = False
         self._block: LossScaler | None = None
-        self._pending: tuple[LossScaler, int] | None = None
+        self._pending: ScaleSnapshot | None = None
         self._set_aside: list[tuple[Tensor, Tensor]] = []
         self._found_inf: dict[LossScaler, Tensor] = {}
 
@@ -76,7 +76,11 @@ class OptimizerBinding:
     # The optimizer goes in and comes out.
 
     def open(self, before: Mapping[Tensor, Contents]) -> None:
-        """Put masters and wrapped methods into the optimizer. `close` undoes what was done so far."""
+        """Put masters and wrapped methods into the optimizer. `close` undoes what was done so far.
+
+        The optimizer's state keeps its dtype until `recast_state`, so that no bit is lost before
+        nothing can fail any more.
+        """
         self._live = True
         setattr(self.optimizer, _ATTRIBUTE, self)
         for group in self.optimizer.param_groups:
@@ -100,6 +104,7 @@ class OptimizerBinding:
         self._live = False
         self._patches.undo()
         delattr(self.optimizer, _ATTRIBUTE)
+        state = self.optimizer.state
         for group in self.optimizer.param_groups:
             params = group["params"]
             for i, master in enumerate(params):
@@ -107,30 +112,30 @@ class OptimizerBinding:
                 if parameter is None:
                     continue
                 params[i] = parameter
-                self._move_state(master, parameter)
+                if master in state:
+                    state[parameter] = state.pop(master)
                 if master.grad is not None:
                     parameter.grad = master.grad.to(parameter.dtype)
                 self._masters.release(master)
+        self.recast_state()
+
+    def recast_state(self) -> None:
+        """Give each parameter's state the parameter's dtype, counters apart."""
+        for parameter, entries in self.optimizer.state.items():
+            if not isinstance(parameter, Tensor):  # some optimizers keep their own things there
+                continue
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and key != "step" and value.dtype in CASTABLE:
+                    entries[key] = value.to(parameter.dtype)
 
     def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
         """Exchange a group's 16-bit parameters for masters, in the same list: LBFGS keeps it."""
-        params = group["params"]
+        params, state = group["params"], self.optimizer.state
         for i, parameter in enumerate(params):
-            target = parameter
             if self._use_masters and parameter.dtype in LOW_PRECISION:
-                target = params[i] = self._masters.acquire(parameter, before)
-            self._move_state(parameter, target)
-
-    def _move_state(self, old: Tensor, new: Tensor) -> None:
-        """Key the state of `old` by `new`, and give it the dtype of `new`."""
-        state = self.optimizer.state
-        if old not in state:
-            return
-        entries = state.pop(old)
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and key != "step" and value.dtype in CASTABLE:
-                entries[key] = value.to(new.dtype)
-        state[new] = entries
+                master = params[i] = self._masters.acquire(parameter, before)
+                if parameter in state:
+                    state[master] = state.pop(parameter)
 
     def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
         if isinstance(group, dict) and "params" in group:
@@ -153,15 +158,23 @@ class OptimizerBinding:
 
     # Gradients: around one `scale_loss` block.
 
+    def settle_unless(self, scaler: LossScaler) -> bool:
+        """Unscale what is pending at another scale than `scaler` has now; tell whether there was."""
+        if self._pending is None or self._pending.is_current(scaler):
+            return False
+        self._unscale_pending()
+        return True
+
     def begin(self, scaler: LossScaler) -> None:
-        """Make room for scaled gradients: those that are there are unscaled, and are set aside."""
+        """Make room for scaled gradients: those that are there are unscaled, and are set aside.
+
+        Pending ones of the same scale stay, and those of the block will be added to them.
+        """
         if self._block is not None:
             raise AmpRuntimeError(
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
-        if self._pending is not None and self._pending != (scaler, scaler.version):
-            self._unscale_pending()
         if self._pending is None:
             self._gather_unscaled()
             if not scaler.is_identity:
@@ -185,21 +198,21 @@ class OptimizerBinding:
                 parameter.grad = None
             self._take_back()
 
-    def delay(self, scaler: LossScaler) -> None:
+    def delay(self, scale: ScaleSnapshot) -> None:
         """Leave the block's gradients scaled."""
         self._block = None
-        self._pending = (scaler, scaler.version)
+        self._pending = scale
 
-    def unscale(self, scaler: LossScaler, done: set[Tensor]) -> None:
+    def unscale(self, scale: ScaleSnapshot, done: set[Tensor]) -> None:
         """Unscale what is in `.grad` into where the optimizer reads it. No host sync.
 
         Args:
-            scaler: the scaler of the losses; its `found_inf` is set on overflow.
+            scale: what the losses were scaled by; its scaler's `found_inf` is set on overflow.
             done: parameters of other optimizers that have been unscaled; the rest is added.
         """
         self._block = None
         self._pending = None
-        if scaler.is_identity:
+        if scale.scaler.is_identity:
             self._gather_unscaled()
             return
         sources, targets, sums = [], [], []
@@ -217,7 +230,7 @@ class OptimizerBinding:
                 sources.append(parameter.grad)
                 targets.append(parameter.grad)
                 done.add(parameter)
-        unscale(sources, targets, scaler.inv_scale, scaler.found_inf)
+        unscale(sources, targets, scale.inv_scale, scale.scaler.found_inf)
         for master, target in sums:
             _add_grad(master, target)
         self._take_back()
@@ -230,8 +243,7 @@ class OptimizerBinding:
     def _unscale_pending(self) -> None:
         """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
         if self._pending is not None:
-            scaler, _ = self._pending
-            unscale_and_update([self], scaler)
+            unscale_and_update([self], self._pending)
 
     def _gather_unscaled(self) -> None:
         """Move gradients that were never scaled from 16-bit parameters to their masters."""
@@ -375,7 +387,7 @@ class OptimizerBinding:
 
 
 def unscale_and_update(
-    bindings: list[OptimizerBinding], scaler: LossScaler, update: bool = True
+    bindings: list[OptimizerBinding], scale: ScaleSnapshot, update: bool = True
 ) -> None:
     """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scale.
 
@@ -383,7 +395,8 @@ def unscale_and_update(
     """
     done: set[Tensor] = set()
     for binding in bindings:
-        binding.unscale(scaler, done)
+        binding.unscale(scale, done)
+    scaler = scale.scaler
     if scaler.found_inf is not None:
         found_inf = scaler.found_inf.clone()
         for binding in bindings:

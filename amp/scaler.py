@@ -7,7 +7,7 @@ no caller has to ask which kind it holds.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,18 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError
 from amp.kernels import update_scale as kernel
 from amp.properties import LossScaling
+
+
+class ScaleSnapshot(NamedTuple):
+    """The scale that a loss was scaled by, which may have moved since."""
+
+    scaler: LossScaler
+    version: int
+    inv_scale: Tensor
+
+    def is_current(self, scaler: LossScaler) -> bool:
+        """Whether a loss scaled by `scaler` now would have this same scale. No host sync."""
+        return self.scaler is scaler and self.version == scaler.version
 
 
 class LossScaler:
@@ -47,10 +59,10 @@ class LossScaler:
             self._state = self._state.to(loss.device)
         return wide * self._state[kernel.SCALE]
 
-    @property
-    def inv_scale(self) -> Tensor:
-        """1 / scale, float32 `[1]`, on the device of the last loss."""
-        return self._state[kernel.INVERSE : kernel.INVERSE + 1]
+    def snapshot(self) -> ScaleSnapshot:
+        """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
+        inverse = self._state[kernel.INVERSE : kernel.INVERSE + 1].clone()
+        return ScaleSnapshot(self, self.version, inverse)
 
     @property
     def found_inf(self) -> Tensor | None:

@@ -110,6 +110,7 @@ class Session:
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Cast, bind and patch; if any of it fails, leave everything as it was."""
         before: dict[Tensor, Contents] = {}
+        bindings: list[OptimizerBinding] = []
         undo = ExitStack()
         try:
             for model in models:
@@ -129,6 +130,7 @@ class Session:
                 )
                 undo.callback(binding.close)
                 binding.open(before)
+                bindings.append(binding)
             if self.properties.patch_torch_functions:
                 self._cast_ops(models, undo)
         except BaseException:
@@ -136,6 +138,9 @@ class Session:
                 contents.put_into(tensor)
             undo.close()
             raise
+        for binding in bindings:
+            binding.recast_state()
+            self._warn_of_vanishing_eps(binding.optimizer)
         self._undo.push(undo)
 
     def _cast_ops(self, models: Sequence[nn.Module], undo: ExitStack) -> None:
@@ -148,6 +153,22 @@ class Session:
         for model in models:
             for handle in self._caster.watch(model):
                 undo.callback(handle.remove)
+
+    def _warn_of_vanishing_eps(self, optimizer: Any) -> None:
+        """Say so if an Adam that steps float16 weights themselves would divide by zero."""
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            dtypes = {parameter.dtype for parameter in group["params"]} & LOW_PRECISION
+            for dtype in dtypes:
+                if isinstance(eps, float) and eps > 0 and torch.tensor(eps).to(dtype) == 0:
+                    self._log(
+                        logging.WARNING,
+                        "%s has eps=%g, which is 0 in %s: its steps may divide by zero. "
+                        "Give it eps=1e-4, or use master_weights=True.",
+                        type(optimizer).__name__,
+                        eps,
+                        dtype,
+                    )
 
     def stop_casting_ops(self) -> None:
         """Give torch its functions back, and leave models, optimizers and scalers as they are."""
@@ -198,15 +219,20 @@ class Session:
         scaler = self._scaler(loss_id)
         bindings = [self._binding(optimizer) for optimizer in as_optimizer_list(optimizers)]
         with ExitStack() as on_error:
+            # Unscaling moves a scale, perhaps this one: look again until nothing is pending at another.
+            while any(binding.settle_unless(scaler) for binding in bindings):
+                pass
             for binding in bindings:
                 binding.begin(scaler)
                 on_error.callback(binding.abort)
-            yield scaler.scale(loss)
+            scaled_loss = scaler.scale(loss)
+            scale = scaler.snapshot()
+            yield scaled_loss
             if delay_unscale:
                 for binding in bindings:
-                    binding.delay(scaler)
+                    binding.delay(scale)
             else:
-                unscale_and_update(bindings, scaler, update=not delay_overflow_check)
+                unscale_and_update(bindings, scale, update=not delay_overflow_check)
             on_error.pop_all()
 
     def loss_scale(self, loss_id: int = 0) -> float:

@@ -1,0 +1,70 @@
+"""Small models and batches that several test files train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+CAST_LEVELS = ("O2", "O3", "O5")
+DYNAMIC_LEVELS = ("O1", "O2")
+MASTER_LEVELS = ("O2", "O5")
+
+MODEL_DTYPE = {
+    "O0": torch.float32,
+    "O1": torch.float32,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.float32,
+    "O5": torch.bfloat16,
+}
+
+
+def initialize(models: Any, optimizers: Any, level: str, **kwargs: Any) -> Any:
+    """`amp.initialize`, with a dynamic scale at which a gradient of 1 does not overflow float16."""
+    if level in DYNAMIC_LEVELS:
+        kwargs.setdefault("loss_scale", {"init": 1024})
+    return amp.initialize(models, optimizers, opt_level=level, **kwargs)
+
+
+class ConvNet(nn.Module):
+    """Images `[B, 1, 6, 6]` to logits `[B, 3]`, with batch norm and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(64, 3)
+        self.register_buffer("offset", torch.full((3,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.conv(x))).flatten(1)) + self.offset
+
+
+def conv_net(seed: int = 0) -> ConvNet:
+    torch.manual_seed(seed)
+    return ConvNet()
+
+
+def linear(seed: int = 0, d: int = 4) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(d, d)
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    images = torch.randn(8, 1, 6, 6, generator=generator)
+    return images, torch.randint(0, 3, (8,), generator=generator)
+
+
+def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **kwargs})
+
+
+def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **kwargs})

@@ -1,0 +1,484 @@
+"""What `initialize` accepts, gives back, refuses, and leaves alone when it fails."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amp
+from amp.binding import OptimizerBinding
+from tests.models import (
+    LEVELS,
+    MASTER_LEVELS,
+    MODEL_DTYPE,
+    ConvNet,
+    adamw,
+    batch,
+    conv_net,
+    linear,
+    sgd,
+)
+
+
+def train_step(model: nn.Module, optimizer: Any, step: int = 0, **kwargs: Any) -> torch.Tensor:
+    images, labels = batch(step)
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+# Shapes.
+
+
+def test_what_comes_back_mirrors_what_went_in() -> None:
+    a, b = linear(1), linear(2)
+    oa, ob = sgd(a), sgd(b)
+    assert amp.initialize(a) is a
+    models, optimizers = amp.initialize([a, b], [oa, ob])
+    assert models == [a, b]
+    assert optimizers == [oa, ob]
+    c = linear(3)
+    oc = sgd(c)
+    model, optimizer = amp.initialize(c, oc)
+    assert model is c
+    assert optimizer is oc
+    assert amp.initialize(linear(), [])[1] == []
+    assert isinstance(amp.initialize([linear()]), list)
+    d = linear(4)
+    models, optimizer = amp.initialize([d], sgd(d))
+    assert models == [d]
+    assert isinstance(optimizer, torch.optim.SGD)
+    e = sgd(linear(5))
+    assert amp.initialize(None, e) == (None, e)
+    assert amp.initialize([], []) == ([], [])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_trains(level: str) -> None:
+    model = conv_net()
+    optimizer = sgd(model)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=None)
+    losses = [train_step(model, optimizer).item() for _ in range(15)]
+    assert losses[-1] < losses[0] / 4
+    assert model.conv.weight.dtype is MODEL_DTYPE[level]
+    keeps = level in ("O0", "O1", "O2", "O4", "O5")
+    assert model.norm.weight.dtype is (torch.float32 if keeps else torch.float16)
+    assert model.norm.running_mean.dtype is (torch.float32 if keeps else torch.float16)
+
+
+def test_o0_is_plain_pytorch_bit_for_bit() -> None:
+    plain, ours = conv_net(), conv_net()
+    plain_optimizer, optimizer = adamw(plain), adamw(ours)
+    ours, optimizer = amp.initialize(ours, optimizer, opt_level="O0")
+    for step in range(5):
+        images, labels = batch(step)
+        loss = F.cross_entropy(plain(images), labels)
+        plain_optimizer.zero_grad()
+        loss.backward()
+        plain_optimizer.step()
+        assert torch.equal(train_step(ours, optimizer, step), loss.detach())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, ours.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_half_precision_follows_fp32(level: str) -> None:
+    reference, model = conv_net(), conv_net()
+    reference_optimizer, optimizer = sgd(reference), sgd(model)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    for step in range(5):
+        images, labels = batch(step)
+        reference_optimizer.zero_grad()
+        F.cross_entropy(reference(images), labels).backward()
+        reference_optimizer.step()
+        train_step(model, optimizer, step)
+    tolerance = {"O0": 0, "O1": 5e-3, "O2": 5e-3, "O3": 2e-2, "O4": 4e-2, "O5": 4e-2}[level]
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(
+            model.get_parameter(name).float(), value, rtol=tolerance, atol=tolerance
+        )
+
+
+# enabled=False.
+
+
+def test_disabled_does_nothing() -> None:
+    model = linear().half()  # not even refused
+    optimizer = sgd(model)
+    step = optimizer.step
+    assert amp.initialize(model, optimizer, enabled=False, opt_level="nonsense") == (model, optimizer)
+    assert optimizer.step == step
+    loss = torch.ones((), requires_grad=True)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    assert amp.state_dict() == {}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}})
+    assert list(amp.master_params(optimizer)) == list(model.parameters())
+    assert amp.step_was_skipped(optimizer) is False
+    with amp.disable_casts():
+        pass
+
+
+# Refusals.
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "error", "text"),
+    [
+        (
+            lambda m: nn.DataParallel(m),
+            sgd,
+            RuntimeError,
+            "wrapped in DataParallel already.*bare model",
+        ),
+        (lambda m: Wrapped(m), sgd, RuntimeError, "is wrapped in Wrapped already"),
+        (lambda m: m.half(), sgd, RuntimeError, "parameter 'weight' is torch.float16 already.*FP32"),
+        (lambda m: m.bfloat16(), sgd, RuntimeError, "parameter 'weight' is torch.bfloat16 already"),
+        (lambda m: (m,), sgd, TypeError, "models must be a torch.nn.Module.*got tuple; make it a list"),
+        (lambda m: m.parameters(), sgd, TypeError, "models must be .* got generator"),
+        (lambda m: [m, None], sgd, TypeError, "models must be .* got NoneType"),
+        (
+            lambda m: m,
+            lambda m: (sgd(m),),
+            TypeError,
+            "optimizers must be .* got tuple; make it a list",
+        ),
+        (
+            lambda m: m,
+            lambda m: "sgd",
+            TypeError,
+            "optimizers must be a torch.optim.Optimizer.*got str",
+        ),
+        (lambda m: m, lambda m: torch.optim.SGD, TypeError, "optimizers must be .* got type"),
+        (lambda m: m, lambda m: [sgd(m)] * 2, RuntimeError, r"optimizers\[1\] is in the list twice"),
+    ],
+)
+def test_what_initialize_refuses(models: Any, optimizers: Any, error: type, text: str) -> None:
+    model = linear()
+    optimizer = optimizers(model)
+    with pytest.raises(error, match=text) as caught:
+        amp.initialize(models(model), optimizer, opt_level="O2")
+    assert isinstance(caught.value, amp.AmpError)
+    assert OptimizerBinding.of(optimizer) is None
+
+
+def test_a_half_buffer_is_named() -> None:
+    model = conv_net()
+    model.offset = model.offset.half()
+    with pytest.raises(RuntimeError, match="buffer 'offset' is torch.float16 already"):
+        amp.initialize(model, opt_level="O1")
+
+
+def test_a_lazy_model_is_refused_until_it_has_weights() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: lazy modules are new
+        model = nn.LazyLinear(3)
+    with pytest.raises(RuntimeError, match="has no values yet"):
+        amp.initialize(model, opt_level="O2")
+
+
+def test_an_optimizer_of_a_live_session_is_refused_and_one_of_a_closed_is_not() -> None:
+    model = linear()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level="O1")
+    with pytest.raises(RuntimeError, match=r"get_session\(optimizer\).close\(\)"):
+        amp.initialize(linear(), optimizer, opt_level="O1")
+    amp.get_session(optimizer).close()
+    amp.initialize(model, optimizer, opt_level="O1")
+    train_linear(model, optimizer)
+
+
+def train_linear(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(2, 4)).float().pow(2).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("num_losses", [0, -1, 1.5, "2", True])
+def test_num_losses_must_be_a_count(num_losses: Any) -> None:
+    with pytest.raises(ValueError, match="num_losses=.* must be an integer of at least 1"):
+        amp.initialize(linear(), num_losses=num_losses)
+
+
+# A failure changes nothing.
+
+
+class Brittle(torch.optim.SGD):
+    """Fails when it is asked for its state the second time, in the middle of initialize."""
+
+    @property
+    def state(self) -> Any:
+        raise OSError("no state today")
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_failed_initialize_changes_nothing(level: str) -> None:
+    model = conv_net()
+    first = adamw(model)
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    first.step()
+    params = [p for group in first.param_groups for p in group["params"]]
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    grads = [p.grad.clone() for p in params]
+    state = copy.deepcopy(first.state_dict())
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    with pytest.raises(OSError, match="no state today"):
+        amp.initialize(model, [first, Brittle([nn.Parameter(torch.ones(1))], lr=1)], opt_level=level)
+
+    assert "step" not in vars(first)
+    assert OptimizerBinding.of(first) is None
+    after = [p for group in first.param_groups for p in group["params"]]
+    assert all(p is q for p, q in zip(params, after, strict=True))
+    for name, value in model.state_dict().items():
+        assert value.dtype is before[name].dtype
+        assert torch.equal(value, before[name]), name
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
+    for index, entries in first.state_dict()["state"].items():
+        for key, value in entries.items():
+            assert torch.equal(value, state["state"][index][key])
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert torch.mm(torch.eye(2), torch.eye(2)).dtype is torch.float32
+    with pytest.raises(RuntimeError, match="before amp.initialize"):
+        amp.state_dict()
+    first.step()
+
+
+def test_a_failed_initialize_leaves_the_session_before_it() -> None:
+    model = linear()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level="O1")
+    with pytest.raises(RuntimeError):
+        amp.initialize(linear().half(), opt_level="O2")
+    assert model(torch.ones(1, 4)).dtype is torch.float16
+    train_linear(model, optimizer)
+
+
+# Again and again.
+
+
+@pytest.mark.parametrize("first", LEVELS)
+@pytest.mark.parametrize("second", LEVELS)
+def test_a_sweep_in_one_process_equals_runs_of_their_own(first: str, second: str) -> None:
+    def run(level: str) -> list[torch.Tensor]:
+        model = conv_net()
+        optimizer = sgd(model)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        for step in range(3):
+            train_step(model, optimizer, step)
+        return [p.detach().clone() for p in model.parameters()]
+
+    alone = run(second)
+    amp.get_session().close()
+    run(first)
+    again = run(second)
+    assert all(torch.equal(a, b) for a, b in zip(alone, again, strict=True))
+
+
+def test_two_models_initialized_one_after_the_other_both_train() -> None:
+    pairs = []
+    for seed, level in enumerate(("O2", "O1", "O0")):
+        model = conv_net(seed)
+        pairs.append(amp.initialize(model, sgd(model), opt_level=level))
+    for model, optimizer in pairs:
+        losses = [train_step(model, optimizer).item() for _ in range(10)]
+        assert losses[-1] < losses[0] / 2
+
+
+def test_sessions_side_by_side_and_closed_in_any_order() -> None:
+    eye = torch.eye(2)
+    half, brain = amp.Session("O1"), amp.Session("O4")
+    half.initialize(None)
+    assert (eye @ eye).dtype is torch.float16
+    brain.initialize(None)
+    assert (eye @ eye).dtype is torch.bfloat16
+    half.close()
+    assert (eye @ eye).dtype is torch.bfloat16
+    brain.close()
+    assert (eye @ eye).dtype is torch.float32
+
+
+def test_an_old_session_is_freed_with_its_model() -> None:
+    import gc
+    import weakref
+
+    model = linear()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level="O2")
+    train_linear(model, optimizer)
+    master = weakref.ref(next(iter(amp.master_params(optimizer))))
+    session = weakref.ref(amp.get_session())
+    del model, optimizer
+    amp.initialize(linear(), opt_level="O0")
+    gc.collect()
+    assert master() is None
+    assert session() is None
+
+
+# Closing.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_close_gives_everything_back(level: str) -> None:
+    model = conv_net()
+    optimizer = adamw(model)
+    params = list(model.parameters())
+    keys = list(model.state_dict())
+    with amp.Session(level) as session:
+        model, optimizer = session.initialize(model, optimizer)
+        images, labels = batch()
+        with session.scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    session.close()  # again: nothing happens
+    assert not any(name in vars(optimizer) for name in ("step", "zero_grad", "add_param_group"))
+    assert all(p is q for p, q in zip(params, optimizer.param_groups[0]["params"], strict=True))
+    assert list(model.state_dict()) == keys
+    assert model.state_dict()["conv.weight"].dtype is MODEL_DTYPE[level]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    for p in params:
+        assert optimizer.state[p]["exp_avg"].dtype is p.dtype
+    with pytest.raises(RuntimeError, match="session was closed"):
+        session.initialize(linear())
+    with pytest.raises(RuntimeError, match="session was closed"):
+        amp.get_session(optimizer)
+    model.float()
+    optimizer.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+    if level not in ("O2", "O3", "O5"):
+        optimizer.step()
+
+
+def test_close_is_safe_after_an_exception() -> None:
+    model = linear()
+    with pytest.raises(ZeroDivisionError), amp.Session("O1") as session:
+        session.initialize(model, sgd(model))
+        raise ZeroDivisionError
+    assert model(torch.ones(1, 4)).dtype is torch.float32
+
+
+def test_a_session_takes_more_models_later() -> None:
+    with amp.Session("O2") as session:
+        a, b = linear(1), linear(2)
+        oa, ob = sgd(a), sgd(b)
+        session.initialize(a, oa)
+        session.initialize(b, ob)
+        for model, optimizer in ((a, oa), (b, ob)):
+            with session.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            assert next(amp.master_params(optimizer)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_masters_exist_when_initialize_returns_and_hold_every_bit(level: str) -> None:
+    model = conv_net()
+    before = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level)
+    masters = list(amp.master_params(optimizer))
+    assert all(m.dtype is torch.float32 for m in masters)
+    assert all(torch.equal(m, p) for m, p in zip(masters, before, strict=True))
+
+
+# What is said.
+
+
+def test_verbosity(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="amp")
+    amp.initialize(linear(), opt_level="O2")
+    assert "cast_model_type            : float16" in caplog.text
+    caplog.clear()
+    amp.initialize(linear(), opt_level="O2", verbosity=0)
+    assert not caplog.records
+
+
+def test_before_initialize_and_with_foreign_optimizers() -> None:
+    optimizer = sgd(linear())
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"amp.scale_loss was called before amp.initialize"):
+        amp.scale_loss(loss, optimizer).__enter__()
+    for function in (amp.loss_scale, amp.state_dict, amp.get_session):
+        with pytest.raises(RuntimeError, match="before amp.initialize"):
+            function()
+    amp.initialize(linear(), opt_level="O1")
+    with pytest.raises(RuntimeError, match="this SGD did not come out of amp.initialize"):
+        amp.scale_loss(loss, optimizer).__enter__()
+    with pytest.raises(RuntimeError, match="this SGD did not come out of amp.initialize"):
+        amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("loss", "optimizers", "error", "text"),
+    [
+        (1.0, None, TypeError, "needs a floating-point tensor as loss, and got float"),
+        (torch.ones(1, dtype=torch.int64), None, TypeError, "and got torch.int64"),
+        (None, [], TypeError, "got an empty list"),
+        (None, ["x"], TypeError, "got str"),
+    ],
+)
+def test_scale_loss_says_what_it_needs(
+    loss: Any, optimizers: Any, error: type[Exception], text: str
+) -> None:
+    model = linear()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer)
+    loss = torch.ones((), requires_grad=True) if loss is None else loss
+    optimizers = optimizer if optimizers is None else optimizers
+    with pytest.raises(error, match=text):
+        amp.scale_loss(loss, optimizers).__enter__()
+
+
+@pytest.mark.parametrize("loss_id", [2, -1, "0", 1.0])
+def test_a_wrong_loss_id(loss_id: Any) -> None:
+    model = linear()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, num_losses=2)
+    with pytest.raises(IndexError, match="is not one of 0 to 1: num_losses was 2"):
+        amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer, loss_id=loss_id).__enter__()
+
+
+def test_doubles_and_complex_parameters_keep_their_dtype() -> None:
+    class Odd(ConvNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(3, 3).double()
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.wide(super().forward(x)) * self.phase.abs()
+
+    for level in LEVELS:
+        torch.manual_seed(0)
+        model = Odd()
+        if level in ("O0", "O1", "O4"):  # in a model that is not cast, float64 is the script's affair
+            model.wide.float()
+        optimizer = sgd(model)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        phase = model.phase.detach().clone()
+        double = model.wide.weight.detach().clone()
+        train_step(model, optimizer)
+        assert model.phase.dtype is torch.complex64
+        if level in ("O2", "O3", "O5"):
+            assert model.wide.weight.dtype is torch.float64
+        assert not torch.equal(model.phase, phase)
+        assert not torch.equal(model.wide.weight, double)

@@ -1,0 +1,536 @@
+"""Masters and optimizers: any torch optimizer, any group, any order of calls."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amp
+from amp.masters import check_device
+from tests.models import LEVELS, MASTER_LEVELS, adamw, batch, conv_net, initialize, linear, sgd
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "ASGD": {"lr": 0.01},
+    "Adadelta": {"lr": 1.0},
+    "Adafactor": {"lr": 0.05},
+    "Adagrad": {"lr": 0.05},
+    "Adam": {"lr": 0.01},
+    "AdamW": {"lr": 0.01},
+    "Adamax": {"lr": 0.01},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01},
+    "Rprop": {"lr": 0.01},
+    "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
+}
+
+
+def loss_of(model: nn.Module, step: int = 0) -> Tensor:
+    images, labels = batch(step)
+    return F.cross_entropy(model(images), labels)
+
+
+def backward(model: nn.Module, optimizer: Any, step: int = 0, **kwargs: Any) -> None:
+    with amp.scale_loss(loss_of(model, step), optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_torch_optimizer_trains(name: str, level: str) -> None:
+    model = conv_net()
+    optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
+    if level == "O3" and "eps" in optimizer.defaults and name != "Adafactor":
+        optimizer.param_groups[0]["eps"] = 1e-3  # the default is 0 in float16
+    model, optimizer = initialize(model, optimizer, level)
+    first = loss_of(model).item()
+    for _ in range(10):
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+    assert loss_of(model).item() < first * 0.98
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_masters_step_as_fp32_training_on_the_same_gradients_does(level: str) -> None:
+    """A step far below half precision's resolution must not be lost."""
+    model = linear()
+    reference = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    reference_optimizer = torch.optim.SGD(reference, lr=1e-6)
+    model, optimizer = initialize(model, sgd(model, lr=1e-6, momentum=0), level)
+    for _ in range(20):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        for p, master in zip(reference, amp.master_params(optimizer), strict=True):
+            p.grad = master.grad.clone()
+        optimizer.step()
+        reference_optimizer.step()
+    for p, master in zip(reference, amp.master_params(optimizer), strict=True):
+        assert torch.equal(p, master)
+        assert not torch.equal(p, p.to(model.weight.dtype).float())
+    assert torch.equal(model.weight, reference[0].to(model.weight.dtype))
+
+
+def test_existing_state_is_kept_and_recast() -> None:
+    for level in LEVELS:
+        model = conv_net()
+        optimizer = adamw(model)
+        loss_of(model).backward()
+        optimizer.step()
+        before = [copy.deepcopy(optimizer.state[p]) for p in model.parameters()]
+        model, optimizer = initialize(model, optimizer, level)
+        for p, state in zip(amp.master_params(optimizer), before, strict=True):
+            assert optimizer.state[p]["step"] == state["step"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert optimizer.state[p][key].dtype is p.dtype
+                assert torch.equal(optimizer.state[p][key], state[key].to(p.dtype))
+        assert len(optimizer.state) == len(before)
+
+
+def test_parameter_groups_keep_their_hyper_parameters() -> None:
+    model = conv_net()
+    groups = [
+        {"params": list(model.conv.parameters()), "lr": 0.0},
+        {"params": list(model.norm.parameters()) + list(model.head.parameters()), "lr": 0.1},
+    ]
+    model, optimizer = initialize(model, torch.optim.SGD(groups), "O2")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    backward(model, optimizer)
+    optimizer.step()
+    after = model.state_dict()
+    assert torch.equal(after["conv.weight"], before["conv.weight"])
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_add_param_group(level: str) -> None:
+    model = conv_net()
+    optimizer = torch.optim.SGD(model.conv.parameters(), lr=0.1)
+    model, optimizer = initialize(model, optimizer, level)
+    backward(model, optimizer)
+    optimizer.add_param_group({"params": (p for p in model.head.parameters()), "lr": 0.2})
+    optimizer.add_param_group({"params": model.norm.weight})
+    model.zero_grad()
+    backward(model, optimizer)
+    before = model.state_dict()["head.weight"].clone()
+    grad = list(amp.master_params(optimizer))[2].grad.clone()
+    optimizer.step()
+    after = model.state_dict()["head.weight"]
+    torch.testing.assert_close(after.float(), (before - 0.2 * grad).float(), rtol=2e-3, atol=1e-4)
+    with pytest.raises(ValueError, match=r"parameter"):
+        optimizer.add_param_group({"params": model.head.parameters()})
+    with pytest.raises(TypeError):
+        optimizer.add_param_group([model.norm.bias])
+    with pytest.raises(TypeError):
+        optimizer.add_param_group({"params": {model.norm.bias}})
+    assert len(optimizer.param_groups) == 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_frozen_and_unfrozen_later(level: str) -> None:
+    model = conv_net()
+    model.conv.weight.requires_grad_(False)
+    model, optimizer = initialize(model, sgd(model), level)
+    start = model.state_dict()["conv.weight"].clone()
+    backward(model, optimizer)
+    optimizer.step()
+    assert torch.equal(model.state_dict()["conv.weight"], start)
+    model.conv.weight.requires_grad_(True)
+    model.head.weight.requires_grad_(False)
+    head = model.state_dict()["head.weight"].clone()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["conv.weight"], start)
+    if level in ("O0", "O1", "O4"):  # SGD's momentum does not move a parameter without gradient
+        assert torch.equal(model.state_dict()["head.weight"], head)
+
+
+def test_what_was_written_to_a_frozen_parameter_reaches_its_master() -> None:
+    model = linear()
+    model.weight.requires_grad_(False)
+    model, optimizer = initialize(model, sgd(model, lr=0.0), "O2")
+    model.weight.data.fill_(3.0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert (model.weight == 3).all()
+        model.weight.requires_grad_(True)
+        optimizer.zero_grad()
+    assert (next(amp.master_params(optimizer)) == 3).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["none", "zero", "positional", "model", "model_zero"])
+def test_zero_grad_in_every_form(level: str, how: str) -> None:
+    model = conv_net()
+    model, optimizer = initialize(model, sgd(model, momentum=0), level)
+    reference = None
+    for _ in range(2):
+        if how == "none":
+            optimizer.zero_grad(set_to_none=True)
+        elif how == "zero":
+            optimizer.zero_grad(set_to_none=False)
+        elif how == "positional":
+            optimizer.zero_grad(False)
+        else:
+            model.zero_grad(set_to_none=how == "model")
+        backward(model, optimizer)
+        grads = [p.grad.clone() for p in amp.master_params(optimizer)]
+        if reference is not None:
+            for new, old in zip(grads, reference, strict=True):
+                torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+        reference = grads
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+        model.norm.momentum = 0.0
+        optimizer.step()
+
+
+def test_zero_grad_before_anything_else() -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2")
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to do, and no error
+    assert amp.step_was_skipped(optimizer) is False
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_are_none(level: str) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(4, 1)
+            self.unused = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model = TwoHeads()
+    model, optimizer = initialize(model, adamw(model), level)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["unused.weight"], before["unused.weight"])
+    assert not torch.equal(model.state_dict()["used.weight"], before["used.weight"])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SparseAdam, torch.optim.SGD])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_sparse_gradients(level: str, optimizer_class: Any, blocks: int) -> None:
+    def make() -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(6, 3, sparse=True)
+
+    tokens = torch.tensor([[1, 1, 4]])
+    reference, model = make(), make()
+    reference_optimizer = optimizer_class(reference.parameters(), lr=0.1)
+    model, optimizer = initialize(model, optimizer_class(model.parameters(), lr=0.1), level)
+    for _ in range(2):
+        reference_optimizer.zero_grad()
+        optimizer.zero_grad()
+        for _ in range(blocks):
+            (reference(tokens) ** 2).sum().backward()
+            with amp.scale_loss((model(tokens).float() ** 2).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert next(amp.master_params(optimizer)).grad.is_sparse
+        reference_optimizer.step()
+        optimizer.step()
+    tolerance = 5e-2 if level == "O5" else 1e-2
+    torch.testing.assert_close(
+        model.state_dict()["weight"], reference.weight.detach(), rtol=tolerance, atol=tolerance
+    )
+    assert torch.equal(model.state_dict()["weight"][0], reference.weight[0])
+
+
+def test_a_sparse_gradient_that_overflows_skips_the_step() -> None:
+    model = nn.Embedding(6, 3, sparse=True)
+    model, optimizer = initialize(model, sgd(model, momentum=0), "O2")
+    with amp.scale_loss(model(torch.tensor([1])).sum() * math.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+
+
+# Closures.
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])  # float16 L-BFGS diverges
+@pytest.mark.parametrize("loss_scale", [128.0, "dynamic"])
+def test_lbfgs(level: str, loss_scale: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 4)
+    target = x @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]]) + 0.3
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
+    model, optimizer = initialize(model, optimizer, level, loss_scale=loss_scale)
+    evaluations = 0
+
+    def closure() -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        output = model(x)
+        assert output.dtype is (
+            {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
+        ), "casts are on inside a closure"
+        loss = F.mse_loss(output.float(), target)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    first = closure().item()
+    for _ in range(4):
+        returned = optimizer.step(closure)
+    assert returned is not None
+    assert evaluations > 8
+    assert F.mse_loss(model(x).float(), target).item() < first / 50
+
+
+def test_an_overflow_in_a_closure_is_evaluated_again_at_a_lower_scale() -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2")
+    scales = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            (scaled_loss * (math.inf if len(scales) < 3 else 1.0)).backward()
+        scales.append(amp.loss_scale())
+        return loss
+
+    before = model.weight.detach().clone()
+    optimizer.step(closure)
+    assert scales == [512.0, 256.0, 128.0, 128.0]
+    assert torch.isfinite(model.weight).all()
+    assert not torch.equal(model.weight, before)
+    assert amp.step_was_skipped(optimizer) is False
+
+
+def test_a_closure_that_always_overflows_is_an_error() -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2", verbosity=0)
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(1, 4)).sum() * math.inf
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    with (
+        pytest.warns(amp.AmpWarning, match="in a row gave inf or nan"),
+        pytest.raises(RuntimeError, match="inf or nan without scaling too"),
+    ):
+        optimizer.step(closure)
+    assert torch.isfinite(model.weight).all()
+
+
+# Schedulers.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.parametrize("first_step_overflows", [False, True])
+def test_learning_rate_schedulers(level: str, when: str, first_step_overflows: bool) -> None:
+    model = conv_net()
+    optimizer = sgd(model)
+    schedulers = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if when != "after":
+            schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+        model, optimizer = initialize(model, optimizer, level)
+        if when != "before":
+            schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+        for step in range(2):
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+                overflow = first_step_overflows and step == 0 and level in ("O1", "O2")
+                (scaled_loss * (math.inf if overflow else 1.0)).backward()
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.25 ** len(schedulers)
+
+
+def test_a_scheduler_between_two_sessions() -> None:
+    model = linear()
+    optimizer = sgd(model)
+    with amp.Session("O0") as session:
+        session.initialize(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    initialize(model, optimizer, "O1")
+    with amp.scale_loss(model(torch.ones(1, 4)).sum() * math.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    scheduler.step()
+    assert amp.step_was_skipped(optimizer)
+    assert torch.equal(before, model.weight)
+
+
+# Several of them.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_several_optimizers_over_one_model(level: str) -> None:
+    model = conv_net()
+    optimizers = [
+        torch.optim.SGD(model.conv.parameters(), lr=0.1),
+        torch.optim.AdamW([*model.norm.parameters(), *model.head.parameters()], lr=0.01, eps=1e-3),
+    ]
+    model, optimizers = initialize(model, optimizers, level)
+    first = loss_of(model).item()
+    for _ in range(8):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model), optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert loss_of(model).item() < first / 1.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_optimizer_over_several_models(level: str) -> None:
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(4, 3), nn.Linear(3, 4)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
+    (encoder, decoder), optimizer = initialize([encoder, decoder], optimizer, level)
+    x = torch.randn(16, 4)
+    losses = []
+    for _ in range(30):
+        loss = F.mse_loss(decoder(torch.tanh(encoder(x))).float(), x)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] * 0.9
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_optimizers_that_share_a_parameter(level: str) -> None:
+    """As without amp: both see one unscaled gradient, and both of their updates count."""
+    model = linear()
+    start = model.weight.detach().clone()
+    a = torch.optim.SGD([model.weight], lr=0.5)
+    b = torch.optim.SGD([model.weight, model.bias], lr=0.25)
+    model, (a, b) = initialize(model, [a, b], level)
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), [a, b]) as scaled_loss:
+        scaled_loss.backward()
+    assert (next(amp.master_params(a)).grad == 1).all()
+    a.step()
+    b.step()
+    torch.testing.assert_close(model.state_dict()["weight"], start - 0.75, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_only_looks_like_one(level: str) -> None:
+    class Larc:
+        """As apex's: wraps an optimizer and is none itself."""
+
+        def __init__(self, optim: torch.optim.Optimizer) -> None:
+            self.optim = optim
+            self.param_groups = optim.param_groups
+            self.state = optim.state
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.optim.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(0.5)
+            return self.optim.step(closure)
+
+        def zero_grad(self) -> None:
+            self.optim.zero_grad()
+
+    model = linear()
+    start = model.weight.detach().clone()
+    model, optimizer = initialize(model, Larc(sgd(model, lr=1.0, momentum=0)), level)
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["weight"], start - 0.5, rtol=0, atol=4e-3)
+
+
+def test_an_eps_that_is_zero_in_float16_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    initialize(model := linear(), adamw(model), "O2")
+    initialize(model := linear(), adamw(model, eps=1e-3), "O3")
+    assert not caplog.records
+    initialize(model := linear(), adamw(model), "O3")
+    assert "AdamW has eps=1e-08, which is 0 in torch.float16" in caplog.text
+
+
+def test_an_optimizer_can_be_copied_and_saved() -> None:
+    import pickle
+
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2")
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.param_groups[0]["params"][0].dtype is torch.float32
+        twin.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_made_without_scale_loss_count(level: str) -> None:
+    """A plain backward is unscaled: alone, or before a block."""
+    model = linear()
+    model, optimizer = initialize(model, sgd(model, lr=1.0, momentum=0), level)
+    start = model.state_dict()["weight"].clone()
+    model(torch.ones(1, 4)).sum().backward()
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["weight"], start - 2)
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["weight"], start - 3)
+
+
+def test_clipping_the_masters_clips_the_step() -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model, lr=1.0, momentum=0), "O2")
+    start = model.state_dict()["weight"].clone()
+    with amp.scale_loss(model(10 * torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    torch.testing.assert_close(norm, torch.tensor(math.sqrt(16 * 10**2 + 4)))
+    optimizer.step()
+    step = torch.linalg.vector_norm(model.state_dict()["weight"] - start)
+    assert 0.99 < step <= 1.0
+
+
+def test_a_model_moved_after_initialize_gets_an_error() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"\(2,\) is on meta and its FP32 master on cpu.*Move it first"
+    ):
+        check_device(torch.ones(2), torch.ones(2, device="meta"))
+
+
+def test_step_inside_the_block_is_an_error() -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O1")
+    with (
+        pytest.raises(RuntimeError, match="inside the amp.scale_loss block"),
+        amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        optimizer.step()

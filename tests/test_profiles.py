@@ -1,0 +1,362 @@
+"""A level, an alias, a file or an override becomes exactly the properties it says, or a clear error."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import amp
+from amp.profiles import resolve
+from tests.models import linear, sgd
+
+TABLE = {
+    #      cast_model_type, patch, type, keep_batchnorm_fp32, master_weights, loss_scale
+    "O0": (torch.float32, False, None, None, False, 1.0),
+    "O1": (None, True, torch.float16, None, None, "dynamic"),
+    "O2": (torch.float16, False, None, True, True, "dynamic"),
+    "O3": (torch.float16, False, None, False, False, 1.0),
+    "O4": (None, True, torch.bfloat16, None, None, 1.0),
+    "O5": (torch.bfloat16, False, None, True, True, 1.0),
+}
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_levels_are_the_documented_ones(level: str) -> None:
+    p = amp.load_profile(level)
+    row = (
+        p.cast_model_type,
+        p.patch_torch_functions,
+        p.patch_torch_functions_type,
+        p.keep_batchnorm_fp32,
+        p.master_weights,
+        p.loss_scale,
+    )
+    assert row == TABLE[level]
+    assert p.opt_level == level
+    assert p.enabled
+    assert p.brief
+
+
+@pytest.mark.parametrize(
+    ("alias", "level"),
+    [("32-true", "O0"), ("16-mixed", "O1"), ("16-true", "O3"), ("bf16-mixed", "O4")],
+)
+def test_aliases(alias: str, level: str) -> None:
+    assert amp.load_profile(alias) == amp.load_profile(level)
+
+
+def test_dynamic_scaling_starts_as_in_apex() -> None:
+    scaling = amp.load_profile("O2").loss_scaling
+    assert (scaling.init, scaling.growth_factor, scaling.backoff_factor) == (2.0**16, 2.0, 0.5)
+    assert (scaling.growth_interval, scaling.min, scaling.max) == (2000, None, 2.0**24)
+
+
+def test_properties_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        amp.load_profile("O2").master_weights = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wrong", ["02", "o2", "2", 2])
+def test_a_zero_for_a_letter_gets_a_hint(wrong: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"is not one of O0, .*did you mean 'O2' \(letter O\)\?"):
+        amp.load_profile(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["OO", "00", "0O"])
+def test_o_zero_in_every_confusion(wrong: str) -> None:
+    with pytest.raises(RuntimeError, match=r"did you mean 'O0' \(letter O\)\?"):
+        amp.load_profile(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["O9", "fast", None, 3.5, b"O1", ["O1"]])
+def test_unknown_levels_are_refused_with_what_is_allowed(wrong: Any) -> None:
+    with pytest.raises(RuntimeError, match="is not one of O0, O1, O2, O3, O4, O5"):
+        amp.load_profile(wrong)
+
+
+# Overrides.
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "expected"),
+    [
+        ("O2", {"loss_scale": "128.0"}, {"loss_scale": 128.0}),
+        ("O2", {"loss_scale": 128}, {"loss_scale": 128.0}),
+        ("O2", {"loss_scale": True}, {"loss_scale": 1.0}),
+        ("O0", {"loss_scale": "dynamic"}, {"loss_scale": "dynamic"}),
+        ("O2", {"keep_batchnorm_fp32": "False"}, {"keep_batchnorm_fp32": False}),
+        ("O3", {"keep_batchnorm_fp32": "True"}, {"keep_batchnorm_fp32": True}),
+        ("O2", {"master_weights": False}, {"master_weights": False}),
+        ("O0", {"master_weights": True}, {"master_weights": True}),
+        ("O2", {"cast_model_type": torch.bfloat16}, {"cast_model_type": torch.bfloat16}),
+        ("O2", {"cast_model_type": "torch.bfloat16"}, {"cast_model_type": torch.bfloat16}),
+        ("O2", {"cast_model_type": False}, {"cast_model_type": False}),
+        ("O1", {"cast_model_type": torch.float32}, {"cast_model_type": torch.float32}),
+        ("O1", {"cast_model_type": False}, {"cast_model_type": False}),
+        ("O1", {"patch_torch_functions": False}, {"patch_torch_functions": False}),
+        ("O1", {"patch_torch_functions_type": "float16"}, {"patch_torch_functions": True}),
+        ("O2", {"keep_norm_fp32": True}, {"keep_norm_fp32": True}),
+        ("O2", {"cast_model_outputs": "half"}, {"cast_model_outputs": torch.float16}),
+        ("O2", {"loss_scale": None, "master_weights": None}, {"loss_scale": "dynamic"}),
+    ],
+)
+def test_overrides_are_honoured(
+    level: str, overrides: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    p = resolve(level, overrides)
+    assert {name: getattr(p, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "error", "text"),
+    [
+        (
+            "O1",
+            {"cast_model_type": torch.float16},
+            RuntimeError,
+            "cast_model_type=float16 does not fit O1",
+        ),
+        (
+            "O4",
+            {"cast_model_type": "bfloat16"},
+            RuntimeError,
+            "cast_model_type=bfloat16 does not fit O4",
+        ),
+        ("O1", {"keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32=True does not fit O1"),
+        ("O1", {"keep_batchnorm_fp32": False}, RuntimeError, "keep_batchnorm_fp32=False does not fit"),
+        ("O4", {"master_weights": False}, RuntimeError, "master_weights=False does not fit O4"),
+        ("O1", {"master_weights": True}, RuntimeError, "take opt_level='O2'"),
+        ("O1", {"keep_norm_fp32": True}, RuntimeError, "keep_norm_fp32=True does not fit O1"),
+        ("O0", {"patch_torch_functions": True}, RuntimeError, "only O1 and O4 cast functions"),
+        ("O2", {"patch_torch_functions": True}, RuntimeError, "does not fit O2"),
+        ("O3", {"patch_torch_functions": "yes"}, RuntimeError, "does not fit O3"),
+        ("O2", {"patch_torch_functions_type": torch.float16}, RuntimeError, "does not fit O2"),
+        ("O1", {"patch_torch_functions_type": "bfloat16"}, RuntimeError, "O4 for bfloat16"),
+        ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "not one of True, False, None"),
+        ("O2", {"keep_batchnorm_fp32": 1}, AssertionError, "not one of True, False, None"),
+        ("O2", {"master_weights": "maybe"}, ValueError, "master_weights='maybe' is not one of"),
+        (
+            "O2",
+            {"loss_scale": "abc"},
+            ValueError,
+            "loss_scale='abc' is not a number; allowed: 'dynamic'",
+        ),
+        ("O2", {"loss_scale": "Dynamic"}, ValueError, "loss_scale='Dynamic'"),
+        ("O2", {"loss_scale": -1}, ValueError, "must be a finite number above 0"),
+        ("O2", {"loss_scale": float("nan")}, ValueError, "finite number above 0"),
+        ("O2", {"loss_scale": float("inf")}, ValueError, "finite number above 0"),
+        ("O2", {"loss_scale": 0}, ValueError, "DeepSpeed's 0 is 'dynamic' here"),
+        ("O2", {"loss_scale": [128]}, TypeError, "is a list; allowed"),
+        (
+            "O2",
+            {"loss_scale": {"growth": 2}},
+            TypeError,
+            "no key 'growth'.*did you mean 'growth_factor'",
+        ),
+        ("O2", {"loss_scale": {"mode": "static"}}, ValueError, "no init"),
+        (
+            "O2",
+            {"loss_scale": {"mode": "static", "init": 8, "hysteresis": 2}},
+            ValueError,
+            "does nothing",
+        ),
+        ("O2", {"loss_scale": {"min": 4, "min_loss_scale": 4}}, ValueError, "keep one"),
+        ("O2", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min=8.0 is above max=4.0"),
+        ("O2", {"min_loss_scale": -1.0}, ValueError, "min=-1.0 must be"),
+        ("O2", {"cast_model_type": "float8"}, ValueError, "cast_model_type: 'float8' is not one of"),
+        ("O2", {"cast_model_type": torch.int8}, ValueError, "cast_model_type: torch.int8"),
+        ("O2", {"cast_model_type": 16}, TypeError, "cast_model_type: 16 is a int"),
+        ("O2", {"keep_batchnorm": True}, TypeError, "did you mean 'keep_batchnorm_fp32'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_as_apex_refused_it(
+    level: str, overrides: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text) as caught:
+        resolve(level, overrides)
+    assert isinstance(caught.value, amp.AmpError)
+
+
+def test_no_end_state_depends_on_the_order_of_overrides() -> None:
+    one = {"cast_model_type": "bfloat16", "keep_batchnorm_fp32": False, "master_weights": False}
+    other = dict(reversed(one.items()))
+    assert resolve("O2", one) == resolve("O2", other)
+
+
+# Files.
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Any:
+    def write(text: str, name: str = "mine.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_file_extends_a_level(profile: Any) -> None:
+    path = profile("extends: O2\nkeep_norm_fp32: true\nbrief: mine\n")
+    p = amp.load_profile(path)
+    assert p.keep_norm_fp32 is True
+    assert p.brief == "mine"
+    assert (p.opt_level, p.cast_model_type) == ("O2", torch.float16)
+    assert amp.load_profile(str(path)) == p
+
+
+def test_a_file_extends_an_alias_and_a_file_beside_it(profile: Any) -> None:
+    profile("extends: bf16-mixed\nloss_scale: 4\n", "base.yaml")
+    p = amp.load_profile(profile("extends: base.yaml\ncast_model_outputs: float32\n"))
+    assert (p.opt_level, p.loss_scale, p.cast_model_outputs) == ("O4", 4.0, torch.float32)
+
+
+def test_a_file_may_extend_nothing(profile: Any) -> None:
+    p = amp.load_profile(profile("cast_model_type: bfloat16\nmaster_weights: true\n"))
+    assert (p.opt_level, p.cast_model_type, p.loss_scale) == (None, torch.bfloat16, 1.0)
+    assert amp.load_profile(profile("")).cast_model_type is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("keep_batchnorm_fp32: no", {"keep_batchnorm_fp32": False}),
+        ("keep_batchnorm_fp32: off", {"keep_batchnorm_fp32": False}),
+        ("keep_batchnorm_fp32: None", {"keep_batchnorm_fp32": None}),
+        ("keep_batchnorm_fp32: ~", {"keep_batchnorm_fp32": None}),
+        ("master_weights: yes", {"master_weights": True}),
+        ("cast_model_type: no", {"cast_model_type": False}),
+        ("loss_scale: 1e-3", {"loss_scale": 1e-3}),
+        ("loss_scale: 1E+3", {"loss_scale": 1000.0}),
+        ("loss_scale: 010", {"loss_scale": 10.0}),
+        ("loss_scale: 0x10", {"loss_scale": 16.0}),
+        ("loss_scale: .inf", None),
+    ],
+)
+def test_yaml_says_what_it_looks_like(profile: Any, text: str, expected: dict[str, Any] | None) -> None:
+    path = profile(f"extends: O2\n{text}\n")
+    if expected is None:
+        with pytest.raises(ValueError, match=r"mine.yaml:2: loss_scale="):
+            amp.load_profile(path)
+    else:
+        p = amp.load_profile(path)
+        assert {name: getattr(p, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss_scale: {mode: dynamic, init: 1024, growth_interval: 100, hysteresis: 2, min: 1, "
+        "max: 65536}",
+        "loss_scale: {initial_scale_power: 10, loss_scale_window: 100, hysteresis: 2, "
+        "min_loss_scale: 1, max_loss_scale: 65536, loss_scale: 0}",
+        "loss_scale: {initial-loss-scale: 1024, loss-scale-window: 1e2, hysteresis: 2, "
+        "min-loss-scale: 1, max: 65536, loss_scale: null}",
+        "loss_scale: {init_scale: 1024, growth_interval: 100, delayed_shift: 2, min: 1, max: 65536}",
+    ],
+)
+def test_other_peoples_names_for_loss_scaling(profile: Any, text: str) -> None:
+    scaling = amp.load_profile(profile(f"extends: O2\n{text}\n")).loss_scaling
+    assert scaling == amp.LossScaling(
+        init=1024.0, growth_interval=100, hysteresis=2, min=1.0, max=65536.0
+    )
+
+
+def test_a_static_scale_as_a_mapping(profile: Any) -> None:
+    assert amp.load_profile(profile("loss_scale: {mode: static, init: 128}")).loss_scale == 128.0
+    assert amp.load_profile(profile("loss_scale: {loss_scale: 64}")).loss_scale == 64.0
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("extends: O2\nmaster_weight: true", TypeError, ":2: .*did you mean 'master_weights'"),
+        ("extends: O2\n\nmaster_weights: maybe", ValueError, ":3: master_weights='maybe'"),
+        ("extends: O2\nkeep_batchnorm_fp32: maybe", AssertionError, ":2: keep_batchnorm_fp32='maybe'"),
+        (
+            "extends: O2\nloss_scale:\n  init: 2\n  growth_interval: 0",
+            ValueError,
+            ":4: growth_interval=0",
+        ),
+        (
+            "extends: O2\nloss_scale:\n  init: 2\n  grow: 0",
+            TypeError,
+            ":4: loss_scale has no key 'grow'",
+        ),
+        ("brief: x\nextends: 02", RuntimeError, ":2: extends=2 is not one of .*did you mean 'O2'"),
+        ("extends: none.yaml", FileNotFoundError, ":1: extends='none.yaml': there is no file"),
+        ("extends: mine.yaml", ValueError, ":1: 'extends' goes in a circle: mine.yaml -> mine.yaml"),
+        (
+            "extends: O2\npatch_torch_functions: true",
+            RuntimeError,
+            ":2: patch_torch_functions=True does",
+        ),
+        (
+            "extends: O1\nbrief: x\nmaster_weights: on",
+            RuntimeError,
+            ":3: master_weights=True does not fit",
+        ),
+        ("extends: O2\nextends: O3", ValueError, ":2: 'extends' was set on line 1 already"),
+        ("- O2", ValueError, ":1: expected a mapping"),
+        ("extends: [O2", ValueError, ":1: not valid YAML"),
+        ("brief: x\nloss_scale: !!python/object:os.system {}", ValueError, ":2: not valid YAML"),
+    ],
+)
+def test_errors_in_a_file_name_file_and_line(
+    profile: Any, text: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"mine.yaml{message}") as caught:
+        amp.load_profile(profile(text))
+    assert isinstance(caught.value, amp.AmpError)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"opt_level='.*none.yaml': there is no file"):
+        amp.load_profile(str(tmp_path / "none.yaml"))
+
+
+# Through initialize.
+
+
+def test_initialize_takes_apexs_parameters_in_apexs_order() -> None:
+    names = list(inspect.signature(amp.initialize).parameters)
+    assert names[:14] == [
+        "models",
+        "optimizers",
+        "enabled",
+        "opt_level",
+        "cast_model_type",
+        "patch_torch_functions",
+        "keep_batchnorm_fp32",
+        "master_weights",
+        "loss_scale",
+        "cast_model_outputs",
+        "num_losses",
+        "verbosity",
+        "min_loss_scale",
+        "max_loss_scale",
+    ]
+
+
+def test_scale_bounds_of_a_call_win_over_the_profile_and_defaults_do_not(profile: Any) -> None:
+    path = profile("extends: O2\nloss_scale: {init: 4194304, max: 1048576, min: 2}\n")
+    model = linear()
+    amp.initialize(model, sgd(model), opt_level=path)
+    assert amp.loss_scale() == 1048576.0
+    model = linear()
+    amp.initialize(model, sgd(model), opt_level=path, max_loss_scale=1024.0)
+    assert amp.loss_scale() == 1024.0
+    scaling = amp.get_session().properties.loss_scaling
+    assert (scaling.min, scaling.max) == (2.0, 1024.0)
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="'loss_scal'; did you mean 'loss_scale'"):
+        amp.initialize(linear(), loss_scal=128)
+    with pytest.raises(TypeError, match="'optimizer'; did you mean 'optimizers'"):
+        amp.initialize(linear(), optimizer=None)
