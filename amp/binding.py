@@ -104,19 +104,18 @@ class OptimizerBinding:
         self._live = False
         self._patches.undo()
         delattr(self.optimizer, _ATTRIBUTE)
-        state = self.optimizer.state
+        parameter_of: dict[Tensor, Tensor] = {}
         for group in self.optimizer.param_groups:
             params = group["params"]
             for i, master in enumerate(params):
                 parameter = self._masters.model(master)
                 if parameter is None:
                     continue
-                params[i] = parameter
-                if master in state:
-                    state[parameter] = state.pop(master)
+                params[i] = parameter_of[master] = parameter
                 if master.grad is not None:
                     parameter.grad = master.grad.to(parameter.dtype)
                 self._masters.release(master)
+        self._rekey_state(parameter_of)
         self.recast_state()
 
     def recast_state(self) -> None:
@@ -130,12 +129,20 @@ class OptimizerBinding:
 
     def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
         """Exchange a group's 16-bit parameters for masters, in the same list: LBFGS keeps it."""
-        params, state = group["params"], self.optimizer.state
+        params = group["params"]
+        master_of: dict[Tensor, Tensor] = {}
         for i, parameter in enumerate(params):
             if self._use_masters and parameter.dtype in LOW_PRECISION:
-                master = params[i] = self._masters.acquire(parameter, before)
-                if parameter in state:
-                    state[master] = state.pop(parameter)
+                params[i] = master_of[parameter] = self._masters.acquire(parameter, before)
+        self._rekey_state(master_of)
+
+    def _rekey_state(self, new_of: Mapping[Tensor, Tensor]) -> None:
+        """Key the state of some parameters by others, in the same order."""
+        state = self.optimizer.state
+        if any(parameter in state for parameter in new_of):
+            entries = list(state.items())
+            state.clear()
+            state.update((new_of.get(parameter, parameter), entry) for parameter, entry in entries)
 
     def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
         if isinstance(group, dict) and "params" in group:

@@ -67,9 +67,9 @@ class Run:
 
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
     """Return the training and the test set."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
+    pixels, targets = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(targets)
     train, test = train_test_split(
         torch.arange(len(labels)), test_size=0.25, random_state=seed, stratify=labels
     )
@@ -155,7 +155,7 @@ def plot(runs: list[Run], path: Path) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--opt-level", help="a level, an alias or a profile; default: O0 to O5")
     parser.add_argument("--config", type=Path, help="YAML whose amp: block is given to initialize")
     parser.add_argument("--epochs", type=int, default=12)

@@ -224,7 +224,7 @@ class Brittle(torch.optim.SGD):
     """Fails when it is asked for its state the second time, in the middle of initialize."""
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise OSError("no state today")
 
     @state.setter

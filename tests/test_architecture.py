@@ -1,0 +1,65 @@
+"""Imports run one way, as docs/architecture.md draws them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("dtypes",),
+    ("properties", "patching", "yamlfile", "kernels"),
+    ("profiles", "scaler", "masters"),
+    ("policy",),
+    ("opcast", "modelcast", "checkpoint"),
+    ("binding",),
+    ("session",),
+    ("frontend",),
+    ("__init__",),
+)
+LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
+SOURCES = [*sorted((ROOT / "amp").glob("*.py")), *sorted((ROOT / "kernels").glob("*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Return the top modules of amp and the packages that a file imports, at any depth in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            assert node.module is not None
+            inside = [f"amp.{alias.name}" for alias in node.names] if node.module == "amp" else []
+            names |= set(inside) or {node.module}
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_every_module_imports_only_what_lies_below_it(path: Path) -> None:
+    name = "kernels" if path.parent.name == "kernels" else path.stem
+    for module in imported(path):
+        if module.startswith("amp."):
+            below = module.split(".")[1]
+            assert LAYER_OF[below] < LAYER_OF[name], f"{name} imports {below}"
+
+
+def test_kernels_import_torch_and_triton_only() -> None:
+    allowed = {"torch", "triton", "amp", "__future__", "collections", "itertools", "typing"}
+    for path in (ROOT / "kernels").glob("*.py"):
+        for module in imported(path):
+            top = module.split(".")[0]
+            assert top in allowed, f"{path.name} imports {module}"
+            assert top != "amp" or module.startswith("amp.kernels"), f"{path.name} imports {module}"
+
+
+def test_the_packages_have_no_top_level_names_of_their_own() -> None:
+    for name in ("kernels", "configs"):
+        assert not (ROOT / name / "__init__.py").exists()
+        link = ROOT / "amp" / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / name

@@ -1,0 +1,234 @@
+"""A run that was saved, killed and resumed is the run that never stopped."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import amp
+from tests.models import LEVELS, batch, conv_net, initialize, linear, sgd
+from tests.resume import CASES, HALF, WHOLE, checkpoint, make, outcome, scaling, train
+
+
+def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
+    """Compare nested containers bit for bit."""
+    if isinstance(theirs, Tensor):
+        assert ours.dtype is theirs.dtype, path
+        assert torch.isfinite(theirs).all(), path
+        assert torch.equal(ours, theirs), path
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs), path
+        for key in theirs:
+            assert_equal(ours[key], theirs[key], f"{path}/{key}")
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), path
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_equal(a, b, f"{path}/{i}")
+    else:
+        assert ours == theirs, path
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save every case halfway, and let another process go on from there."""
+    folder = tmp_path_factory.mktemp("resume")
+    for level, name in CASES:
+        model, optimizer = initialize(*make(name, level), level, **scaling(level))
+        train(model, optimizer, level, range(HALF))
+        torch.save(checkpoint(model, optimizer), folder / f"{level}-{name}.pt")
+        amp.get_session().close()
+    subprocess.run([sys.executable, "-m", "tests.resume", str(folder)], check=True)
+    return folder
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_resume_is_exact(resumed: Path, level: str, name: str, loaded: str) -> None:
+    model, optimizer = initialize(*make(name, level), level, **scaling(level))
+    train(model, optimizer, level, range(WHOLE))
+    if level in ("O1", "O2"):
+        scales = amp.state_dict()["loss_scaler0"]
+        assert scales["loss_scale"] != 1024.0
+    theirs = torch.load(resumed / f"{level}-{name}-{loaded}.pt", weights_only=True)
+    assert_equal(theirs, outcome(model, optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_checkpoint_holds_plain_values_and_fp32_tensors(level: str) -> None:
+    model, optimizer = initialize(*make("AdamW", level), level)
+    train(model, optimizer, level, range(2))
+    buffer = io.BytesIO()
+    torch.save(checkpoint(model, optimizer), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    for name, value in saved["model"].items():
+        assert not value.is_floating_point() or value.dtype is torch.float32, name
+    assert_equal(saved["amp"], amp.state_dict())
+
+
+def test_the_format_is_apexs() -> None:
+    model = linear()
+    amp.initialize(model, sgd(model), opt_level="O2", num_losses=2)
+    state = amp.state_dict()
+    assert isinstance(state, OrderedDict)
+    assert list(state)[:2] == ["loss_scaler0", "loss_scaler1"]
+    for i in range(2):
+        assert state[f"loss_scaler{i}"]["loss_scale"] == 65536.0
+        assert type(state[f"loss_scaler{i}"]["loss_scale"]) is float
+        assert type(state[f"loss_scaler{i}"]["unskipped"]) is int
+    destination = {"mine": 1}
+    assert amp.state_dict(destination) is destination
+    assert destination["mine"] == 1
+    assert "loss_scaler1" in destination
+
+
+def apex_state(*scales: tuple[float, int]) -> dict[str, Any]:
+    return OrderedDict(
+        (f"loss_scaler{i}", {"loss_scale": scale, "unskipped": unskipped})
+        for i, (scale, unskipped) in enumerate(scales)
+    )
+
+
+def test_apexs_own_files_load() -> None:
+    model = linear()
+    amp.initialize(model, sgd(model), opt_level="O2", num_losses=2)
+    amp.load_state_dict(apex_state((4096.0, 17), (8.0, 3)))
+    assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 17
+
+
+def test_entries_go_by_their_number_and_not_by_their_place() -> None:
+    amp.initialize(linear(), opt_level="O2", num_losses=2)
+    state = apex_state((4096.0, 17), (8.0, 3))
+    amp.load_state_dict(dict(reversed(state.items())))
+    assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
+
+
+def test_a_scale_of_0_from_apex_is_brought_to_the_floor() -> None:
+    amp.initialize(linear(), opt_level="O2", min_loss_scale=1.0)
+    amp.load_state_dict(apex_state((0.0, 0)))
+    assert amp.loss_scale() == 1.0
+
+
+def test_unskipped_beyond_the_interval_still_grows() -> None:
+    model = linear()
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level="O2", loss_scale={"init": 4, "growth_interval": 10}
+    )
+    amp.load_state_dict(apex_state((4.0, 1999)))
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert amp.loss_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "text"),
+    [
+        (3, 1, "contains 3 loss scalers, and num_losses is 1; skipping loss_scaler1, loss_scaler2"),
+        (1, 2, "contains 1 loss scalers, and num_losses is 2; loss_scaler1 start anew"),
+    ],
+)
+def test_another_number_of_losses_is_said(saved: int, here: int, text: str) -> None:
+    amp.initialize(linear(), opt_level="O2", num_losses=here)
+    with pytest.warns(amp.AmpWarning, match=text):
+        amp.load_state_dict(apex_state(*[(2.0**i, i) for i in range(1, saved + 1)]))
+    assert amp.loss_scale(0) == 2.0
+    if here == 2:
+        assert amp.loss_scale(1) == 65536.0
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        ({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "foo": 1}, RuntimeError, '"foo"'),
+        ({"model": {}, "amp": {}}, RuntimeError, r'Unexpected key\(s\).*"model", "amp".*checkpoint'),
+        ([1], TypeError, "a dict, and got a list"),
+        ({"loss_scaler0": 65536.0}, ValueError, "'loss_scaler0'.*no usable 'loss_scale'"),
+        ({"loss_scaler0": {"loss_scale": "big", "unskipped": 1}}, ValueError, "no usable 'loss_scale'"),
+        ({"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 1}}, ValueError, "no usable"),
+        ({"loss_scaler0": {"loss_scale": 2.0}}, ValueError, "no usable 'unskipped'"),
+    ],
+)
+@pytest.mark.parametrize("initialized", [False, True])
+def test_what_is_no_state_dict_is_refused_and_changes_nothing(
+    state: Any, error: type[Exception], text: str, initialized: bool
+) -> None:
+    if initialized:
+        amp.initialize(linear(), opt_level="O2")
+    with pytest.raises(error, match=text):
+        amp.load_state_dict(state)
+    if not initialized:
+        amp.initialize(linear(), opt_level="O2")
+    assert amp.loss_scale() == 65536.0
+
+
+# Another level.
+
+
+@pytest.mark.parametrize("old", LEVELS)
+@pytest.mark.parametrize("new", LEVELS)
+def test_a_checkpoint_of_one_level_goes_on_at_another(old: str, new: str) -> None:
+    def evaluate(model: torch.nn.Module) -> float:
+        return sum(F.cross_entropy(model(x).float(), y).item() for x, y in map(batch, range(4)))
+
+    model, optimizer = initialize(*make("SGD", old), old, verbosity=0)
+    train(model, optimizer, "O0", range(10))
+    saved = checkpoint(model, optimizer)
+    before = evaluate(model)
+    amp.get_session().close()
+
+    model, optimizer = initialize(*make("SGD", new, seed=3), new, verbosity=0)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    if old == new:
+        amp.load_state_dict(saved["amp"])
+    else:
+        with pytest.warns(amp.AmpWarning, match=f"saved at opt_level {old}.*runs at {new}"):
+            amp.load_state_dict(saved["amp"])
+    assert evaluate(model) == pytest.approx(before, rel=5e-2)
+    scale = amp.loss_scale()
+    assert scale == (1024.0 if new in ("O1", "O2") else 1.0)
+    for p in amp.master_params(optimizer):
+        assert optimizer.state[p]["momentum_buffer"].dtype is p.dtype
+    train(model, optimizer, "O0", range(10, 20))
+    assert evaluate(model) < before * 1.5
+
+
+def test_a_static_scale_is_the_configurations_and_not_the_checkpoints() -> None:
+    amp.initialize(linear(), opt_level="O2", loss_scale=128.0)
+    saved = amp.state_dict()
+    amp.initialize(linear(), opt_level="O2", loss_scale=256.0)
+    amp.load_state_dict(saved)
+    assert amp.loss_scale() == 256.0
+    amp.initialize(linear(), opt_level="O2")
+    amp.load_state_dict(saved)
+    assert amp.loss_scale() == 65536.0
+
+
+def test_a_state_loaded_first_waits_for_initialize_and_is_used_once() -> None:
+    amp.load_state_dict(apex_state((32.0, 1)))
+    amp.initialize(linear(), opt_level="O2")
+    assert amp.loss_scale() == 32.0
+    amp.initialize(linear(), opt_level="O2")
+    assert amp.loss_scale() == 65536.0
+
+
+def test_masters_loaded_in_the_middle_of_training_are_the_ones_stepped() -> None:
+    model = conv_net()
+    model, optimizer = initialize(model, sgd(model, lr=0.0, momentum=0), "O2")
+    train(model, optimizer, "O0", range(2))
+    target = {k: v + 1 / 3 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    model.load_state_dict(target)
+    train(model, optimizer, "O0", range(2))
+    for name, p in model.named_parameters():
+        assert torch.equal(model.state_dict()[name], target[name]), name
+        assert torch.equal(p, target[name].to(p.dtype)), name

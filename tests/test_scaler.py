@@ -1,0 +1,325 @@
+"""The loss scale: its arithmetic, what a user is told, and when he is warned."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp
+from amp.kernels.unscale import unscale
+from amp.properties import LossScaling
+from amp.scaler import LossScaler
+from tests.models import LEVELS, initialize, linear, sgd
+
+
+def drive(config: LossScaling, overflows: str) -> list[float]:
+    """Return the scale after each update; `x` is an overflow, `.` is none."""
+    scaler = LossScaler(config)
+    trace = []
+    for symbol in overflows:
+        found = scaler.found_inf
+        assert found is not None
+        found.fill_(float(symbol == "x"))
+        scaler.update()
+        trace.append(scaler.loss_scale())
+    return trace
+
+
+def simulate(c: LossScaling, overflows: str) -> list[float]:
+    """The same in plain Python, written from the description in apex, Megatron and DeepSpeed."""
+    scale, good, left, trace = c.start, 0, c.hysteresis, []
+    for symbol in overflows:
+        if symbol == "x":
+            good, left = 0, left - 1
+            if left <= 0:
+                scale = min(scale, max(scale * c.backoff_factor, c.floor))
+        else:
+            good += 1
+            if c.consecutive_hysteresis:
+                left = c.hysteresis
+            if good == c.growth_interval:
+                scale, good, left = max(scale, min(scale * c.growth_factor, c.max)), 0, c.hysteresis
+        trace.append(scale)
+    return trace
+
+
+CONFIGS = [
+    LossScaling(),
+    LossScaling(init=8, growth_interval=3, max=64),
+    LossScaling(init=8, growth_interval=3, hysteresis=2, min=2),
+    LossScaling(init=8, growth_interval=2, hysteresis=3, consecutive_hysteresis=True),
+    LossScaling(init=1000, growth_factor=1.5, backoff_factor=0.8, growth_interval=2),
+    LossScaling(init=4, growth_interval=1, min=16, max=32),
+    LossScaling(init=2.0**40, max=2.0**30, growth_interval=4),
+    LossScaling(growth_factor=1.0, growth_interval=1),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_state_machine(config: LossScaling, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rate = (0.1, 0.3, 0.5, 0.9)[seed]
+    overflows = "".join("x" if torch.rand((), generator=generator) < rate else "." for _ in range(80))
+    expected = simulate(config, overflows)
+    for ours, theirs in zip(drive(config, overflows), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_examples_of_apex() -> None:
+    config = LossScaling(growth_interval=3)
+    assert drive(config, "x..") == [2.0**15] * 3
+    assert drive(config, "...") == [2.0**16, 2.0**16, 2.0**17]
+    assert drive(config, "..x...") == [2.0**16] * 2 + [2.0**15] * 3 + [2.0**16]
+    assert drive(replace(config, growth_interval=1), "." * 12)[-1] == 2.0**24
+
+
+def test_a_scale_never_becomes_zero_inf_or_denormal() -> None:
+    smallest = torch.finfo(torch.float32).tiny
+    low = drive(LossScaling(), "x" * 300)
+    assert low[-1] == smallest
+    high = drive(LossScaling(growth_interval=1, max=2.0**126), "." * 300)
+    assert high[-1] == 2.0**126
+    assert 1 / high[-1] == smallest
+    scaler = LossScaler(LossScaling(init=smallest))
+    assert torch.isfinite(scaler.snapshot().inv_scale).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"growth_factor": 0.5},
+        {"backoff_factor": 2.0},
+        {"backoff_factor": 0.0},
+        {"init": math.inf},
+        {"init": 0},
+        {"max": math.nan},
+        {"min": 8.0, "max": 4.0},
+        {"growth_interval": 0},
+        {"growth_interval": 1.5},
+        {"hysteresis": True},
+        {"mode": "sometimes"},
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(wrong)))):
+        LossScaling(**wrong)
+
+
+# Checking gradients.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("target", ["in place", torch.float32])
+@pytest.mark.parametrize("size", [0, 1, 63, 1000])
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", [0, -1])
+def test_unscale(dtype: torch.dtype, target: Any, size: int, bad: float | None, where: int) -> None:
+    good = torch.randn(5).to(dtype)
+    source = torch.randn(size).to(dtype)
+    if bad is not None and size:
+        source[where] = bad
+    sources = [good, source]
+    expected = [s.to(torch.float64) / 4 for s in sources]
+    if target == "in place":
+        targets = sources
+    else:
+        targets = [torch.full(s.shape, math.nan, dtype=torch.float32) for s in sources]
+    found_inf = torch.zeros(1)
+    unscale(sources, targets, torch.tensor([0.25]), found_inf)
+    assert found_inf.item() == (1.0 if bad is not None and size else 0.0)
+    for t, e in zip(targets, expected, strict=True):
+        torch.testing.assert_close(t.to(torch.float64), e, rtol=1e-2, atol=1e-6, equal_nan=True)
+
+
+def test_an_overflow_born_in_unscaling_is_found() -> None:
+    """A scale below 1 makes an inf out of a finite gradient."""
+    grad, found_inf = torch.tensor([1e35]), torch.zeros(1)
+    unscale([grad], [grad], torch.tensor([2.0**20]), found_inf)
+    assert found_inf.item() == 1
+
+
+def test_a_finite_gradient_whose_sum_overflows_is_no_overflow() -> None:
+    """apex summed the gradient, and took this for one."""
+    grad, found_inf = torch.full((4,), 3e38), torch.zeros(1)
+    unscale([grad], [grad], torch.tensor([1.0]), found_inf)
+    assert found_inf.item() == 0
+
+
+def test_found_inf_is_not_cleared_by_a_later_check() -> None:
+    found_inf = torch.zeros(1)
+    for value in (math.inf, 1.0):
+        grad = torch.tensor([value])
+        unscale([grad], [grad], torch.tensor([1.0]), found_inf)
+    assert found_inf.item() == 1
+
+
+def test_strided_complex_and_sparse_gradients() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    view = base[:, ::2]
+    indices, values = torch.tensor([[0, 0, 2]]), torch.tensor([4.0, 8.0, 2.0])
+    sparse = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)
+    z = torch.tensor([4 + 8j])
+    found_inf = torch.zeros(1)
+    unscale([view, sparse, z], [view, sparse, z], torch.tensor([0.5]), found_inf)
+    assert torch.equal(base, torch.tensor([[0.0, 1, 1, 3], [2, 5, 3, 7], [4, 9, 5, 11]]))
+    assert torch.equal(sparse.to_dense(), torch.tensor([6.0, 0, 1, 0]))
+    assert z.item() == 2 + 4j
+    assert found_inf.item() == 0
+
+
+# As the user sees it.
+
+
+def overflow(model: nn.Module, optimizer: Any, factor: float = math.inf, **kwargs: Any) -> None:
+    with amp.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_the_step_once_and_says_so(
+    level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), level)
+    start = model.weight.detach().clone()
+    overflow(model, optimizer)
+    assert not caplog.records
+    assert optimizer.step() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0"
+    ]
+    assert caplog.records[0].name == "amp"
+    assert amp.step_was_skipped(optimizer)
+    assert torch.equal(model.weight, start)
+    assert not optimizer.state
+    optimizer.zero_grad()
+    overflow(model, optimizer, 1.0)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    assert not torch.equal(model.weight, start)
+    assert len(caplog.records) == 1
+    assert amp.loss_scale() == 512.0
+
+
+def test_verbosity_0_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2", verbosity=0)
+    overflow(model, optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert not caplog.records
+
+
+def test_other_ranks_are_silent(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2")
+    overflow(model, optimizer)
+    optimizer.step()
+    assert not caplog.records
+
+
+def test_an_overflow_skips_only_the_optimizers_of_its_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    models = [linear(seed) for seed in range(3)]
+    optimizers = [sgd(model) for model in models]
+    models, optimizers = initialize(models, optimizers, "O2", num_losses=2)
+    overflow(models[0], optimizers[:2], loss_id=1)
+    overflow(models[2], optimizers[2], 1.0, loss_id=0)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [True, True, False]
+    assert [amp.loss_scale(i) for i in range(2)] == [1024.0, 512.0]
+    assert all("loss scaler 1" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_static_scale_checks_nothing_as_in_apex(level: str) -> None:
+    model = linear()
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=2.0)
+    overflow(model, optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    assert not torch.isfinite(model.weight).all()
+    assert amp.loss_scale() == 2.0
+
+
+def test_min_and_max_bound_the_scale() -> None:
+    model = linear()
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level="O2", min_loss_scale=2.0**14, max_loss_scale=2.0**15, verbosity=0
+    )
+    assert amp.loss_scale() == 2.0**15
+    for _ in range(3):
+        overflow(model, optimizer)
+        optimizer.step()
+    assert amp.loss_scale() == 2.0**14
+
+
+@pytest.mark.parametrize(
+    ("scaling", "first_warning"),
+    [
+        ({"init": 2.0, "min": 1.0}, 50),
+        ({"init": 8.0, "min": 8.0, "overflow_patience": 3}, 3),
+        ({"init": 1.0, "overflow_patience": 3}, 3),
+        ({"init": 65536.0}, 50),
+        ({"init": 65536.0, "backoff_factor": 0.99}, None),
+    ],
+)
+def test_overflows_without_end_are_pointed_out_once(
+    scaling: dict[str, Any], first_warning: int | None
+) -> None:
+    model = linear()
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level="O2", loss_scale=scaling, verbosity=0
+    )
+    warned_at = []
+    for step in range(1, 121):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            overflow(model, optimizer)
+            optimizer.step()
+        if caught:
+            assert issubclass(caught[0].category, amp.AmpWarning)
+            assert "torch.isfinite" in str(caught[0].message)
+            assert "learning rate" in str(caught[0].message)
+            warned_at.append(step)
+    assert warned_at == ([] if first_warning is None else [first_warning])
+
+
+def test_a_good_step_resets_the_patience() -> None:
+    model = linear()
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level="O2", loss_scale={"init": 1.0, "overflow_patience": 3}, verbosity=0
+    )
+    for factor in (math.inf, math.inf, 1.0) * 4:  # a warning would be an error here
+        optimizer.zero_grad()
+        overflow(model, optimizer, factor)
+        optimizer.step()
+
+
+def test_loss_dtypes() -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2")
+    for dtype, expected in (
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        with amp.scale_loss(torch.ones((), dtype=dtype), optimizer) as scaled_loss:
+            assert scaled_loss.dtype is expected
+            assert scaled_loss.item() == 1024.0
