@@ -64,6 +64,12 @@ class Run:
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
 
+    def record(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Note how a step went, for the table and the picture. The host waits for the device."""
+        self.losses.append(loss.item())
+        self.scales.append(amp.loss_scale())
+        self.skipped += amp.step_was_skipped(optimizer)
+
 
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
     """Return the training and the test set."""
@@ -110,9 +116,7 @@ def train(options: dict[str, Any], args: argparse.Namespace) -> Run:
                 scaled_loss.backward()
             optimizer.step()
             schedule.step()
-            run.skipped += amp.step_was_skipped(optimizer)
-            run.losses.append(loss.item())
-            run.scales.append(amp.loss_scale())
+            run.record(loss, optimizer)
             progress.set_postfix(loss=f"{run.losses[-1]:.3f}", refresh=False)
             progress.update()
     progress.close()

@@ -48,6 +48,8 @@ class SlottedItem:
 
 
 class ModelOutput(OrderedDict):  # as in transformers: a mapping whose keys are attributes too
+    logits: Tensor
+
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         super().__setattr__(key, value)
@@ -116,7 +118,7 @@ def test_tensors_are_found_in_every_container_and_types_are_kept(value: Any, get
 
 
 def test_a_model_output_keeps_its_attributes() -> None:
-    value: Any = ModelOutput()
+    value = ModelOutput()
     value["logits"] = ONES
     result = map_tensors(Tensor.half, value)
     assert type(result) is ModelOutput

@@ -1,0 +1,65 @@
+"""The examples run as the README says."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import amp
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+pytest.importorskip("sklearn", reason="needs the examples extra")
+pytest.importorskip("matplotlib", reason="needs the examples extra")
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_digits_learns_at_every_level(level: str, tmp_path: Path) -> None:
+    plot = tmp_path / "digits.png"
+    (run,) = load("digits").main(["--opt-level", level, "--epochs", "5", "--plot", str(plot)])
+    assert run.accuracy >= 0.95
+    assert plot.stat().st_size > 10_000
+
+
+def test_digits_takes_its_level_from_a_config(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("amp: {opt_level: O5, loss_scale: 8}\n")
+    arguments = ["--config", str(config), "--epochs", "1", "--plot", str(tmp_path / "digits.png")]
+    (run,) = load("digits").main(arguments)
+    assert (run.level, run.weight_dtype, run.scales[-1]) == ("O5", "bfloat16", 8.0)
+    (run,) = load("digits").main([*arguments, "--opt-level", "O3"])
+    assert (run.level, run.weight_dtype) == ("O3", "float16")
+    assert amp.get_session().properties.loss_scale == 8.0
+
+
+def test_digits_trains_with_three_amp_lines() -> None:
+    source = (EXAMPLES / "digits.py").read_text()
+    (train,) = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "train"
+    ]
+    lines = (ast.get_source_segment(source, train) or "").splitlines()
+    used = [line.strip() for line in lines if "amp." in line or "scaled_loss" in line]
+    assert used[1:] == [
+        "model, optimizer = amp.initialize(model, optimizer, **options)",
+        "with amp.scale_loss(loss, optimizer) as scaled_loss:",
+        "scaled_loss.backward()",
+    ]
+    assert used[0].startswith('"""')
