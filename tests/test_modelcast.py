@@ -410,3 +410,32 @@ def test_data_parallel_replicas_cast_too() -> None:
     replica = model._replicate_for_data_parallel()
     replica.weight, replica.bias = model.weight.detach(), model.bias.detach()
     assert replica(torch.ones(1, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", *CAST_LEVELS])
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_torch_compile_makes_one_graph_of_a_cast_model(level: str, compiled_first: bool) -> None:
+    def run(compiled: bool) -> list[float]:
+        model = conv_net()
+        optimizer = sgd(model)
+        forward: Any = model
+        if compiled and compiled_first:
+            forward = torch.compile(model, backend="aot_eager", fullgraph=True)
+        initialize(model, optimizer, level)
+        if compiled and not compiled_first:
+            forward = torch.compile(model, backend="aot_eager", fullgraph=True)
+        losses = []
+        for step in range(3):
+            x, y = batch(step)
+            output = forward(x)
+            assert output.dtype is torch.float32
+            loss = F.cross_entropy(output, y)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch._dynamo.reset()
+    assert run(compiled=True) == pytest.approx(run(compiled=False), rel=1e-3)
