@@ -412,6 +412,7 @@ def test_data_parallel_replicas_cast_too() -> None:
     assert replica(torch.ones(1, 4)).dtype is torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own doing
 @pytest.mark.parametrize("level", ["O0", *CAST_LEVELS])
 @pytest.mark.parametrize("compiled_first", [False, True])
 def test_torch_compile_makes_one_graph_of_a_cast_model(level: str, compiled_first: bool) -> None:
