@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ from amp.scaler import LossScaler, ScaleSnapshot
 _ATTRIBUTE = "_amp_binding"
 _CLOSURE_TRIES = 300
 """Enough halvings to bring any loss scale to its floor."""
+
+
+class Pending(NamedTuple):
+    """Scaled gradients that wait for unscaling: their scale, and all optimizers of their block."""
+
+    scale: ScaleSnapshot
+    bindings: list[OptimizerBinding]
 
 
 class OptimizerBinding:
@@ -64,7 +71,7 @@ class OptimizerBinding:
         self._patches = Patches()
         self._live = False
         self._block: LossScaler | None = None
-        self._pending: ScaleSnapshot | None = None
+        self._pending: Pending | None = None
         self._set_aside: list[tuple[Tensor, Tensor]] = []
         self._found_inf: dict[LossScaler, Tensor] = {}
 
@@ -101,6 +108,7 @@ class OptimizerBinding:
         """
         if not self._live:
             return
+        self._unscale_pending()
         self._live = False
         self._patches.undo()
         delattr(self.optimizer, _ATTRIBUTE)
@@ -167,7 +175,7 @@ class OptimizerBinding:
 
     def settle_unless(self, scaler: LossScaler) -> bool:
         """Unscale what is pending at another scale than `scaler` has now; tell whether there was."""
-        if self._pending is None or self._pending.is_current(scaler):
+        if self._pending is None or self._pending.scale.is_current(scaler):
             return False
         self._unscale_pending()
         return True
@@ -205,10 +213,11 @@ class OptimizerBinding:
                 parameter.grad = None
             self._take_back()
 
-    def delay(self, scale: ScaleSnapshot) -> None:
-        """Leave the block's gradients scaled."""
+    def delay(self, pending: Pending) -> None:
+        """Leave the block's gradients scaled, with those that are pending at the same scale."""
         self._block = None
-        self._pending = scale
+        if self._pending is None:
+            self._pending = pending
 
     def unscale(self, scale: ScaleSnapshot, done: set[Tensor]) -> None:
         """Unscale what is in `.grad` into where the optimizer reads it. No host sync.
@@ -249,8 +258,10 @@ class OptimizerBinding:
 
     def _unscale_pending(self) -> None:
         """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
-        if self._pending is not None:
-            unscale_and_update([self], self._pending)
+        pending = self._pending
+        if pending is not None:
+            together = [b for b in pending.bindings if b._pending is pending and b._block is None]
+            unscale_and_update(together, pending.scale)
 
     def _gather_unscaled(self) -> None:
         """Move gradients that were never scaled from 16-bit parameters to their masters."""

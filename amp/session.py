@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from amp import checkpoint, modelcast
-from amp.binding import OptimizerBinding, unscale_and_update
+from amp.binding import OptimizerBinding, Pending, unscale_and_update
 from amp.dtypes import LOW_PRECISION
 from amp.errors import (
     AmpIndexError,
@@ -229,8 +229,9 @@ class Session:
             scale = scaler.snapshot()
             yield scaled_loss
             if delay_unscale:
+                pending = Pending(scale, bindings)
                 for binding in bindings:
-                    binding.delay(scale)
+                    binding.delay(pending)
             else:
                 unscale_and_update(bindings, scale, update=not delay_overflow_check)
             on_error.pop_all()

@@ -197,6 +197,32 @@ def test_a_delayed_overflow_of_another_loss_is_not_lost(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+@pytest.mark.parametrize("then", ["block", "step"])
+def test_what_one_block_delayed_for_two_optimizers_counts_once(level: str, then: str) -> None:
+    """An overflow in one of them skips both, and the scale falls once."""
+    a, b = Mixed(), Mixed()
+    optimizers = [torch.optim.SGD([m.cast, m.norm.bias], lr=1.0) for m in (a, b)]
+    (a, b), optimizers = initialize([a, b], optimizers, level, num_losses=2)
+    loss = a(micro_batch(0)) * math.inf + b(micro_batch(0))
+    with amp.scale_loss(loss, optimizers, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    if then == "block":
+        with amp.scale_loss(a(micro_batch(0)) + b(micro_batch(0)), optimizers, loss_id=1) as s:
+            s.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert amp.loss_scale(0) == 512.0
+    assert all(amp.step_was_skipped(optimizer) for optimizer in optimizers)
+
+
+def test_close_unscales_what_was_delayed() -> None:
+    model, optimizer = make("O1")
+    run_block(model, optimizer, 0, delay_unscale=True)
+    amp.get_session().close()
+    assert torch.equal(model.cast.grad, micro_batch(0))
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
 def test_delay_overflow_check_leaves_the_scale_to_the_next_block(level: str) -> None:
     model, optimizer = make(level)
     with amp.scale_loss(model(micro_batch(0)) * math.inf, optimizer, delay_overflow_check=True) as s:
