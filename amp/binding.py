@@ -26,7 +26,7 @@ from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.kernels.unscale import unscale
 from amp.masters import Contents, MasterWeights, check_device
-from amp.opcast import disable_casts, restore_casts
+from amp.opcast import disable_casts_in_thread, restore_casts_in_thread
 from amp.patching import Patches
 from amp.scaler import LossScaler, ScaleSnapshot
 
@@ -65,6 +65,7 @@ class OptimizerBinding:
         self.optimizer = optimizer
         self.owner = owner
         self.step_was_skipped = False
+        self._stepped = False
         self._masters = masters
         self._use_masters = use_masters
         self._on_skip = on_skip
@@ -190,12 +191,16 @@ class OptimizerBinding:
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
+        if self._stepped:
+            self._drop_grads_of_shared_masters()
         if self._pending is None:
             self._gather_unscaled()
             if not scaler.is_identity:
                 for parameter in self._direct():
-                    if parameter.grad is not None:
-                        self._set_aside.append((parameter, parameter.grad))
+                    grad = parameter.grad
+                    if grad is not None:
+                        # DDP's gradients may be views of a buffer that the next backward overwrites.
+                        self._set_aside.append((parameter, grad.clone() if grad._is_view() else grad))
                         parameter.grad = None
         self._block = scaler
 
@@ -288,8 +293,6 @@ class OptimizerBinding:
         for master in self._parameters():
             parameter = self._masters.model(master)
             if parameter is not None:
-                if master.requires_grad is not parameter.requires_grad:
-                    _follow_freezing(master, parameter)
                 yield master, parameter
 
     def _direct(self) -> Iterator[Tensor]:
@@ -309,6 +312,7 @@ class OptimizerBinding:
         if closure is not None:
             return self._step_with_closure(step, closure, *args, **kwargs)
         self._settle()
+        self._follow_parameters()
         overflowed = self._overflowed()
         self.step_was_skipped = bool(overflowed)
         result = None
@@ -318,7 +322,7 @@ class OptimizerBinding:
             # A scheduler made before `initialize` would otherwise warn that it was stepped first.
             self.optimizer._opt_called = True
         else:
-            with disable_casts():
+            with disable_casts_in_thread():
                 result = step(*args, **kwargs)
             self._write_back()
         self._drop_master_grads()
@@ -332,10 +336,11 @@ class OptimizerBinding:
         A closure can be evaluated again, so an overflow in it is answered by doing that at the
         lowered scale, and the step is not skipped.
         """
+        self._follow_parameters()
 
         def evaluate() -> Any:
             self._write_back()
-            with restore_casts():
+            with restore_casts_in_thread():
                 for _ in range(_CLOSURE_TRIES):
                     loss = closure()
                     self._settle()
@@ -350,7 +355,7 @@ class OptimizerBinding:
                 "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
             )
 
-        with disable_casts():
+        with disable_casts_in_thread():
             result = step(evaluate, *args, **kwargs)
         self.step_was_skipped = False
         self._write_back()
@@ -373,10 +378,24 @@ class OptimizerBinding:
             master for master, parameter in self._pairs() if parameter.requires_grad
         )
 
+    def _follow_parameters(self) -> None:
+        for master, _ in self._pairs():
+            self._masters.follow(master)
+
     def _drop_master_grads(self) -> None:
-        """Free the masters' gradients, so that `model.zero_grad()` is all a script has to call."""
+        """Free the masters' gradients, so that `model.zero_grad()` is all a script has to call.
+
+        Those that another optimizer may still want to step on go when the next block begins.
+        """
+        self._stepped = True
         for master, _ in self._pairs():
             if not self._masters.is_shared(master):
+                master.grad = None
+
+    def _drop_grads_of_shared_masters(self) -> None:
+        self._stepped = False
+        for master, _ in self._pairs():
+            if self._masters.is_shared(master):
                 master.grad = None
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -452,11 +471,3 @@ def _add_grad(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad = parameter.grad + grad
     else:
         parameter.grad.add_(grad)
-
-
-@torch.no_grad()
-def _follow_freezing(master: Tensor, parameter: Tensor) -> None:
-    """Give the master its parameter's `requires_grad`, and what was written to it while frozen."""
-    if parameter.requires_grad and not torch.equal(master.to(parameter.dtype), parameter):
-        master.copy_(parameter)
-    master.requires_grad_(parameter.requires_grad)

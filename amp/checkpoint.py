@@ -8,6 +8,7 @@ model's state dict, which holds FP32 values at every level.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import OrderedDict
@@ -52,9 +53,14 @@ def check(state: object) -> None:
     for key, entry in state.items():
         if key == _LEVEL_KEY:
             continue
-        for name in ("loss_scale", "unskipped"):
+        optional = ("hysteresis_left", "overflows_in_a_row") if isinstance(entry, Mapping) else ()
+        for name in ("loss_scale", "unskipped", *(key for key in optional if key in entry)):
             value = entry.get(name) if isinstance(entry, Mapping) else None
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < math.inf
+            ):
                 raise AmpValueError(
                     f"state_dict['{key}'] has no usable '{name}': {entry!r}; expected a mapping with "
                     "numbers for loss_scale and unskipped"

@@ -22,7 +22,7 @@ _ARGUMENTS = ("models", "optimizers", "opt_level", "num_losses", "verbosity")
 
 
 class _Default:
-    """The session of the last `initialize`, and a state dict that came before it."""
+    """The session of the last `initialize`, and a loaded state dict that nothing has used yet."""
 
     session: Session | None = None
     waiting_state: Mapping[str, Any] | None = None
@@ -95,7 +95,7 @@ def initialize(
         opt_level,
         num_losses=num_losses,
         verbosity=verbosity,
-        enabled=bool(enabled),
+        enabled=_as_bool(enabled),
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         patch_torch_functions_type=patch_torch_functions_type,
@@ -104,17 +104,24 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
-        min_loss_scale=min_loss_scale,
+        min_loss_scale=min_loss_scale or None,
         max_loss_scale=None if max_loss_scale == _APEX_MAX_LOSS_SCALE else max_loss_scale,
     )
-    result = session.initialize(models, optimizers)
     if _Default.waiting_state is not None:
         session.load_state_dict(_Default.waiting_state)
-        _Default.waiting_state = None
+    result = session.initialize(models, optimizers)
+    _Default.waiting_state = None
     if _Default.session is not None:
         _Default.session.stop_casting_ops()
     _Default.session = session
     return result
+
+
+def _as_bool(enabled: object) -> bool:
+    """Read `enabled`, the third position, where `initialize(model, optimizer, "O2")` puts a level."""
+    if isinstance(enabled, str):
+        raise AmpTypeError(f"enabled={enabled!r} is not a bool; did you mean opt_level={enabled!r}?")
+    return bool(enabled)
 
 
 def scale_loss(
@@ -155,6 +162,7 @@ def scale_loss(
         AmpTypeError: `loss` or `optimizers` is something else.
     """
     session = _session_for(as_optimizer_list(optimizers))
+    _Default.waiting_state = None
     return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
@@ -244,14 +252,14 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Take over what `state_dict` returned, or what apex's did.
 
-    Before `initialize`, it is kept and taken over by the next one. A different number of losses or
-    another level gets an `AmpWarning` that says what differs.
+    It may come before `initialize` or after: what no `scale_loss` has used is taken over by the next
+    `initialize` as well. A different number of losses or another level gets an `AmpWarning` that says
+    what differs.
 
     Raises:
         AmpTypeError, AmpValueError, AmpRuntimeError: it is no such state dict.
     """
     checkpoint.check(state_dict)
-    if _Default.session is None:
-        _Default.waiting_state = state_dict
-    else:
+    if _Default.session is not None and not _Default.session.closed:
         _Default.session.load_state_dict(state_dict)
+    _Default.waiting_state = state_dict

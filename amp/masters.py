@@ -46,6 +46,7 @@ class MasterWeights:
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._holders: Counter[Tensor] = Counter()
+        self._version: dict[Tensor, int] = {}
 
     def master(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the master of a model's parameter, if it has one."""
@@ -71,6 +72,7 @@ class MasterWeights:
                 master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
             self._master_of[parameter] = master
             self._model_of[master] = parameter
+            self._version[master] = parameter._version
         self._holders[master] += 1
         return master
 
@@ -78,7 +80,8 @@ class MasterWeights:
         """Let one optimizer go; the last one takes the master with it."""
         self._holders[master] -= 1
         if not self._holders[master]:
-            del self._holders[master], self._master_of[self._model_of.pop(master)]
+            del self._holders[master], self._version[master]
+            del self._master_of[self._model_of.pop(master)]
 
     def is_shared(self, master: Tensor) -> bool:
         """Whether several optimizers step this master."""
@@ -88,6 +91,26 @@ class MasterWeights:
         """Copy masters to the model's parameters, rounding to nearest even. No host sync."""
         sources = list(masters)
         copy_all(sources, [self._model_of[master] for master in sources])
+        for master in sources:
+            self._version[master] = self._model_of[master]._version
+
+    @torch.no_grad()
+    def follow(self, master: Tensor) -> None:
+        """Bring a master up to date with what was done to its parameter from outside.
+
+        It takes over `requires_grad`, and those values that somebody wrote to the parameter: DDP's
+        broadcast, `nn.init`, a clamp. Values that are still the rounded master keep all their bits.
+        No host sync. Writes through `parameter.data` leave no trace, and are not seen.
+        """
+        parameter = self._model_of[master]
+        unfrozen = parameter.requires_grad and not master.requires_grad
+        if unfrozen or self._version[master] != parameter._version:
+            check_device(master, parameter)
+            same = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(same, master, parameter.to(master.dtype)))
+            self._version[master] = parameter._version
+        if master.requires_grad is not parameter.requires_grad:
+            master.requires_grad_(parameter.requires_grad)
 
     def install_state_dict_hooks(self, model: nn.Module) -> list[RemovableHandle]:
         """Make `model.state_dict()` hold FP32 and `load_state_dict()` refresh the masters."""
@@ -124,9 +147,12 @@ class _Widen(_StateDictHook):
     ) -> None:
         for name, tensor in _own_tensors(module):
             entry = state_dict.get(prefix + name)
-            if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
-                master = self.masters.master(tensor)
-                state_dict[prefix + name] = entry.float() if master is None else master.detach()
+            master = self.masters.master(tensor)
+            if master is not None and isinstance(entry, Tensor):
+                self.masters.follow(master)
+                state_dict[prefix + name] = master.detach()
+            elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
+                state_dict[prefix + name] = entry.float()
 
 
 class _Refresh(_StateDictHook):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,7 +80,7 @@ def install_hooks(model: nn.Module, properties: Properties) -> list[RemovableHan
     """
     dtype = properties.cast_model_type
     outputs = properties.cast_model_outputs
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or _is_float64(model):
         return [] if outputs is None else [_cast_outputs(model, outputs)]
     handles = []
     for module in model.modules():
@@ -93,6 +93,12 @@ def install_hooks(model: nn.Module, properties: Properties) -> list[RemovableHan
     handles.append(_cast_inputs(model, _needed_input_dtype(model, dtype) or dtype))
     handles.append(_cast_outputs(model, outputs or torch.float32))
     return handles
+
+
+def _is_float64(model: nn.Module) -> bool:
+    """Whether every floating weight is float64, so that there is nothing to cast for."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes == {torch.float64}
 
 
 def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype | None:
@@ -147,7 +153,10 @@ class CastOutputs:
         return map_tensors(cast, output)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+Function = Callable[[Tensor], Tensor]
+
+
+def map_tensors(function: Function, value: Any) -> Any:
     """Return `value` with `function` applied to every tensor in it.
 
     Goes through lists, tuples, named tuples, sets, mappings, dataclasses, packed sequences, and
@@ -155,37 +164,47 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     changed is returned itself; one in which something did is a shallow copy, and the caller's stays
     as it was.
     """
+    return _map(function, value, frozenset())
+
+
+def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:
+    """Do it; `inside` holds the ids of the objects that `value` is an attribute of, if any."""
     if isinstance(value, Tensor):
         return function(value)
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
         return value
     if isinstance(value, PackedSequence):
         return value._replace(data=function(value.data))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return _map_sequence(function, value)
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return _map_sequence(function, value, inside)
     if isinstance(value, (Mapping, UserDict)):
-        return _map_mapping(function, value)
-    if dataclasses.is_dataclass(value) or hasattr(value, "to"):
-        return _map_attributes(function, value)
+        return _map_mapping(function, value, inside)
+    if (dataclasses.is_dataclass(value) or hasattr(value, "to")) and id(value) not in inside:
+        return _map_attributes(function, value, inside | {id(value)})
     return value
 
 
-def _map_sequence(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map_sequence(function: Function, value: Any, inside: frozenset[int]) -> Any:
     items = list(value)
-    mapped = [map_tensors(function, item) for item in items]
+    mapped = [_map(function, item, inside) for item in items]
     if all(new is old for new, old in zip(mapped, items, strict=True)):
         return value
     if hasattr(value, "_make"):  # a named tuple
         return value._make(mapped)
-    if isinstance(value, list) and type(value) is not list:
+    if isinstance(value, tuple):  # a subclass may have a constructor of its own
+        return tuple.__new__(type(value), mapped)
+    if isinstance(value, (list, deque)):
         result = copy.copy(value)
-        result[:] = mapped
+        result.clear()
+        result.extend(mapped)
         return result
     return type(value)(mapped)
 
 
-def _map_mapping(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    changed = {key: new for key, old in value.items() if (new := map_tensors(function, old)) is not old}
+def _map_mapping(function: Function, value: Any, inside: frozenset[int]) -> Any:
+    changed = {
+        key: new for key, old in value.items() if (new := _map(function, old, inside)) is not old
+    }
     if not changed:
         return value
     try:
@@ -197,14 +216,16 @@ def _map_mapping(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return result
 
 
-def _map_attributes(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map_attributes(function: Function, value: Any, inside: frozenset[int]) -> Any:
     names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     names += [name for name in getattr(value, "__dict__", {}) if name not in names]
-    names += [name for name in getattr(type(value), "__slots__", ()) if name not in names]
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        names += [name for name in ([slots] if isinstance(slots, str) else slots) if name not in names]
     changed = {}
     for name in names:
         old = getattr(value, name, None)
-        if (new := map_tensors(function, old)) is not old:
+        if (new := _map(function, old, inside)) is not old:
             changed[name] = new
     if not changed:
         return value

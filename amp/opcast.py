@@ -29,10 +29,15 @@ logger = logging.getLogger("amp")
 Function = Callable[..., Any]
 
 
-class _Switch:
-    """How many `disable_casts` blocks the process is in: patches are process-wide, and so is this."""
+class _Switch(threading.local):
+    """How many blocks have switched casts off: in the process, and in this thread alone."""
 
-    off = 0
+    off_in_process = 0
+    off_in_thread = 0
+    lock = threading.Lock()
+
+
+_switch = _Switch()
 
 
 @contextmanager
@@ -42,29 +47,44 @@ def disable_casts() -> Iterator[None]:
     Blocks may nest, and an exception ends them like a normal exit. Where no session casts
     functions, nothing happens.
     """
-    _Switch.off += 1
+    _count_in_process(1)
     try:
         yield
     finally:
-        _Switch.off -= 1
+        _count_in_process(-1)
+
+
+def _count_in_process(change: int) -> None:
+    with _Switch.lock:
+        _Switch.off_in_process += change
 
 
 @contextmanager
-def restore_casts() -> Iterator[None]:
-    """Run the block as if one `disable_casts` around it were not there."""
-    _Switch.off -= 1
+def disable_casts_in_thread() -> Iterator[None]:
+    """Run the block, an optimizer's step, with no function casting its arguments in this thread."""
+    _switch.off_in_thread += 1
     try:
         yield
     finally:
-        _Switch.off += 1
+        _switch.off_in_thread -= 1
+
+
+@contextmanager
+def restore_casts_in_thread() -> Iterator[None]:
+    """Run the block as if one `disable_casts_in_thread` around it were not there."""
+    _switch.off_in_thread -= 1
+    try:
+        yield
+    finally:
+        _switch.off_in_thread += 1
 
 
 class WeightCache(threading.local):
     """Casts of parameters, kept while a model's forward runs, so that a weight used twice is cast once.
 
     Nothing outlives the outermost forward of a session's model in its thread, and a cast is found
-    again only for the same parameter, version, grad mode and `requires_grad`. So no optimizer step,
-    `load_state_dict` or EMA swap can leave a stale weight here, and none is held during backward.
+    again only for the same parameter, version, storage, grad mode and `requires_grad`. So no optimizer
+    step, `load_state_dict` or EMA swap can leave a stale weight here, and none is held during backward.
     """
 
     def __init__(self) -> None:
@@ -90,7 +110,8 @@ class WeightCache(threading.local):
             or torch.compiler.is_compiling()
         ):
             return tensor.to(dtype)
-        key = (tensor, tensor._version, tensor.requires_grad, torch.is_grad_enabled(), dtype)
+        state = (tensor._version, tensor.data_ptr(), tensor.requires_grad, torch.is_grad_enabled())
+        key = (tensor, dtype, state)
         found = self.casts.get(key)
         if found is None:
             found = self.casts[key] = tensor.to(dtype)
@@ -207,7 +228,7 @@ def _wrap(
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _Switch.off or not caster.live:
+        if _switch.off_in_process or _switch.off_in_thread or not caster.live:
             return original(*args, **kwargs)
         if kwargs and (kwargs.get("out") is not None or kwargs.get(leave_alone) is not None):
             return original(*args, **kwargs)

@@ -141,7 +141,8 @@ def _fields(entry: Entry) -> dict[str, Any]:
     if entry.key not in PROPERTY_KEYS:
         raise AmpTypeError(
             f"there is no property '{entry.key}'; allowed: {', '.join(_FILE_KEYS)}"
-            f"{did_you_mean(entry.key, _FILE_KEYS)}"
+            + ("; did you mean 'extends'?" if entry.key == "opt_level" else "")
+            + did_you_mean(entry.key, _FILE_KEYS)
         )
     if entry.key == "loss_scale":
         return {"loss_scaling": parse_loss_scale(entry.value)}

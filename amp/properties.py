@@ -110,10 +110,10 @@ def parse_number(name: str, value: object) -> float:
     Raises:
         AmpValueError: it is not a number.
     """
-    if isinstance(value, (int, float, str)):
+    if isinstance(value, str) or hasattr(value, "__float__"):  # NumPy's numbers and 0-dim tensors too
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, RuntimeError):
             pass
     raise AmpValueError(f"{name}={value!r} is not a number")
 
@@ -194,9 +194,9 @@ def parse_loss_scale(value: object) -> LossScaling:
         return value
     if isinstance(value, Mapping):
         return _loss_scaling_from_mapping(value)
-    if value == "dynamic":
+    if isinstance(value, str) and value == "dynamic":
         return LossScaling()
-    if isinstance(value, (int, float, str)):
+    if isinstance(value, str) or hasattr(value, "__float__"):
         try:
             return LossScaling(mode="static", init=_positive("loss_scale", value))
         except AmpValueError as error:
@@ -220,7 +220,7 @@ def _loss_scaling_from_mapping(mapping: Mapping[Any, Any]) -> LossScaling:
     for key, value in mapping.items():
         name = str(key).replace("-", "_")
         if name == "initial_scale_power":
-            put("init", str(key), 2.0 ** parse_number(str(key), value))
+            put("init", str(key), math.ldexp(1.0, min(_positive_integer(str(key), value), 1000)))
         elif name == "loss_scale":
             # DeepSpeed: 0 means dynamic. Megatron: None does.
             if is_none(value) or value == "dynamic" or parse_number(str(key), value) == 0:
@@ -423,7 +423,7 @@ def override(properties: Properties, overrides: Mapping[str, Any]) -> Properties
         if value is None:
             continue
         if name in ("min_loss_scale", "max_loss_scale"):
-            bounds[name.removesuffix("_loss_scale")] = value
+            bounds[name.removesuffix("_loss_scale")] = _positive(name, value)
         else:
             changes.update(parse_property(name, value))
     if bounds:

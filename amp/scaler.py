@@ -35,14 +35,16 @@ class LossScaler:
 
     Attributes:
         config: how the scale starts and moves.
+        loss_id: its number in the session.
         version: counts the times the scale may have changed, so that two scaled losses can be told
             to share one scale without asking the device.
     """
 
-    def __init__(self, config: LossScaling) -> None:
+    def __init__(self, config: LossScaling, loss_id: int = 0) -> None:
         self.config = config
+        self.loss_id = loss_id
         self.version = 0
-        self._state = torch.zeros(kernel.STATE_SIZE)
+        self._state = torch.zeros(kernel.STATE_SIZE, dtype=torch.float32)
         self._set(config.start, 0, config.hysteresis)
 
     @property
@@ -126,5 +128,5 @@ class LossScaler:
 
     def _set(self, scale: float, good: int, left: int, overflows: int = 0) -> None:
         self.version += 1
-        state = torch.tensor([scale, 1.0 / scale, good, left, 0.0, overflows])
-        self._state.copy_(state)
+        values = [scale, 1.0 / scale, good, left, 0.0, overflows]
+        self._state.copy_(torch.tensor(values, dtype=torch.float32))

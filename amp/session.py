@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import warnings
 from collections import OrderedDict
@@ -69,7 +70,7 @@ class Session:
         verbosity: int = 1,
         **overrides: Unpack[Overrides],
     ) -> None:
-        if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        if isinstance(num_losses, bool) or not hasattr(num_losses, "__index__") or num_losses < 1:
             raise AmpValueError(f"num_losses={num_losses!r} must be an integer of at least 1")
         self.properties = (
             Properties(enabled=False)
@@ -78,7 +79,9 @@ class Session:
         )
         self.verbosity = verbosity
         self.closed = False
-        self.scalers = [LossScaler(self.properties.loss_scaling) for _ in range(num_losses)]
+        self.scalers = [
+            LossScaler(self.properties.loss_scaling, i) for i in range(operator.index(num_losses))
+        ]
         self._masters = MasterWeights()
         self._caster: OpCaster | None = None
         self._undo = ExitStack()
@@ -102,7 +105,7 @@ class Session:
         if self.properties.enabled:
             model_list = _as_models(models)
             optimizer_list = _as_optimizers(optimizers)
-            _check_models(model_list, cast=isinstance(self.properties.cast_model_type, torch.dtype))
+            _check_models(model_list, self.properties.cast_model_type)
             _check_unbound(optimizer_list)
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
@@ -117,7 +120,7 @@ class Session:
                 modelcast.cast_weights(model, self.properties, before)
                 for handle in modelcast.install_hooks(model, self.properties):
                     undo.callback(handle.remove)
-                if isinstance(self.properties.cast_model_type, torch.dtype):
+                if self.properties.cast_model_type in LOW_PRECISION:
                     for handle in self._masters.install_state_dict_hooks(model):
                         undo.callback(handle.remove)
             for optimizer in optimizers:
@@ -253,16 +256,18 @@ class Session:
             checkpoint.load(state_dict, self.scalers, self.properties.opt_level)
 
     def _scaler(self, loss_id: int) -> LossScaler:
-        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+        if not hasattr(loss_id, "__index__") or not 0 <= loss_id < len(self.scalers):
             raise AmpIndexError(
                 f"loss_id={loss_id!r} is not one of 0 to {len(self.scalers) - 1}: num_losses was "
-                f"{len(self.scalers)}. Pass a larger num_losses to amp.initialize."
+                f"{len(self.scalers)}. Pass num_losses=... to amp.initialize for more."
             )
         return self.scalers[loss_id]
 
     def _binding(self, optimizer: Any) -> OptimizerBinding:
-        binding = OptimizerBinding.of(optimizer)
-        if binding is None or binding.owner is not self:
+        binding = OptimizerBinding.of(
+            optimizer
+        )  # of another session, perhaps: its gradients are as good
+        if binding is None:
             raise foreign_optimizer(optimizer)
         return binding
 
@@ -272,7 +277,7 @@ class Session:
         self._log(
             logging.WARNING,
             "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
-            self.scalers.index(scaler),
+            scaler.loss_id,
             scale,
         )
         in_a_row = scaler.overflows_in_a_row()
@@ -295,7 +300,7 @@ class Session:
             raise AmpRuntimeError("this session was closed; make a new one with amp.initialize")
 
     def _log(self, level: int, message: str, *args: object) -> None:
-        if self.verbosity > 0 and _is_rank_0():
+        if self.verbosity and _is_rank_0():
             logger.log(level, message, *args)
 
 
@@ -366,7 +371,7 @@ def _as_list(value: Any, accepts: Any, name: str, kind: str) -> list[Any]:
     return items
 
 
-def _check_models(models: Sequence[nn.Module], cast: bool) -> None:
+def _check_models(models: Sequence[nn.Module], dtype: object) -> None:
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for model in models:
         for module in model.modules():
@@ -375,6 +380,11 @@ def _check_models(models: Sequence[nn.Module], cast: bool) -> None:
                     f"the model is wrapped in {type(module).__name__} already. Call amp.initialize on "
                     f"the bare model first, and wrap what it returns: model, optimizer = "
                     f"amp.initialize(model, optimizer); model = {type(module).__name__}(model)"
+                )
+            if isinstance(module, torch.jit.ScriptModule) and dtype in LOW_PRECISION:
+                raise AmpRuntimeError(
+                    f"the model holds a {type(module).__name__}, whose code is fixed and cannot be "
+                    "cast. Call amp.initialize first, and script or trace what it returns."
                 )
         for kind, tensors in (
             ("parameter", model.named_parameters()),
@@ -387,7 +397,7 @@ def _check_models(models: Sequence[nn.Module], cast: bool) -> None:
                         "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
                         "model.float() first, after closing the session that cast it if one did."
                     )
-                if cast and nn.parameter.is_lazy(tensor):
+                if dtype and nn.parameter.is_lazy(tensor):
                     raise AmpRuntimeError(
                         f"{kind} '{name}' has no values yet (a lazy module). Run one batch through "
                         "the model before amp.initialize."

@@ -34,7 +34,10 @@ def read_mapping(path: Path) -> list[Entry]:
     """
     import yaml
 
-    loader = _loader_class()(path.read_text(encoding="utf-8"))
+    try:
+        loader = _loader_class()(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.reader.ReaderError) as error:
+        raise AmpValueError(f"{path}:1: not a text file in UTF-8: {error}") from None
     try:
         node = loader.get_single_node()
         if node is None:

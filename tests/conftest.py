@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import types
 from collections.abc import Iterator
 
@@ -37,7 +36,6 @@ def torch_is_given_back() -> Iterator[None]:
     if _Default.session is not None:
         _Default.session.close()
     _Default.session = _Default.waiting_state = None
-    gc.collect()
     after = _attributes()
     changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
     assert not changed, f"left patched: {changed}"
