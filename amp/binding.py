@@ -65,7 +65,6 @@ class OptimizerBinding:
         self.optimizer = optimizer
         self.owner = owner
         self.step_was_skipped = False
-        self._stepped = False
         self._masters = masters
         self._use_masters = use_masters
         self._on_skip = on_skip
@@ -191,8 +190,8 @@ class OptimizerBinding:
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
-        if self._stepped:
-            self._drop_grads_of_shared_masters()
+        for master, _ in self._pairs():
+            self._masters.drop_stepped_grad(master)
         if self._pending is None:
             self._gather_unscaled()
             if not scaler.is_identity:
@@ -380,23 +379,12 @@ class OptimizerBinding:
 
     def _follow_parameters(self) -> None:
         for master, _ in self._pairs():
-            self._masters.follow(master)
+            self._masters.follow(master, stepping=True)
 
     def _drop_master_grads(self) -> None:
-        """Free the masters' gradients, so that `model.zero_grad()` is all a script has to call.
-
-        Those that another optimizer may still want to step on go when the next block begins.
-        """
-        self._stepped = True
+        """Free the masters' gradients, so that `model.zero_grad()` is all a script has to call."""
         for master, _ in self._pairs():
-            if not self._masters.is_shared(master):
-                master.grad = None
-
-    def _drop_grads_of_shared_masters(self) -> None:
-        self._stepped = False
-        for master, _ in self._pairs():
-            if self._masters.is_shared(master):
-                master.grad = None
+            self._masters.drop_grad(master)
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = zero_grad(*args, **kwargs)

@@ -3,7 +3,7 @@
 A master is an FP32 `nn.Parameter` that stands in the optimizer for a float16 or bfloat16 parameter
 of the model. It costs 4 bytes per parameter, and 4 more for its gradient between `scale_loss` and
 `step`. Masters are made from the values that the model had before it was cast, so no bit is lost on
-the way, and they exist as soon as `initialize` returns.
+the way (in one process; see `acquire`), and they exist as soon as `initialize` returns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from amp import distributed
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError
 from amp.kernels.master_copy import copy_all
@@ -39,6 +40,10 @@ class Contents(NamedTuple):
         tensor.grad = self.grad
 
 
+_UNSEEN = -1
+"""The version of a parameter that has not been compared with its master yet."""
+
+
 class MasterWeights:
     """The masters of one session, each shared by all the optimizers that hold its parameter."""
 
@@ -47,6 +52,7 @@ class MasterWeights:
         self._model_of: dict[Tensor, Tensor] = {}
         self._holders: Counter[Tensor] = Counter()
         self._version: dict[Tensor, int] = {}
+        self._stepped: set[Tensor] = set()
 
     def master(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the master of a model's parameter, if it has one."""
@@ -66,13 +72,17 @@ class MasterWeights:
         master = self._master_of.get(parameter)
         if master is None:
             data, grad = before.get(parameter) or Contents(parameter.detach(), parameter.grad)
+            if distributed.world_size() > 1:
+                # DDP is about to make the ranks' 16-bit weights equal. Masters made of those are
+                # equal in every bit; ones that know each rank's own FP32 weights are not.
+                data = data.to(parameter.dtype)
             wide = data.to(torch.float32, copy=True)
             master = nn.Parameter(wide, requires_grad=parameter.requires_grad)
             if grad is not None:
                 master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
             self._master_of[parameter] = master
             self._model_of[master] = parameter
-            self._version[master] = parameter._version
+            self._version[master] = _UNSEEN
         self._holders[master] += 1
         return master
 
@@ -83,9 +93,22 @@ class MasterWeights:
             del self._holders[master], self._version[master]
             del self._master_of[self._model_of.pop(master)]
 
-    def is_shared(self, master: Tensor) -> bool:
-        """Whether several optimizers step this master."""
-        return self._holders[master] > 1
+    def drop_grad(self, master: Tensor) -> None:
+        """Free the gradient of a master that was stepped on.
+
+        Another optimizer that shares the master may still want to step on it; then it goes when the
+        next block of any of them begins.
+        """
+        if self._holders[master] > 1:
+            self._stepped.add(master)
+        else:
+            master.grad = None
+
+    def drop_stepped_grad(self, master: Tensor) -> None:
+        """Free the gradient of a shared master if it was stepped on."""
+        if master in self._stepped:
+            self._stepped.discard(master)
+            master.grad = None
 
     def write_back(self, masters: Iterable[Tensor]) -> None:
         """Copy masters to the model's parameters, rounding to nearest even. No host sync."""
@@ -95,12 +118,13 @@ class MasterWeights:
             self._version[master] = self._model_of[master]._version
 
     @torch.no_grad()
-    def follow(self, master: Tensor) -> None:
+    def follow(self, master: Tensor, stepping: bool = False) -> None:
         """Bring a master up to date with what was done to its parameter from outside.
 
         It takes over `requires_grad`, and those values that somebody wrote to the parameter: DDP's
         broadcast, `nn.init`, a clamp. Values that are still the rounded master keep all their bits.
-        No host sync. Writes through `parameter.data` leave no trace, and are not seen.
+        No host sync. DDP's broadcast and writes through `parameter.data` leave no trace, so they are
+        seen only until the first step, which says so by `stepping`.
         """
         parameter = self._model_of[master]
         unfrozen = parameter.requires_grad and not master.requires_grad
@@ -108,7 +132,8 @@ class MasterWeights:
             check_device(master, parameter)
             same = master.to(parameter.dtype) == parameter
             master.copy_(torch.where(same, master, parameter.to(master.dtype)))
-            self._version[master] = parameter._version
+            if stepping or self._version[master] != _UNSEEN:
+                self._version[master] = parameter._version
         if master.requires_grad is not parameter.requires_grad:
             master.requires_grad_(parameter.requires_grad)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, SupportsFloat, TypedDict
 
 import torch
 
@@ -110,7 +110,7 @@ def parse_number(name: str, value: object) -> float:
     Raises:
         AmpValueError: it is not a number.
     """
-    if isinstance(value, str) or hasattr(value, "__float__"):  # NumPy's numbers and 0-dim tensors too
+    if isinstance(value, (str, SupportsFloat)):  # NumPy's numbers and 0-dim tensors too
         try:
             return float(value)
         except (ValueError, RuntimeError):
@@ -196,7 +196,7 @@ def parse_loss_scale(value: object) -> LossScaling:
         return _loss_scaling_from_mapping(value)
     if isinstance(value, str) and value == "dynamic":
         return LossScaling()
-    if isinstance(value, str) or hasattr(value, "__float__"):
+    if isinstance(value, (str, SupportsFloat)):
         try:
             return LossScaling(mode="static", init=_positive("loss_scale", value))
         except AmpValueError as error:

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from amp import checkpoint, modelcast
+from amp import checkpoint, distributed, modelcast
 from amp.binding import OptimizerBinding, Pending, unscale_and_update
 from amp.dtypes import LOW_PRECISION
 from amp.errors import (
@@ -300,15 +300,8 @@ class Session:
             raise AmpRuntimeError("this session was closed; make a new one with amp.initialize")
 
     def _log(self, level: int, message: str, *args: object) -> None:
-        if self.verbosity and _is_rank_0():
+        if self.verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)
-
-
-def _is_rank_0() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or (
-        distributed.get_rank() == 0
-    )
 
 
 def foreign_optimizer(optimizer: Any) -> AmpRuntimeError:

@@ -1,4 +1,4 @@
-"""Two ranks over gloo, as a script: `python -m tests.ddp RANK FILE`. `tests/test_distributed.py` runs it."""
+"""Two ranks over gloo, as a script: `python -m tests.ddp RANK FILE`; see test_distributed.py."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def accumulate(rank: int, level: str, view: bool, no_sync: bool) -> None:
                 scaled.backward()
             reference(x).square().mean().backward()
         for p, q in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
+            assert q.grad is not None
             expected = mean_of_ranks(q.grad)
             error = torch.dist(p.grad.float(), expected) / torch.linalg.vector_norm(expected)
             assert error < (3e-2 if level in ("O4", "O5") else 1e-2), (level, view, no_sync, error)

@@ -219,6 +219,7 @@ def test_close_unscales_what_was_delayed() -> None:
     model, optimizer = make("O1")
     run_block(model, optimizer, 0, delay_unscale=True)
     amp.get_session().close()
+    assert model.cast.grad is not None
     assert torch.equal(model.cast.grad, micro_batch(0))
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("dtypes",),
+    ("dtypes", "distributed"),
     ("properties", "patching", "yamlfile", "kernels"),
     ("profiles", "scaler", "masters"),
     ("policy",),

@@ -232,3 +232,45 @@ def test_masters_loaded_in_the_middle_of_training_are_the_ones_stepped() -> None
     for name, p in model.named_parameters():
         assert torch.equal(model.state_dict()[name], target[name]), name
         assert torch.equal(p, target[name].to(p.dtype)), name
+
+
+def test_a_state_may_come_before_the_next_initialize_of_a_process() -> None:
+    """A restart within one process, whose earlier session may be closed or not."""
+    for close in (False, True):
+        amp.initialize(linear(), opt_level="O2")
+        if close:
+            amp.get_session().close()
+        amp.load_state_dict(apex_state((32.0, 1)))
+        model = linear()
+        model, optimizer = amp.initialize(model, sgd(model), opt_level="O2")
+        assert amp.loss_scale() == 32.0
+        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        amp.initialize(linear(), opt_level="O2")
+        assert amp.loss_scale() == 65536.0, "a state that was used is not used again"
+
+
+def test_a_model_that_had_a_session_before_still_saves_its_masters() -> None:
+    import copy
+
+    model = conv_net()
+    amp.initialize(model, sgd(model), opt_level="O0")
+    for candidate in (model, copy.deepcopy(model)):
+        candidate, optimizer = amp.initialize(candidate, sgd(candidate), opt_level="O2")
+        for p, master in zip(candidate.named_parameters(), amp.master_params(optimizer), strict=True):
+            assert torch.equal(candidate.state_dict()[p[0]], master), p[0]
+
+
+def test_a_waiting_state_that_does_not_fit_stops_initialize_before_it_changes_anything() -> None:
+    amp.load_state_dict({**apex_state((32.0, 1)), "opt_level": "O1"})
+    model = linear()
+    with pytest.raises(amp.AmpWarning, match="saved at opt_level O1"):  # warnings are errors here
+        amp.initialize(model, sgd(model), opt_level="O2")
+    assert model.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("entry", [{"unskipped": float("inf")}, {"hysteresis_left": None}])
+def test_odd_values_are_refused(entry: dict[str, Any]) -> None:
+    amp.initialize(linear(), opt_level="O2")
+    with pytest.raises(ValueError, match=f"no usable '{next(iter(entry))}'"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1, **entry}})

@@ -211,6 +211,27 @@ def train_linear(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
+def test_a_level_in_the_place_of_enabled_is_pointed_out() -> None:
+    with pytest.raises(TypeError, match="enabled='O2' is not a bool; did you mean opt_level='O2'"):
+        amp.initialize(linear(), None, "O2")  # type: ignore[arg-type]
+
+
+def test_numbers_of_every_kind_are_numbers() -> None:
+    import numpy as np
+
+    two: Any = np.int64(2)
+    one: Any = np.int64(1)
+    scales: list[Any] = [np.float32(128), torch.tensor(64.0)]
+    model = linear()
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level="O2", num_losses=two, loss_scale=scales[0]
+    )
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer, loss_id=one) as loss:
+        loss.backward()
+    amp.initialize(linear(), opt_level="O2", loss_scale=scales[1], min_loss_scale=0)
+    assert amp.loss_scale() == 64.0
+
+
 @pytest.mark.parametrize("num_losses", [0, -1, 1.5, "2", True])
 def test_num_losses_must_be_a_count(num_losses: Any) -> None:
     with pytest.raises(ValueError, match="num_losses=.* must be an integer of at least 1"):

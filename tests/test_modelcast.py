@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import types
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,6 +65,39 @@ class Batch:
         return Batch(self.x.to(*args, **kwargs), self.edges.to(*args, **kwargs))
 
 
+class Ring:
+    """Knows itself, as the nodes of a tree know their parents."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.me = x, self
+
+    def to(self, *args: Any) -> Ring:
+        raise AssertionError("not needed")
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, *args: Any) -> Slots:
+        return Slots(self.x.to(*args))
+
+
+class MoreSlots(Slots):
+    __slots__ = "y"
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x)
+        self.y = y
+
+
+class OddTuple(tuple):
+    def __new__(cls, x: Tensor, y: int) -> OddTuple:
+        return super().__new__(cls, (x, y))
+
+
 class MyList(list):
     pass
 
@@ -97,6 +130,11 @@ INTS = torch.arange(2)
         (FrozenItem(ONES), lambda v: v.data),
         (SlottedItem(ONES), lambda v: v.data),
         (Batch(ONES, INTS), lambda v: v.x),
+        (Ring(ONES), lambda v: v.x),
+        (Slots(ONES), lambda v: v.x),
+        (MoreSlots(ONES, INTS), lambda v: v.x),
+        (OddTuple(ONES, 1), lambda v: v[0]),
+        (deque([ONES], maxlen=2), lambda v: v[0]),
         ({1: [(ONES, {"deep": Point(ONES, INTS)})]}, lambda v: v[1][0][1]["deep"].x),
     ],
     ids=lambda value: type(value).__name__,
@@ -440,3 +478,25 @@ def test_torch_compile_makes_one_graph_of_a_cast_model(level: str, compiled_firs
 
     torch._dynamo.reset()
     assert run(compiled=True) == pytest.approx(run(compiled=False), rel=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", *CAST_LEVELS])
+def test_a_float64_model_stays_one(level: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model = amp.initialize(Net(), opt_level=level)
+    assert model(torch.full((1, 4), 1 / 3, dtype=torch.float64))[0, 0] == 4 * (1 / 3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_model_is_refused_where_it_cannot_be_cast() -> None:
+    model: Any = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="Call amp.initialize first, and script or trace"):
+        amp.initialize(nn.Sequential(model), opt_level="O2")
+    amp.initialize(nn.Sequential(model), opt_level="O0")

@@ -517,3 +517,50 @@ def test_double_backward() -> None:
     assert model.weight.grad is not None
     assert torch.isfinite(model.weight.grad).all()
     assert (model.weight.grad != 0).any()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_transformer_encoders_evaluate(half: torch.dtype, after: bool) -> None:
+    """Torch's fast path for inference takes half inputs and FP32 weights for granted to agree."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    x = torch.randn(2, 5, 8)
+    with amp.disable_casts(), torch.no_grad():
+        expected = encoder(x)
+    with torch.no_grad():
+        out = encoder(x.to(half) if after else x)
+    torch.testing.assert_close(out.float(), expected, rtol=5e-2, atol=5e-2)
+
+
+def test_a_step_in_one_thread_leaves_the_casts_of_others_alone() -> None:
+    started, finish, seen = threading.Event(), threading.Event(), []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append((X @ X).dtype)
+            started.set()
+            assert finish.wait(10)
+            return super().step(closure)
+
+    model = linear()
+    model, optimizer = initialize(model, Slow(model.parameters(), lr=0.1), "O1")
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    assert started.wait(10)
+    seen.append((X @ X).dtype)
+    finish.set()
+    thread.join()
+    assert seen == [torch.float32, torch.float16]
+
+
+def test_a_weight_replaced_inside_a_forward_is_not_stale() -> None:
+    class Normalizes(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            F.linear(x, self.weight)
+            self.weight.data = self.weight.data * 2  # as old spectral norms do
+            return F.linear(x, self.weight)
+
+    model = amp.initialize(Normalizes(), opt_level="O1")
+    assert (model(torch.ones(1, 4)) == 1).all()

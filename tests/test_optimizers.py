@@ -534,3 +534,56 @@ def test_step_inside_the_block_is_an_error() -> None:
     ):
         scaled_loss.backward()
         optimizer.step()
+
+
+# Weights written from outside.
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_what_is_written_to_weights_reaches_the_masters(level: str) -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model, lr=0.0), level)
+    exact = model.state_dict()["bias"].clone()
+    model.weight.data.fill_(0.5)  # before the first step even this is seen
+    optimizer.step()
+    assert (model.weight == 0.5).all()
+    nn.init.constant_(model.weight, 0.25)
+    assert (model.state_dict()["weight"] == 0.25).all()
+    with torch.no_grad():
+        model.weight[0].clamp_(max=0.125)
+    optimizer.step()
+    assert (model.weight[0] == 0.125).all()
+    assert (model.weight[1:] == 0.25).all()
+    assert torch.equal(model.state_dict()["bias"], exact), "what nobody wrote keeps its bits"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_optimizers_in_turn_over_the_same_parameters(level: str) -> None:
+    """With nothing but `model.zero_grad()` between them."""
+    model = linear()
+    a, b = sgd(model, lr=0.0), sgd(model, lr=0.0)
+    model, (a, b) = initialize(model, [a, b], level)
+    for optimizer in (a, b, a, a, b):
+        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert (next(amp.master_params(optimizer)).grad == 1).all()
+        optimizer.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_loss_for_optimizers_of_two_initialize_calls(level: str) -> None:
+    models = [linear(seed) for seed in range(2)]
+    optimizers = [initialize(model, sgd(model, momentum=0), level, verbosity=0)[1] for model in models]
+    loss = torch.stack([model(torch.ones(1, 4)).float().sum() for model in models]).sum()
+    with amp.scale_loss(loss, optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        assert (next(amp.master_params(optimizer)).grad == 1).all()
+        optimizer.step()
+    if level in ("O1", "O2"):
+        with amp.scale_loss(loss.detach() * models[1].bias.sum() * math.inf, optimizers) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer)

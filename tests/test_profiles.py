@@ -167,7 +167,7 @@ def test_overrides_are_honoured(
         ),
         ("O2", {"loss_scale": {"min": 4, "min_loss_scale": 4}}, ValueError, "keep one"),
         ("O2", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min=8.0 is above max=4.0"),
-        ("O2", {"min_loss_scale": -1.0}, ValueError, "min=-1.0 must be"),
+        ("O2", {"min_loss_scale": -1.0}, ValueError, "min_loss_scale=-1.0 must be"),
         ("O2", {"cast_model_type": "float8"}, ValueError, "cast_model_type: 'float8' is not one of"),
         ("O2", {"cast_model_type": torch.int8}, ValueError, "cast_model_type: torch.int8"),
         ("O2", {"cast_model_type": 16}, TypeError, "cast_model_type: 16 is a int"),
@@ -302,6 +302,8 @@ def test_a_static_scale_as_a_mapping(profile: Any) -> None:
             ":3: master_weights=True does not fit",
         ),
         ("extends: O2\nextends: O3", ValueError, ":2: 'extends' was set on line 1 already"),
+        ("opt_level: O2", TypeError, ":1: .*did you mean 'extends'"),
+        ("loss_scale: {initial_scale_power: 2000}", ValueError, ":1: init=.*finite number above 0"),
         ("- O2", ValueError, ":1: expected a mapping"),
         ("extends: [O2", ValueError, ":1: not valid YAML"),
         ("brief: x\nloss_scale: !!python/object:os.system {}", ValueError, ":2: not valid YAML"),
@@ -313,6 +315,13 @@ def test_errors_in_a_file_name_file_and_line(
     with pytest.raises(error, match=f"mine.yaml{message}") as caught:
         amp.load_profile(profile(text))
     assert isinstance(caught.value, amp.AmpError)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    for content in (b"\xff\xfe\x00", b"brief: \x00"):
+        (tmp_path / "mine.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match="mine.yaml:1: not a text file in UTF-8"):
+            amp.load_profile(tmp_path / "mine.yaml")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -224,6 +224,7 @@ def test_other_ranks_are_silent(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model = linear()
     model, optimizer = initialize(model, sgd(model), "O2")
     overflow(model, optimizer)
@@ -323,3 +324,19 @@ def test_loss_dtypes() -> None:
         with amp.scale_loss(torch.ones((), dtype=dtype), optimizer) as scaled_loss:
             assert scaled_loss.dtype is expected
             assert scaled_loss.item() == 1024.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_not_the_scalers(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        scaler = LossScaler(LossScaling(init=4, growth_interval=300))
+        for _ in range(600):
+            scaler.update()
+        assert scaler.loss_scale() == 16.0
+        assert LossScaler(LossScaling()).loss_scale() == 65536.0
+        grad, found_inf = torch.tensor([2.0]), scaler.found_inf
+        unscale([grad], [grad], scaler.snapshot().inv_scale, found_inf)
+        assert grad.item() == 2 / 16
+    finally:
+        torch.set_default_dtype(torch.float32)
