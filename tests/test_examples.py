@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import amp
 
@@ -63,3 +66,51 @@ def test_digits_trains_with_three_amp_lines() -> None:
         "scaled_loss.backward()",
     ]
     assert used[0].startswith('"""')
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoint, weights_only=True)["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_char_gpt_killed_and_resumed_is_the_run_that_went_through(level: str, tmp_path: Path) -> None:
+    def command(name: str) -> list[str]:
+        return [
+            *(sys.executable, str(EXAMPLES / "char_gpt.py"), "--opt-level", level, "--steps", "16"),
+            *("--save-every", "3", "--eval-every", "16", "--eval-windows", "8", "--sample", "1"),
+            *("--width", "32", "--checkpoint", str(tmp_path / f"{name}.pt")),
+            *("--plot", str(tmp_path / f"{name}.png")),
+        ]
+
+    def run(name: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command(name), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    assert run("whole").wait(120) == 0
+    killed = run("killed")
+    while not (tmp_path / "killed.pt").exists():
+        assert killed.poll() is None, "it ended before it saved anything"
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    assert torch.load(tmp_path / "killed.pt", weights_only=True)["step"] < 16
+    assert run("killed").wait(120) == 0
+    whole, resumed = weights(tmp_path / "whole.pt"), weights(tmp_path / "killed.pt")
+    assert list(whole) == list(resumed)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_dcgan_resumes_exactly_at_every_level(level: str, tmp_path: Path) -> None:
+    def run(name: str, steps: int) -> Any:
+        files = ["--checkpoint", str(tmp_path / f"{name}.pt"), "--plot", str(tmp_path / f"{name}.png")]
+        return load("dcgan").main(["--opt-level", level, "--steps", str(steps), *files])
+
+    whole = run("whole", 6)
+    run("halves", 3)
+    halves = run("halves", 6)
+    assert halves.discriminator_losses == whole.discriminator_losses
+    assert halves.generator_losses == whole.generator_losses
+    assert halves.scales == whole.scales
+    assert (tmp_path / "whole.png").stat().st_size > 10_000
