@@ -244,6 +244,13 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
 
 
+def set_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Give Adam an eps that its parameters can hold: in float16 (O3) 1e-8 is 0, and 0 / 0 follows."""
+    for group in optimizer.param_groups:
+        half = any(parameter.dtype is torch.float16 for parameter in group["params"])
+        group["eps"] = 1e-3 if half else 1e-8
+
+
 def make_schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> LambdaLR:
     """Return a linear warm-up, then a cosine down to a tenth."""
 
@@ -267,9 +274,7 @@ class Trainer:
         model = GPT(config).to(args.device)
         optimizer = make_optimizer(model, args)
         self.model, self.optimizer = amp.initialize(model, optimizer, **args.amp)
-        for group in self.optimizer.param_groups:
-            if any(p.dtype is torch.float16 for p in group["params"]):
-                group["eps"] = 1e-3  # O3: the usual 1e-8 is 0 in float16, and 0 / 0 follows
+        set_eps(self.optimizer)
         self.schedule = make_schedule(self.optimizer, args)
 
     def save(self, path: Path) -> None:
@@ -309,6 +314,7 @@ class Trainer:
             print(f"Not an exact continuation of {path}: {different}")
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
+        set_eps(self.optimizer)
         self.schedule.load_state_dict(checkpoint["schedule"])
         amp.load_state_dict(checkpoint["amp"])
         self.step = checkpoint["step"]

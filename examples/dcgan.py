@@ -187,7 +187,7 @@ def plot(trainer: Trainer, path: Path) -> None:
     bottom.legend(ncols=3)
     axes = right.subplots(8, 8).flatten()
     for axis, image in zip(axes, trainer.generate(len(axes)), strict=True):
-        axis.imshow(image, cmap="gray_r", vmin=-1, vmax=1)
+        axis.imshow(image.numpy(), cmap="gray_r", vmin=-1, vmax=1)
         axis.axis("off")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
