@@ -587,3 +587,23 @@ def test_one_loss_for_optimizers_of_two_initialize_calls(level: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             assert amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("level", LEVELS)
+def test_muon(level: str) -> None:
+    """It takes matrices only, so it has a model of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.05)
+    model, optimizer = initialize(model, optimizer, level)
+    x, y = torch.randn(16, 6), torch.randint(0, 3, (16,))
+    losses = []
+    for _ in range(20):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] * 0.8
