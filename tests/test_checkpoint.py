@@ -250,6 +250,16 @@ def test_a_state_may_come_before_the_next_initialize_of_a_process() -> None:
         assert amp.loss_scale() == 65536.0, "a state that was used is not used again"
 
 
+def test_a_state_that_training_used_stays_with_its_session() -> None:
+    model = linear()
+    model, optimizer = amp.initialize(model, sgd(model), opt_level="O2")
+    amp.load_state_dict(apex_state((32.0, 1)))
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    amp.initialize(linear(), opt_level="O2")
+    assert amp.loss_scale() == 65536.0
+
+
 def test_a_model_that_had_a_session_before_still_saves_its_masters() -> None:
     import copy
 

@@ -299,6 +299,20 @@ def test_which_norms_stay_fp32(level: str, keep: dict[str, Any], training: bool)
     assert model.batch.num_batches_tracked == int(training)
 
 
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("keep", [{}, {"keep_norm_fp32": True}])
+@pytest.mark.parametrize("name", STATISTICS + OTHERS)
+def test_norms_can_be_called_on_their_own_with_any_input(
+    level: str, keep: dict[str, Any], name: str
+) -> None:
+    model = amp.initialize(Norms(), opt_level=level, **keep)
+    x = torch.randn(2, 4, 5, 5)
+    expected = getattr(Norms(), name)(x)
+    for dtype in (torch.float32, MODEL_DTYPE[level]):
+        out = getattr(model, name)(x.to(dtype))
+        torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
+
+
 # What a model must survive.
 
 
