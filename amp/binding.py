@@ -15,20 +15,25 @@ for as long as the scale is the same. When it changes they are unscaled first.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from amp.distributed import groups_of_shards, reduce_found_inf
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpRuntimeError, AmpValueError
-from amp.kernels.unscale import unscale
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters import Contents, MasterWeights, check_device
 from amp.opcast import disable_casts_in_thread, restore_casts_in_thread
 from amp.patching import Patches
-from amp.scaler import LossScaler, ScaleSnapshot
+from amp.scaler import LossScaler, ScaleSnapshot, Verdict
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _ATTRIBUTE = "_amp_binding"
 _CLOSURE_TRIES = 300
@@ -42,6 +47,33 @@ class Pending(NamedTuple):
     bindings: list[OptimizerBinding]
 
 
+class _Move(NamedTuple):
+    """The way of one scaled gradient: from `source` to the `.grad` of `stepped`.
+
+    Attributes:
+        stepped: what the optimizer steps, a master or a parameter.
+        parameter: the model's parameter.
+        source: the scaled gradient.
+        kept: an unscaled gradient of earlier blocks, to add to.
+    """
+
+    stepped: Tensor
+    parameter: Tensor
+    source: Tensor
+    kept: Tensor | None
+
+    def is_dense_sum(self) -> bool:
+        return self.kept is not None and not self.kept.is_sparse and not self.source.is_sparse
+
+    def target(self) -> Tensor:
+        """Return where the unscaled gradient goes: for a master, new memory in FP32."""
+        if self.stepped is self.parameter:
+            return self.source
+        if self.source.is_sparse:
+            return self.source.to(torch.float32)
+        return torch.empty_like(self.source, dtype=torch.float32)
+
+
 class OptimizerBinding:
     """What a session knows about one of its optimizers.
 
@@ -50,7 +82,8 @@ class OptimizerBinding:
         owner: the session.
         masters: the session's master weights.
         use_masters: whether 16-bit parameters get a master.
-        on_skip: called with a scaler whose overflow made a step be skipped, or evaluated again.
+        report: called with the scaler of a loss when the step after it was decided.
+        name_of: returns how to call a parameter in a message, or None.
     """
 
     def __init__(
@@ -60,20 +93,23 @@ class OptimizerBinding:
         owner: Any,
         masters: MasterWeights,
         use_masters: bool,
-        on_skip: Callable[[LossScaler], None],
+        report: Callable[[LossScaler], None],
+        name_of: Callable[[Tensor], str | None],
     ) -> None:
         self.optimizer = optimizer
         self.owner = owner
-        self.step_was_skipped = False
         self._masters = masters
         self._use_masters = use_masters
-        self._on_skip = on_skip
+        self._report = report
+        self._name_of = name_of
         self._patches = Patches()
         self._live = False
+        self._knows_found_inf = False
         self._block: LossScaler | None = None
         self._pending: Pending | None = None
         self._set_aside: list[tuple[Tensor, Tensor]] = []
-        self._found_inf: dict[LossScaler, Tensor] = {}
+        self._verdicts: list[Verdict] = []
+        self._step_verdicts: list[Verdict] = []
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerBinding | None:
@@ -92,6 +128,10 @@ class OptimizerBinding:
         setattr(self.optimizer, _ATTRIBUTE, self)
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
+        self._knows_found_inf = (
+            getattr(self.optimizer, "_step_supports_amp_scaling", False)
+            and "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
+        )
         for name, method in (
             ("step", self._step),
             ("zero_grad", self._zero_grad),
@@ -223,42 +263,80 @@ class OptimizerBinding:
         if self._pending is None:
             self._pending = pending
 
-    def unscale(self, scale: ScaleSnapshot, done: set[Tensor]) -> None:
+    def unscale(self, scale: ScaleSnapshot, done: set[Tensor]) -> list[ProcessGroup]:
         """Unscale what is in `.grad` into where the optimizer reads it. No host sync.
 
         Args:
             scale: what the losses were scaled by; its scaler's `found_inf` is set on overflow.
             done: parameters of other optimizers that have been unscaled; the rest is added.
+
+        Returns:
+            The process groups among whose ranks the gradients are shared out.
         """
-        self._block = None
-        self._pending = None
+        groups: list[ProcessGroup] = []
         if scale.scaler.is_identity:
             self._gather_unscaled()
-            return
-        sources, targets, sums = [], [], []
+        else:
+            moves = self._moves(done)
+            groups = groups_of_shards(move.source for move in moves)
+            self._unscale(moves, scale)
+            moved = {move.stepped for move in moves}
+            self._set_aside = [(p, kept) for p, kept in self._set_aside if p not in moved]
+            self._take_back()
+        self._block = None
+        self._pending = None
+        return groups
+
+    def _moves(self, done: set[Tensor]) -> list[_Move]:
+        """Return the way of each scaled gradient, and take those of masters out of the model."""
+        moves = []
         for master, parameter in self._pairs():
-            if parameter.grad is None:
-                continue
-            check_device(master, parameter)
-            source, parameter.grad = parameter.grad, None
-            target = source.to(torch.float32) if source.is_sparse else _empty_master_grad(source)
-            sources.append(source)
-            targets.append(target)
-            sums.append((master, target))
+            if parameter.grad is not None:
+                check_device(master, parameter)
+                moves.append(_Move(master, parameter, parameter.grad, master.grad))
+                parameter.grad = None
+        kept_of = dict(self._set_aside)
         for parameter in self._direct():
             if parameter.grad is not None and parameter not in done:
-                sources.append(parameter.grad)
-                targets.append(parameter.grad)
                 done.add(parameter)
-        unscale(sources, targets, scale.inv_scale, scale.scaler.found_inf)
-        for master, target in sums:
-            _add_grad(master, target)
-        self._take_back()
+                moves.append(_Move(parameter, parameter, parameter.grad, kept_of.get(parameter)))
+        return moves
 
-    def note_overflow(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Remember what a check found, float32 `[1]` on the device, until the next step."""
-        seen = self._found_inf.get(scaler)
-        self._found_inf[scaler] = found_inf if seen is None else torch.maximum(seen, found_inf)
+    def _unscale(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> None:
+        from amp.kernels.axpby import axpby  # load Triton
+        from amp.kernels.tables import UnsupportedTensorError
+        from amp.kernels.unscale import unscale
+
+        found_inf = scale.scaler.found_inf
+        adding = [move for move in moves if move.is_dense_sum()]
+        moving = [move for move in moves if not move.is_dense_sum()]
+        targets = [move.target() for move in moving]
+        listed = moving
+        try:
+            unscale([move.source for move in moving], targets, scale.inv_scale, found_inf)
+            listed, kept = adding, [move.kept for move in adding if move.kept is not None]
+            sources = [move.source for move in adding]
+            axpby(scale.inv_scale, sources, 1.0, kept, kept, found_inf, check="x")
+        except UnsupportedTensorError as error:
+            raise self._refuse_gradient(listed[error.index]) from error
+        for move, target in zip(moving, targets, strict=True):
+            move.stepped.grad = move.kept
+            _add_grad(move.stepped, target)
+        for move in adding:
+            move.stepped.grad = move.kept
+
+    def _refuse_gradient(self, move: _Move) -> AmpTypeError:
+        shape = tuple(move.parameter.shape)
+        name = self._name_of(move.parameter) or f"a parameter of shape {shape}"
+        return AmpTypeError(
+            f"the gradient of {name} is {move.source.dtype} and cannot be unscaled: loss scaling takes "
+            "float16, bfloat16, float32 and float64. Freeze the parameter, leave it out of the "
+            "optimizer, or use a loss_scale of 1."
+        )
+
+    def note(self, verdict: Verdict) -> None:
+        """Remember what a check found until the next step."""
+        self._verdicts.append(verdict)
 
     def _unscale_pending(self) -> None:
         """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
@@ -302,6 +380,11 @@ class OptimizerBinding:
 
     # The step.
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. The host waits if the optimizer itself decided that."""
+        return any(verdict.overflowed for verdict in self._step_verdicts)
+
     def _step(self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self._block is not None:
             raise AmpRuntimeError(
@@ -312,20 +395,52 @@ class OptimizerBinding:
             return self._step_with_closure(step, closure, *args, **kwargs)
         self._settle()
         self._follow_parameters()
-        overflowed = self._overflowed()
-        self.step_was_skipped = bool(overflowed)
+        self._step_verdicts, self._verdicts = self._verdicts, []
         result = None
-        if overflowed:
-            for scaler in overflowed:
-                self._on_skip(scaler)
+        if self._skips_on_device():
+            with disable_casts_in_thread(), self._found_inf_for_optimizer():
+                result = step(*args, **kwargs)
+            self._write_back()
+        elif self.step_was_skipped:
             # A scheduler made before `initialize` would otherwise warn that it was stepped first.
             self.optimizer._opt_called = True
         else:
             with disable_casts_in_thread():
                 result = step(*args, **kwargs)
             self._write_back()
+        self._report_all(self._step_verdicts)
         self._drop_master_grads()
         return result
+
+    def _skips_on_device(self) -> bool:
+        """Whether the optimizer reads `found_inf` itself, as torch's fused ones do.
+
+        Not in the first step of a parameter: torch's fused SGD leaves a new momentum buffer
+        uninitialized when that step is skipped.
+        """
+        if not self._step_verdicts or not self._knows_found_inf:
+            return False
+        return all(
+            parameter.grad is None or parameter in self.optimizer.state
+            for group in self.optimizer.param_groups
+            if group.get("momentum") != 0
+            for parameter in group["params"]
+        )
+
+    @contextmanager
+    def _found_inf_for_optimizer(self) -> Iterator[None]:
+        """Show the optimizer what was found, in the way that `torch.amp.GradScaler` does."""
+        found = [verdict.found_inf.reshape(()) for verdict in self._step_verdicts]
+        self.optimizer.grad_scale = None
+        self.optimizer.found_inf = found[0] if len(found) == 1 else torch.stack(found).amax()
+        try:
+            yield
+        finally:
+            del self.optimizer.grad_scale, self.optimizer.found_inf
+
+    def _report_all(self, verdicts: Sequence[Verdict]) -> None:
+        for scaler in {verdict.scaler: None for verdict in verdicts}:
+            self._report(scaler)
 
     def _step_with_closure(
         self, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -343,11 +458,11 @@ class OptimizerBinding:
                 for _ in range(_CLOSURE_TRIES):
                     loss = closure()
                     self._settle()
-                    overflowed = self._overflowed()
+                    verdicts, self._verdicts = self._verdicts, []
+                    overflowed = any(verdict.overflowed for verdict in verdicts)
+                    self._report_all(verdicts)
                     if not overflowed:
                         return loss
-                    for scaler in overflowed:
-                        self._on_skip(scaler)
                     self._forget_gradients()
             raise AmpRuntimeError(
                 f"the gradients of the closure overflowed {_CLOSURE_TRIES} times, down to the lowest "
@@ -356,7 +471,7 @@ class OptimizerBinding:
 
         with disable_casts_in_thread():
             result = step(evaluate, *args, **kwargs)
-        self.step_was_skipped = False
+        self._step_verdicts = []
         self._write_back()
         self._drop_master_grads()
         return result
@@ -365,12 +480,6 @@ class OptimizerBinding:
         """Bring every gradient, unscaled, to where the optimizer reads it."""
         self._unscale_pending()
         self._gather_unscaled()
-
-    def _overflowed(self) -> list[LossScaler]:
-        """Return the scalers that found an overflow since the last step. The host waits."""
-        found = [scaler for scaler, found_inf in self._found_inf.items() if found_inf.item() > 0]
-        self._found_inf = {}
-        return found
 
     def _write_back(self) -> None:
         self._masters.write_back(
@@ -408,7 +517,7 @@ class OptimizerBinding:
         """No gradient is left: none is pending, set aside, or known to be inf."""
         self._pending = None
         self._set_aside = []
-        self._found_inf = {}
+        self._verdicts = []
 
 
 def unscale_and_update(
@@ -419,13 +528,16 @@ def unscale_and_update(
     The one place that scales and checks gradients. No host sync.
     """
     done: set[Tensor] = set()
-    for binding in bindings:
-        binding.unscale(scale, done)
     scaler = scale.scaler
+    groups = list(scaler.process_groups)
+    for binding in bindings:
+        groups += [group for group in binding.unscale(scale, done) if group not in groups]
     if scaler.found_inf is not None:
-        found_inf = scaler.found_inf.clone()
+        reduce_found_inf(scaler.found_inf, groups)
+    verdict = scaler.verdict()
+    if verdict is not None:
         for binding in bindings:
-            binding.note_overflow(scaler, found_inf)
+            binding.note(verdict)
     if update and not scaler.is_identity:
         scaler.update()
 
@@ -442,10 +554,6 @@ def _bound_wrapper(
         return method(original, *args, **kwargs)
 
     return types.MethodType(wrapper, binding.optimizer)
-
-
-def _empty_master_grad(grad: Tensor) -> Tensor:
-    return torch.empty_like(grad, dtype=torch.float32)
 
 
 @torch.no_grad()

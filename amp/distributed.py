@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from torch import distributed
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from amp.errors import AmpRuntimeError, AmpTypeError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def rank() -> int:
@@ -13,6 +22,83 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes, 1 where there is no process group."""
     return distributed.get_world_size() if _initialized() else 1
+
+
+def as_process_groups(value: Any) -> tuple[ProcessGroup, ...]:
+    """Return the process groups that a user passed: one, several, or None.
+
+    Raises:
+        AmpRuntimeError: `torch.distributed` is not initialized.
+        AmpTypeError: something else.
+    """
+    if value is None:
+        return ()
+    if not _initialized():
+        raise AmpRuntimeError(
+            "process_group was given before torch.distributed.init_process_group was called. Call it "
+            "first, or leave process_group out."
+        )
+    groups = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for group in groups:
+        if not isinstance(group, distributed.ProcessGroup):
+            raise AmpTypeError(
+                "process_group must be a torch.distributed.ProcessGroup or a list of them, and got "
+                f"{type(group).__name__}; the group of all ranks is torch.distributed.group.WORLD"
+            )
+    return groups
+
+
+def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
+    """Return the process groups over which DTensors are cut into shards, each once."""
+    groups: list[ProcessGroup] = []
+    for tensor in tensors:
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is None:
+            continue
+        for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+            if placement.is_partial():
+                raise AmpRuntimeError(
+                    f"a gradient of shape {tuple(tensor.shape)} has the placement {placement}: it is "
+                    "not summed over its ranks yet, and cannot be checked. Redistribute it first."
+                )
+            group = mesh.get_group(dim)
+            if placement.is_shard() and group not in groups:
+                groups.append(group)
+    return groups
+
+
+def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
+    """Make an overflow on one rank an overflow on all ranks of the groups.
+
+    The one place where ranks agree on it, between the check and the decision. The host waits only
+    where the groups' backend makes it, as gloo does.
+
+    Args:
+        found_inf: float32 `[1]`, changed in place.
+        groups: all ranks of each have to call this.
+    """
+    for group in groups:
+        distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX, group=group)
+
+
+def reduce_norm(norm: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
+    """Return the norm of what the ranks of the groups hold together, given each rank's own.
+
+    Args:
+        norm: float32 `[1]`, of tensors that no other rank of the groups holds.
+        groups: all ranks of each have to call this.
+    """
+    groups = tuple(groups)
+    if not groups:
+        return norm
+    # Relative to the largest, so that no square overflows.
+    largest = norm.clone()
+    for group in groups:
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
+    square = torch.where(largest > 0, norm / largest, norm).square()
+    for group in groups:
+        distributed.all_reduce(square, group=group)
+    return square.sqrt() * largest
 
 
 def _initialized() -> bool:

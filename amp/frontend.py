@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
 from amp.properties import OVERRIDE_KEYS, LossScaling
 from amp.session import Session, as_optimizer_list, foreign_optimizer
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _APEX_MAX_LOSS_SCALE = 2.0**24
-_ARGUMENTS = ("models", "optimizers", "opt_level", "num_losses", "verbosity")
+_ARGUMENTS = ("models", "optimizers", "opt_level", "num_losses", "verbosity", "process_group")
 
 
 class _Default:
@@ -46,6 +49,7 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | str | None = None,
     keep_norm_fp32: bool | str | None = None,
+    process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
     **unknown: Any,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training.
@@ -77,6 +81,7 @@ def initialize(
             default here.
         patch_torch_functions_type: the dtype that functions cast to, as in ROCm's apex.
         keep_norm_fp32: whether all norms stay FP32 in a cast model.
+        process_group: whose ranks skip a step together; see `amp.Session`.
         **unknown: refused, with the nearest name that exists.
 
     Returns:
@@ -95,6 +100,7 @@ def initialize(
         opt_level,
         num_losses=num_losses,
         verbosity=verbosity,
+        process_group=process_group,
         enabled=_as_bool(enabled),
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
@@ -141,8 +147,9 @@ def scale_loss(
     After the block, gradients are unscaled, and added to those of earlier blocks;
     `amp.master_params(optimizer)` is what to clip. If an inf or nan was among them, the next `step`
     of each of the optimizers is skipped and a dynamic scale goes down. If the block raises, its
-    gradients are dropped. Nothing here makes the host wait for the device; `step` reads 4 bytes per
-    block under dynamic scaling.
+    gradients are dropped. Nothing here makes the host wait for the device. Under dynamic scaling
+    `step` does, once for each block, for 4 bytes; not with torch's fused optimizers, which skip on the
+    device, except in their first step.
 
     Args:
         loss: a floating-point tensor of any shape.
@@ -212,7 +219,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def step_was_skipped(optimizer: Any) -> bool:
-    """Tell whether the optimizer's last `step` was skipped for an overflow. No host sync.
+    """Tell whether the optimizer's last `step` was skipped for an overflow.
+
+    The host waits for the device if the optimizer decided that by itself, as torch's fused ones do.
 
     Raises:
         AmpRuntimeError: the optimizer did not come out of `initialize`.

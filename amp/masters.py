@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from amp import distributed
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError
-from amp.kernels.master_copy import copy_all
 
 
 class Contents(NamedTuple):
@@ -112,8 +111,10 @@ class MasterWeights:
 
     def write_back(self, masters: Iterable[Tensor]) -> None:
         """Copy masters to the model's parameters, rounding to nearest even. No host sync."""
+        from amp.kernels.master_copy import master_copy  # loads Triton
+
         sources = list(masters)
-        copy_all(sources, [self._model_of[master] for master in sources])
+        master_copy(sources, [self._model_of[master] for master in sources])
         for master in sources:
             self._version[master] = self._model_of[master]._version
 

@@ -2,20 +2,29 @@
 
 Static scaling and no scaling are members of the same family: they check nothing and never move, and
 no caller has to ask which kind it holds.
+
+What happened reaches the host in two ways: a `Verdict` is asked, and the host waits for it; an
+`Overflow` comes by itself, late.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError
-from amp.kernels import update_scale as kernel
+from amp.hostcopy import HostCopies
+from amp.kernels import scale_state
 from amp.properties import LossScaling
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class ScaleSnapshot(NamedTuple):
@@ -30,21 +39,51 @@ class ScaleSnapshot(NamedTuple):
         return self.scaler is scaler and self.version == scaler.version
 
 
+class Verdict:
+    """What the check of one loss's gradients found.
+
+    Attributes:
+        scaler: what the loss was scaled by.
+        found_inf: float32 `[1]` on the device, 1 after an overflow, else 0.
+    """
+
+    def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        self.scaler = scaler
+        self.found_inf = found_inf
+
+    @cached_property
+    def overflowed(self) -> bool:
+        """Whether it was an overflow. The host waits for the device, once, for 4 bytes."""
+        return self.found_inf.item() > 0
+
+
+class Overflow(NamedTuple):
+    """What an overflow did to a scaler: the scale after it, and how many there were in a row."""
+
+    scale: float
+    in_a_row: int
+
+
 class LossScaler:
     """Scales one loss and follows the overflows of its gradients.
 
     Attributes:
         config: how the scale starts and moves.
         loss_id: its number in the session.
+        process_groups: whose ranks skip a step together.
         version: counts the times the scale may have changed, so that two scaled losses can be told
             to share one scale without asking the device.
     """
 
-    def __init__(self, config: LossScaling, loss_id: int = 0) -> None:
+    def __init__(
+        self, config: LossScaling, loss_id: int = 0, process_groups: Sequence[ProcessGroup] = ()
+    ) -> None:
         self.config = config
         self.loss_id = loss_id
+        self.process_groups = tuple(process_groups)
         self.version = 0
-        self._state = torch.zeros(kernel.STATE_SIZE, dtype=torch.float32)
+        self._state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32)
+        self._reports = HostCopies()
         self._set(config.start, 0, config.hysteresis)
 
     @property
@@ -59,11 +98,11 @@ class LossScaler:
             return wide
         if self._state.device != loss.device:
             self._state = self._state.to(loss.device)
-        return wide * self._state[kernel.SCALE]
+        return wide * self._state[scale_state.SCALE]
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
-        inverse = self._state[kernel.INVERSE : kernel.INVERSE + 1].clone()
+        inverse = self._state[scale_state.INVERSE : scale_state.INVERSE + 1].clone()
         return ScaleSnapshot(self, self.version, inverse)
 
     @property
@@ -71,13 +110,20 @@ class LossScaler:
         """Where a check reports, float32 `[1]`; None for a scaler that checks nothing."""
         if not self.config.dynamic:
             return None
-        return self._state[kernel.FOUND_INF : kernel.FOUND_INF + 1]
+        return self._state[scale_state.FOUND_INF : scale_state.FOUND_INF + 1]
+
+    def verdict(self) -> Verdict | None:
+        """Return what was found since the last update; None for a scaler that checks nothing."""
+        found_inf = self.found_inf
+        return None if found_inf is None else Verdict(self, found_inf.clone())
 
     def update(self) -> None:
         """Move the scale by what was found since the last update. No host sync."""
+        from amp.kernels.update_scale import update_scale  # loads Triton
+
         self.version += 1
         config = self.config
-        kernel.update_scale(
+        update_scale(
             self._state,
             growth_factor=config.growth_factor if config.dynamic else 1.0,
             backoff_factor=config.backoff_factor,
@@ -87,14 +133,20 @@ class LossScaler:
             floor=config.floor,
             ceiling=max(config.max, config.start),
         )
+        if config.dynamic:
+            self._reports.send(self._state)
+
+    def overflows(self) -> list[Overflow]:
+        """Return the overflows that the host has learnt of since the last call. No host sync."""
+        return [
+            Overflow(state[scale_state.SCALE], int(state[scale_state.OVERFLOWS]))
+            for state in self._reports.arrived()
+            if state[scale_state.OVERFLOWS] > 0
+        ]
 
     def loss_scale(self) -> float:
         """Return the current scale. The host waits for the device."""
-        return float(self._state[kernel.SCALE])
-
-    def overflows_in_a_row(self) -> int:
-        """Return how many updates in a row saw an overflow. The host waits for the device."""
-        return int(self._state[kernel.OVERFLOWS])
+        return float(self._state[scale_state.SCALE])
 
     def state_dict(self) -> dict[str, Any]:
         """Return apex's two entries and what an exact resume needs besides. The host waits."""

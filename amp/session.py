@@ -6,11 +6,12 @@ import logging
 import operator
 import os
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from amp.profiles import resolve
 from amp.properties import Overrides, Properties
 from amp.scaler import LossScaler
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 logger = logging.getLogger("amp")
 
 
@@ -52,6 +56,9 @@ class Session:
         opt_level: a level, an alias, or a path to a YAML profile; see `amp.load_profile`.
         num_losses: how many losses are scaled independently, by `loss_id`.
         verbosity: 0 logs nothing, not even skipped steps; 1 logs on rank 0 to the logger `amp`.
+        process_group: the process group, or list of them, whose ranks hold different gradients and must
+            skip a step together. None is right for one process, for DDP, whose ranks hold the same
+            gradients, and for DTensors, which know their groups.
         **overrides: properties on top of the profile; see `Overrides`.
 
     Attributes:
@@ -68,6 +75,7 @@ class Session:
         *,
         num_losses: int = 1,
         verbosity: int = 1,
+        process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
         if isinstance(num_losses, bool) or not hasattr(num_losses, "__index__") or num_losses < 1:
@@ -79,9 +87,12 @@ class Session:
         )
         self.verbosity = verbosity
         self.closed = False
+        groups = distributed.as_process_groups(process_group)
         self.scalers = [
-            LossScaler(self.properties.loss_scaling, i) for i in range(operator.index(num_losses))
+            LossScaler(self.properties.loss_scaling, i, groups)
+            for i in range(operator.index(num_losses))
         ]
+        self._models: list[weakref.ref[nn.Module]] = []
         self._masters = MasterWeights()
         self._caster: OpCaster | None = None
         self._undo = ExitStack()
@@ -129,7 +140,8 @@ class Session:
                     owner=self,
                     masters=self._masters,
                     use_masters=bool(self.properties.master_weights),
-                    on_skip=self._on_skip,
+                    report=self._report_overflows,
+                    name_of=self._name_of,
                 )
                 undo.callback(binding.close)
                 binding.open(before)
@@ -141,6 +153,7 @@ class Session:
                 contents.put_into(tensor)
             undo.close()
             raise
+        self._models += map(weakref.ref, models)
         for binding in bindings:
             binding.recast_state()
             self._warn_of_vanishing_eps(binding.optimizer)
@@ -225,6 +238,7 @@ class Session:
             # Unscaling moves a scale, perhaps this one: look again until nothing is pending at another.
             while any(binding.settle_unless(scaler) for binding in bindings):
                 pass
+            self._report_overflows(scaler)
             for binding in bindings:
                 binding.begin(scaler)
                 on_error.callback(binding.abort)
@@ -271,29 +285,36 @@ class Session:
             raise foreign_optimizer(optimizer)
         return binding
 
-    def _on_skip(self, scaler: LossScaler) -> None:
-        """Say that a step is skipped, and warn once if that does not end."""
-        scale = scaler.loss_scale()
-        self._log(
-            logging.WARNING,
-            "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
-            scaler.loss_id,
-            scale,
-        )
-        in_a_row = scaler.overflows_in_a_row()
-        hopeless = scale <= max(scaler.config.floor, 1.0)
-        if in_a_row < scaler.config.overflow_patience or not hopeless or scaler in self._warned:
-            return
-        self._warned.add(scaler)
-        warnings.warn(
-            f"{in_a_row} backward passes in a row gave inf or nan gradients, down to a loss scale of "
-            f"{scale}: scaling is not the cause. Look at whether the loss and the inputs are finite "
-            "(torch.isfinite), whether the learning rate is too high, at divisions, logarithms and "
-            "exponentials in the model (torch.autograd.detect_anomaly names the op), and try "
-            "opt_level O4 or O5: bfloat16 has the range of FP32.",
-            AmpWarning,
-            stacklevel=2,
-        )
+    def _report_overflows(self, scaler: LossScaler) -> None:
+        """Log the overflows that the host has learnt of, and warn once if they do not end."""
+        for scale, in_a_row in scaler.overflows():
+            self._log(
+                logging.WARNING,
+                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
+                scaler.loss_id,
+                scale,
+            )
+            hopeless = scale <= max(scaler.config.floor, 1.0)
+            if in_a_row < scaler.config.overflow_patience or not hopeless or scaler in self._warned:
+                continue
+            self._warned.add(scaler)
+            warnings.warn(
+                f"{in_a_row} backward passes in a row gave inf or nan gradients, down to a loss scale "
+                f"of {scale}: scaling is not the cause. Look at whether the loss and the inputs are "
+                "finite (torch.isfinite), whether the learning rate is too high, at divisions, "
+                "logarithms and exponentials in the model (torch.autograd.detect_anomaly names the "
+                "op), and try opt_level O4 or O5: bfloat16 has the range of FP32.",
+                AmpWarning,
+                stacklevel=2,
+            )
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        for reference in self._models:
+            model = reference()
+            for name, candidate in model.named_parameters() if model is not None else ():
+                if candidate is parameter:
+                    return f"'{name}'"
+        return None
 
     def _check_open(self) -> None:
         if self.closed:

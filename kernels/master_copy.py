@@ -2,8 +2,10 @@
 
     target_i = round_to_nearest_even(source_i)        for every i
 
-Shapes: `sources[i]` and `targets[i]` have the same shape, any strides. Dtypes: float16, bfloat16,
-float32 or float64 on either side. Reference: `torch.Tensor.copy_`.
+Shapes: `sources[i]` and `targets[i]` have one shape, of any size. Dtypes: float16, bfloat16, float32 or
+float64 on either side; what is too large for the target becomes inf. Launches: one for each device and
+pair of dtypes. Memory traffic: each source is read and each target written once.
+Reference: `torch.Tensor.copy_`.
 """
 
 from __future__ import annotations
@@ -13,9 +15,74 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp.kernels.language import (
+    ALIGNMENT,
+    STEP,
+    dtype_of,
+    jit,
+    launch,
+    locate,
+    narrow,
+    tl,
+    vector_length,
+)
+from amp.kernels.tables import plan, real_values
+
+BLOCK = 8192
+WARPS = 8
+
 
 @torch.no_grad()
-def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each source into its target. The host does not wait for the device."""
-    if sources:
-        torch._foreach_copy_(list(targets), list(sources))
+def master_copy(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], *, backend: str | None = None
+) -> None:
+    """Copy each source into its target. The host does not wait for the device.
+
+    Raises:
+        ValueError: sources and targets do not match.
+        UnsupportedTensorError: a dtype that is not listed above.
+    """
+    inputs, outputs = real_values(sources), real_values(targets)
+    todo = plan(inputs, outputs, block=BLOCK, backend=backend)
+    for part in todo.parts:
+        launch(
+            copy_kernel,
+            len(part.chunks),
+            part.device,
+            part.rows,
+            part.chunks,
+            SOURCE=dtype_of(part.dtypes[0]),
+            TARGET=dtype_of(part.dtypes[1]),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    if todo.rest:
+        torch._foreach_copy_([outputs[i] for i in todo.rest], [inputs[i] for i in todo.rest])
+
+
+@jit
+def _copy_block(source, target, i, mask):
+    x = tl.load(source + i, mask=mask, other=0.0)
+    tl.store(target + i, narrow(x, target.dtype.element_ty), mask=mask)
+
+
+@jit
+def copy_kernel(rows, chunks, SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr):
+    row, start, length = locate(chunks, rows, 2, BLOCK)
+    source, target = tl.load(row), tl.load(row + 1)
+    vectors = vector_length(source | target, length)
+    i = tl.arange(0, BLOCK)
+    _copy_block(
+        tl.multiple_of(source.to(tl.pointer_type(SOURCE)), ALIGNMENT) + start,
+        tl.multiple_of(target.to(tl.pointer_type(TARGET)), ALIGNMENT) + start,
+        i,
+        i < vectors,
+    )
+    for first in range(vectors, length, STEP):
+        j = first + tl.arange(0, STEP)
+        _copy_block(
+            source.to(tl.pointer_type(SOURCE)) + start,
+            target.to(tl.pointer_type(TARGET)) + start,
+            j,
+            j < length,
+        )

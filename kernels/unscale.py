@@ -5,11 +5,12 @@
 
 The check covers the products too: a scale below 1 can make an inf out of a finite gradient.
 
-Shapes: `sources[i]` and `targets[i]` have the same shape and layout; a target may be its source.
-Dtypes: float16, bfloat16, float32, float64, complex; a target may be wider than its source. The
-product is computed in the target's dtype, in FP32 for 16-bit targets. Sparse gradients go through
-their values.
-Reference: `torch._amp_foreach_non_finite_check_and_unscale_`, which checks before multiplying only.
+Shapes: `sources[i]` and `targets[i]` have one shape, of any size; a target may be its source.
+Dtypes: float16, bfloat16, float32 or float64 on either side. Products are FP32, or FP64 where either
+side is, and rounded once, to nearest even. Sparse gradients go through their values, DTensors through
+their local shards. Launches: one for each device and pair of dtypes. Memory traffic: each source is
+read and each target written once; `check` only reads.
+Reference: `torch._amp_foreach_non_finite_check_and_unscale_`, which checks before it multiplies.
 """
 
 from __future__ import annotations
@@ -20,6 +21,26 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from amp.kernels.language import (
+    ALIGNMENT,
+    STEP,
+    any_of,
+    dtype_of,
+    jit,
+    launch,
+    locate,
+    narrow,
+    not_finite,
+    tl,
+    vector_length,
+    wide,
+)
+from amp.kernels.tables import flag_on, plan, real_values
+
+BLOCK = 8192
+CHECK_BLOCK = 16384
+WARPS = 8
+
 
 @torch.no_grad()
 def unscale(
@@ -27,6 +48,8 @@ def unscale(
     targets: Sequence[Tensor],
     inv_scale: Tensor,
     found_inf: Tensor | None,
+    *,
+    backend: str | None = None,
 ) -> None:
     """Write `sources * inv_scale` to `targets`. The host does not wait for the device.
 
@@ -35,30 +58,174 @@ def unscale(
         targets: where the unscaled ones go; may be the sources themselves.
         inv_scale: float32 `[1]`.
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
+        backend: see `amp.kernels.backend`.
+
+    Raises:
+        ValueError: sources and targets do not match.
+        UnsupportedTensorError: a dtype that is not listed above.
     """
-    outputs = []
+    inputs = real_values(sources)
+    outputs = inputs if targets is sources else real_values(targets)
+    todo = plan(inputs, outputs, block=BLOCK, backend=backend)
+    for part in todo.parts:
+        with flag_on(part.device, found_inf) as flag:
+            launch(
+                unscale_kernel,
+                len(part.chunks),
+                part.device,
+                part.rows,
+                part.chunks,
+                inv_scale.to(part.device, non_blocking=True),
+                flag,
+                SOURCE=dtype_of(part.dtypes[0]),
+                TARGET=dtype_of(part.dtypes[1]),
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+    if todo.rest:
+        unscale_reference(
+            [inputs[i] for i in todo.rest], [outputs[i] for i in todo.rest], inv_scale, found_inf
+        )
+
+
+@torch.no_grad()
+def check(
+    sources: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Set `found_inf` if `sources` or their FP32 products with `inv_scale` are not finite.
+
+    Nothing else is written. The host does not wait for the device. Arguments and errors are those of
+    `unscale`.
+    """
+    inputs = real_values(sources)
+    todo = plan(inputs, block=CHECK_BLOCK, backend=backend)
+    for part in todo.parts:
+        with flag_on(part.device, found_inf) as flag:
+            launch(
+                check_kernel,
+                len(part.chunks),
+                part.device,
+                part.rows,
+                part.chunks,
+                inv_scale.to(part.device, non_blocking=True),
+                flag,
+                SOURCE=dtype_of(part.dtypes[0]),
+                BLOCK=CHECK_BLOCK,
+                num_warps=WARPS,
+            )
+    if todo.rest:
+        check_reference([inputs[i] for i in todo.rest], inv_scale, found_inf)
+
+
+@jit
+def _unscale_block(source, target, i, mask, inv_scale):
+    x = tl.load(source + i, mask=mask, other=0.0)
+    y = narrow(wide(x, target.dtype.element_ty) * inv_scale, target.dtype.element_ty)
+    tl.store(target + i, y, mask=mask)
+    return any_of(not_finite(y))
+
+
+@jit
+def unscale_kernel(
+    rows, chunks, inv_scale, found_inf, SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, start, length = locate(chunks, rows, 2, BLOCK)
+    source, target = tl.load(row), tl.load(row + 1)
+    scale = tl.load(inv_scale)
+    vectors = vector_length(source | target, length)
+    i = tl.arange(0, BLOCK)
+    bad = _unscale_block(
+        tl.multiple_of(source.to(tl.pointer_type(SOURCE)), ALIGNMENT) + start,
+        tl.multiple_of(target.to(tl.pointer_type(TARGET)), ALIGNMENT) + start,
+        i,
+        i < vectors,
+        scale,
+    )
+    for first in range(vectors, length, STEP):
+        j = first + tl.arange(0, STEP)
+        bad |= _unscale_block(
+            source.to(tl.pointer_type(SOURCE)) + start,
+            target.to(tl.pointer_type(TARGET)) + start,
+            j,
+            j < length,
+            scale,
+        )
+    if found_inf is not None:
+        if bad != 0:
+            tl.store(found_inf, 1.0)
+
+
+@jit
+def check_kernel(rows, chunks, inv_scale, found_inf, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
+    row, start, length = locate(chunks, rows, 1, BLOCK)
+    source = tl.load(row)
+    scale = tl.load(inv_scale)
+    vectors = vector_length(source, length)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(
+        tl.multiple_of(source.to(tl.pointer_type(SOURCE)), ALIGNMENT) + start + i,
+        mask=i < vectors,
+        other=0.0,
+    )
+    bad = any_of(not_finite(wide(x, SOURCE) * scale))
+    for first in range(vectors, length, STEP):
+        j = first + tl.arange(0, STEP)
+        y = tl.load(source.to(tl.pointer_type(SOURCE)) + start + j, mask=j < length, other=0.0)
+        bad |= any_of(not_finite(wide(y, SOURCE) * scale))
+    if bad != 0:
+        tl.store(found_inf, 1.0)
+
+
+def unscale_reference(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor | None
+) -> None:
+    """Do `unscale` in plain torch."""
+    products, narrower = [], []
     for source, target in zip(sources, targets, strict=True):
-        values = _real_values(target)
-        if target is not source:
-            values.copy_(_real_values(source))
-        outputs.append(values)
-    outputs.sort(key=_group)
-    for (device, _), tensors in groupby(outputs, key=_group):
-        group, scale = list(tensors), inv_scale.to(device)
-        found_here = torch.zeros_like(scale)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_here, scale)
-        if found_inf is not None:
-            one = torch.ones_like(scale)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_here, one)
-            torch.maximum(found_inf, found_here.to(found_inf.device), out=found_inf)
+        common = torch.promote_types(source.dtype, target.dtype)
+        if target is source:
+            products.append(target)
+        elif target.dtype is common:
+            products.append(target.copy_(source))
+        else:
+            products.append(source.to(common, copy=True))
+            narrower.append((target, products[-1]))
+    scale_and_check(products, inv_scale, found_inf)
+    for target, product in narrower:
+        target.copy_(product)
+    scale_and_check([target for target, _ in narrower], torch.ones_like(inv_scale), found_inf)
 
 
-def _real_values(tensor: Tensor) -> Tensor:
-    """Return the numbers of a gradient as a real tensor that shares its memory."""
-    if tensor.is_sparse:
-        tensor = tensor._values()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def scale_and_check(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None) -> None:
+    """Multiply tensors by `factor`, float32 `[1]`, in place, and check them before and after."""
+    for (device, _), group in groupby(sorted(tensors, key=_group), key=_group):
+        same = list(group)
+        here = factor.to(device, non_blocking=True)
+        with flag_on(same[0].device, found_inf) as flag:
+            seen = torch.zeros_like(here) if flag is None else flag
+            torch._amp_foreach_non_finite_check_and_unscale_(same, seen, here)
+            if flag is not None and not _is_at_most_one(factor):
+                torch._amp_foreach_non_finite_check_and_unscale_(same, flag, torch.ones_like(here))
+
+
+def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Do `check` in plain torch: products are finite where those of the extremes are."""
+    for tensor in sources:
+        if tensor.numel():
+            extremes = torch.stack(torch.aminmax(tensor))
+            wide_extremes = extremes if extremes.dtype is torch.float64 else extremes.float()
+            bad = (wide_extremes * inv_scale.to(tensor.device)).isfinite().all().logical_not()
+            torch.maximum(found_inf, bad.to(found_inf.device, torch.float32), out=found_inf)
 
 
 def _group(tensor: Tensor) -> tuple[str, str]:
     return str(tensor.device), str(tensor.dtype)
+
+
+def _is_at_most_one(factor: Tensor) -> bool:
+    """Whether products cannot overflow, as far as the host knows without waiting for the device."""
+    return factor.device.type == "cpu" and factor.tolist()[0] <= 1.0

@@ -1,7 +1,7 @@
 """The loss scale's state machine, one transition.
 
 State, one float32 tensor `[6]`: scale, inverse scale, good steps since the scale last moved,
-hysteresis left, found_inf, overflows in a row.
+hysteresis left, found_inf, overflows in a row; see `amp.kernels.scale_state`.
 
     overflow:  good = 0; hysteresis -= 1
                if hysteresis <= 0: scale = max(scale * backoff, floor)
@@ -11,6 +11,7 @@ hysteresis left, found_inf, overflows in a row.
 
 An overflow with hysteresis left keeps the scale. With `reset_each_step`, each good step gives the
 hysteresis back too. The step is skipped on every overflow; that is the caller's business.
+Launches: one.
 
 Sources: NVIDIA apex `update_scale_hysteresis`, Megatron-LM and DeepSpeed's dynamic scalers.
 """
@@ -20,8 +21,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS = range(6)
-STATE_SIZE = 6
+from amp.kernels.backend import uses_triton
+from amp.kernels.language import jit, launch, tl
+from amp.kernels.scale_state import (
+    FOUND_INF,
+    GOOD_STEPS,
+    HYSTERESIS,
+    INVERSE,
+    OVERFLOWS,
+    SCALE,
+)
 
 
 @torch.no_grad()
@@ -35,8 +44,86 @@ def update_scale(
     reset_each_step: bool,
     floor: float,
     ceiling: float,
+    backend: str | None = None,
 ) -> None:
     """Advance `state`, float32 `[6]`, in place. The host does not wait for the device."""
+    numbers = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
+    if uses_triton(state.device, backend):
+        floats = [float(number) for number in numbers]
+        launch(
+            update_kernel,
+            1,
+            state.device,
+            state,
+            *floats,
+            RESET_EACH_STEP=reset_each_step,
+            SCALE=SCALE,
+            INVERSE=INVERSE,
+            GOOD_STEPS=GOOD_STEPS,
+            HYSTERESIS=HYSTERESIS,
+            FOUND_INF=FOUND_INF,
+            OVERFLOWS=OVERFLOWS,
+            num_warps=1,
+        )
+    else:
+        update_scale_reference(state, *numbers, reset_each_step)
+
+
+@jit
+def update_kernel(
+    state,
+    growth_factor,
+    backoff_factor,
+    growth_interval,
+    full_hysteresis,
+    floor,
+    ceiling,
+    RESET_EACH_STEP: tl.constexpr,
+    SCALE: tl.constexpr,
+    INVERSE: tl.constexpr,
+    GOOD_STEPS: tl.constexpr,
+    HYSTERESIS: tl.constexpr,
+    FOUND_INF: tl.constexpr,
+    OVERFLOWS: tl.constexpr,
+):
+    scale = tl.load(state + SCALE)
+    good = tl.load(state + GOOD_STEPS)
+    left = tl.load(state + HYSTERESIS)
+    overflows = tl.load(state + OVERFLOWS)
+    if tl.load(state + FOUND_INF) > 0.0:
+        good = 0.0
+        left = tl.maximum(left - 1.0, 0.0)
+        overflows += 1.0
+        if left <= 0.0:
+            scale = tl.minimum(tl.maximum(scale * backoff_factor, floor), scale)
+    else:
+        good += 1.0
+        overflows = 0.0
+        if RESET_EACH_STEP:
+            left = full_hysteresis
+        if good >= growth_interval:
+            scale = tl.maximum(tl.minimum(scale * growth_factor, ceiling), scale)
+            good = 0.0
+            left = full_hysteresis
+    tl.store(state + SCALE, scale)
+    tl.store(state + INVERSE, tl.div_rn(1.0, scale))
+    tl.store(state + GOOD_STEPS, good)
+    tl.store(state + HYSTERESIS, left)
+    tl.store(state + FOUND_INF, 0.0)
+    tl.store(state + OVERFLOWS, overflows)
+
+
+def update_scale_reference(
+    state: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: float,
+    hysteresis: float,
+    floor: float,
+    ceiling: float,
+    reset_each_step: bool,
+) -> None:
+    """Do `update_scale` in plain torch."""
     scale, _, good, left, found, overflows = state.unbind()
     overflow = found > 0
     full = torch.full_like(left, hysteresis)

@@ -491,7 +491,7 @@ def test_doubles_and_complex_parameters_keep_their_dtype() -> None:
         if level in ("O0", "O1", "O4"):  # in a model that is not cast, float64 is the script's affair
             model.wide.float()
         optimizer = sgd(model)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0)
         phase = model.phase.detach().clone()
         double = model.wide.weight.detach().clone()
         train_step(model, optimizer)

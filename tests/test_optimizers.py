@@ -607,3 +607,98 @@ def test_muon(level: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] * 0.8
+
+
+# What loss scaling cannot take.
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_complex_gradient_is_refused_by_name_and_nothing_else_changes(
+    level: str, accumulate: bool
+) -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = linear()
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor, rotate: bool = True) -> torch.Tensor:
+            y = self.head(x).float()
+            return (y * self.phase).abs() if rotate else y
+
+    model = Rotated()
+    model, optimizer = initialize(model, sgd(model), level)
+    x = torch.ones(2, 4)
+    if accumulate:
+        with amp.scale_loss(model(x, rotate=False).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    kept = [p.grad.clone() if p.grad is not None else None for p in amp.master_params(optimizer)]
+    with (
+        pytest.raises(
+            TypeError, match=r"the gradient of 'phase' is torch.complex64 and cannot be unsc"
+        ),
+        amp.scale_loss(model(x).sum(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    for parameter, grad in zip(amp.master_params(optimizer), kept, strict=True):
+        if grad is None or parameter.grad is None:
+            assert grad is parameter.grad
+        else:
+            assert torch.equal(parameter.grad, grad)
+    assert amp.loss_scale() == 1024
+    with amp.scale_loss(model(x, rotate=False).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+# Optimizers that skip on the device.
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", ["Adam", "AdamW", "SGD", "SGD without momentum", "Adagrad"])
+def test_fused_optimizers_skip_by_themselves_and_end_where_others_do(level: str, make: str) -> None:
+    """Bit for bit what the host's decision gives, with overflows in the first and in later steps."""
+    results = []
+    for on_device in (True, False):
+        model = linear()
+        kind = getattr(torch.optim, make.split()[0])
+        options = {"momentum": 0.9} if make == "SGD" else {}
+        optimizer = kind(model.parameters(), lr=0.05, fused=True, **options)
+        optimizer._step_supports_amp_scaling = on_device
+        model, optimizer = initialize(model, optimizer, level)
+        skipped = []
+        for step in range(8):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            factor = math.inf if step in (0, 3, 4) else 1.0
+            loss = model(torch.randn(2, 4)).float().square().sum() * factor
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            skipped.append(amp.step_was_skipped(optimizer))
+            assert not hasattr(optimizer, "found_inf")
+        assert [i for i, was in enumerate(skipped) if was] == [0, 3, 4]
+        assert amp.loss_scale() == 1024 / 8
+        results.append([p.detach().clone() for p in model.parameters()])
+        amp.get_session().close()
+    for on_device, on_host in zip(*results, strict=True):
+        assert torch.equal(on_device, on_host)
+        assert on_device.isfinite().all()
+
+
+def test_two_losses_of_which_one_overflows_skip_a_fused_step() -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = initialize(model, optimizer, "O2", num_losses=2)
+    for factors in ((1.0, 1.0), (1.0, math.inf), (math.inf, 1.0)):
+        before = model.weight.detach().clone()
+        for loss_id, factor in enumerate(factors):
+            loss = model(torch.ones(1, 4)).float().sum() * factor
+            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        assert torch.equal(before, model.weight) == (math.inf in factors)
+        assert amp.step_was_skipped(optimizer) == (math.inf in factors)
+    assert [amp.loss_scale(i) for i in range(2)] == [512, 512]

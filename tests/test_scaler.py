@@ -113,68 +113,6 @@ def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -
         LossScaling(**wrong)
 
 
-# Checking gradients.
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("target", ["in place", torch.float32])
-@pytest.mark.parametrize("size", [0, 1, 63, 1000])
-@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("where", [0, -1])
-def test_unscale(dtype: torch.dtype, target: Any, size: int, bad: float | None, where: int) -> None:
-    good = torch.randn(5).to(dtype)
-    source = torch.randn(size).to(dtype)
-    if bad is not None and size:
-        source[where] = bad
-    sources = [good, source]
-    expected = [s.to(torch.float64) / 4 for s in sources]
-    if target == "in place":
-        targets = sources
-    else:
-        targets = [torch.full(s.shape, math.nan, dtype=torch.float32) for s in sources]
-    found_inf = torch.zeros(1)
-    unscale(sources, targets, torch.tensor([0.25]), found_inf)
-    assert found_inf.item() == (1.0 if bad is not None and size else 0.0)
-    for t, e in zip(targets, expected, strict=True):
-        torch.testing.assert_close(t.to(torch.float64), e, rtol=1e-2, atol=1e-6, equal_nan=True)
-
-
-def test_an_overflow_born_in_unscaling_is_found() -> None:
-    """A scale below 1 makes an inf out of a finite gradient."""
-    grad, found_inf = torch.tensor([1e35]), torch.zeros(1)
-    unscale([grad], [grad], torch.tensor([2.0**20]), found_inf)
-    assert found_inf.item() == 1
-
-
-def test_a_finite_gradient_whose_sum_overflows_is_no_overflow() -> None:
-    """apex summed the gradient, and took this for one."""
-    grad, found_inf = torch.full((4,), 3e38), torch.zeros(1)
-    unscale([grad], [grad], torch.tensor([1.0]), found_inf)
-    assert found_inf.item() == 0
-
-
-def test_found_inf_is_not_cleared_by_a_later_check() -> None:
-    found_inf = torch.zeros(1)
-    for value in (math.inf, 1.0):
-        grad = torch.tensor([value])
-        unscale([grad], [grad], torch.tensor([1.0]), found_inf)
-    assert found_inf.item() == 1
-
-
-def test_strided_complex_and_sparse_gradients() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    view = base[:, ::2]
-    indices, values = torch.tensor([[0, 0, 2]]), torch.tensor([4.0, 8.0, 2.0])
-    sparse = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)
-    z = torch.tensor([4 + 8j])
-    found_inf = torch.zeros(1)
-    unscale([view, sparse, z], [view, sparse, z], torch.tensor([0.5]), found_inf)
-    assert torch.equal(base, torch.tensor([[0.0, 1, 1, 3], [2, 5, 3, 7], [4, 9, 5, 11]]))
-    assert torch.equal(sparse.to_dense(), torch.tensor([6.0, 0, 1, 0]))
-    assert z.item() == 2 + 4j
-    assert found_inf.item() == 0
-
-
 # As the user sees it.
 
 

@@ -1,0 +1,43 @@
+"""Copies of small device tensors that reach the host late, so that it need not wait for them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class HostCopies:
+    """A queue of copies on their way from a device to the host."""
+
+    def __init__(self) -> None:
+        self._underway: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        """Start to copy what a tensor holds now. The host does not wait for the device.
+
+        Nothing is sent in CUDA graph capture: what a graph does, each replay does unseen.
+        """
+        if tensor.device.type != "cuda":
+            self._underway.append((tensor.clone(), None))
+            return
+        with torch.cuda.device(tensor.device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._underway.append((copy, event))
+
+    def arrived(self) -> list[list[float]]:
+        """Return the copies that came since the last call, oldest first. The host does not wait."""
+        values = []
+        while self._underway:
+            copy, event = self._underway[0]
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                break
+            values.append(copy.tolist())
+            self._underway.popleft()
+        return values

@@ -1,0 +1,60 @@
+"""Which code runs: Triton for CUDA and ROCm tensors, plain torch for all others.
+
+The environment variable `AMP_KERNELS`, or the `backend` argument of an operation, which wins, sets it:
+
+- `triton`: Triton, also for CPU tensors where `TRITON_INTERPRET=1` lets it run them; an error if it
+  is not installed or cannot run a tensor's device.
+- `reference`: plain torch everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import torch
+
+from amp.kernels.language import INTERPRETED, triton
+
+logger = logging.getLogger("amp")
+
+BACKENDS = ("triton", "reference")
+
+
+def uses_triton(device: torch.device, backend: str | None = None) -> bool:
+    """Whether an operation on tensors of `device` runs in Triton.
+
+    Raises:
+        ValueError: `backend`, or `AMP_KERNELS`, names no backend.
+        RuntimeError: Triton is asked for, and cannot run there.
+    """
+    name, source = (backend, "backend") if backend else (os.environ.get("AMP_KERNELS"), "AMP_KERNELS")
+    if not name:
+        return device.type == "cuda" and _works(device)
+    if name not in BACKENDS:
+        raise ValueError(f"{source}={name!r} is not one of {', '.join(BACKENDS)}")
+    if name == "reference":
+        return False
+    if triton is None:
+        raise RuntimeError(f"{source}='triton', and Triton is not installed: pip install triton")
+    if device.type != "cuda" and not INTERPRETED:
+        raise RuntimeError(
+            f"{source}='triton' cannot run tensors on {device}: Triton runs CUDA and ROCm devices, and "
+            f"with TRITON_INTERPRET=1 the CPU. Leave {source} out to run them in plain torch."
+        )
+    return True
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether Triton is there and knows a CUDA or ROCm device; says once if not."""
+    if triton is None:
+        logger.warning(
+            "Triton is not installed: kernels run in plain torch, slower. pip install triton"
+        )
+        return False
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):
+        logger.warning("Triton does not run on %s: kernels run in plain torch, slower", device)
+        return False
+    return True

@@ -1,0 +1,252 @@
+"""Norms of gradients, with the check and the clip factor that usually go with them.
+
+    norm_i = |tensor_i * inv_scale|                   for every i, |.| the Euclidean norm
+    total  = |all of them|
+    clip   = min(1, max_norm / (total + 1e-6))
+    found_inf = 1 if any element of a tensor, or of its product with inv_scale, is inf or NaN
+
+Shapes: tensors of any size. Dtypes: float16, bfloat16, float32 or float64; squares and sums are FP32,
+so that FP16 elements cannot overflow them; elements beyond 1.8e19, after unscaling, do, and make the
+norm inf while `found_inf` stays as it was. Sparse gradients go through their values and must be
+coalesced, DTensors through their local shards, whose norms are those of one rank (`amp.distributed`
+adds them up).
+Launches: one for each device and dtype, and one for each device. Memory traffic: each tensor is read
+once.
+References: `torch._foreach_norm`, `torch.nn.utils.clip_grad_norm_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.kernels.language import (
+    ALIGNMENT,
+    STEP,
+    any_of,
+    dtype_of,
+    jit,
+    launch,
+    locate,
+    not_finite,
+    tl,
+    vector_length,
+    wide,
+)
+from amp.kernels.tables import Part, flag_on, plan, real_values
+from amp.kernels.unscale import check_reference
+
+BLOCK = 16384
+FINISH_BLOCK = 4096
+WARPS = 8
+CLIP_EPS = 1e-6
+
+
+class Norms(NamedTuple):
+    """What `l2norm` returns, float32, on the first tensor's device.
+
+    Attributes:
+        total: `[1]`, the norm of all tensors together.
+        each: `[n]`, the norm of each.
+        clip: `[1]`, what to multiply the unscaled tensors by, 1 without a `max_norm`.
+    """
+
+    total: Tensor
+    each: Tensor
+    clip: Tensor
+
+
+@torch.no_grad()
+def l2norm(
+    tensors: Sequence[Tensor],
+    inv_scale: Tensor | None = None,
+    *,
+    found_inf: Tensor | None = None,
+    max_norm: float | None = None,
+    backend: str | None = None,
+) -> Norms:
+    """Return the norms of `tensors * inv_scale`. The host does not wait for the device.
+
+    Args:
+        tensors: gradients, scaled or not.
+        inv_scale: float32 `[1]`; None is 1.
+        found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
+        max_norm: what to clip the total norm to; None does not clip.
+        backend: see `amp.kernels.backend`.
+
+    Raises:
+        ValueError: a sparse tensor is not coalesced.
+        UnsupportedTensorError: a dtype that is not listed above.
+    """
+    for i, tensor in enumerate(tensors):
+        if tensor.is_sparse and not tensor.is_coalesced():
+            raise ValueError(f"tensor {i} is sparse and not coalesced; pass tensor.coalesce()")
+    values = real_values(tensors)
+    todo = plan(values, block=BLOCK, backend=backend)
+    home = values[0].device if values else torch.device("cpu")
+    by_device: dict[torch.device, list[Part]] = {}
+    for part in todo.parts:
+        by_device.setdefault(part.device, []).append(part)
+    norms = [
+        _launch(device, parts, len(values), inv_scale, found_inf, max_norm)
+        for device, parts in by_device.items()
+    ]
+    if list(by_device) == [home] and not todo.rest:
+        return norms[0]
+    each = torch.zeros(len(values), dtype=torch.float32, device=home)
+    for on_device in norms:
+        each += on_device.each.to(home, non_blocking=True)
+    if todo.rest:
+        rest = [values[i] for i in todo.rest]
+        for i, norm in zip(todo.rest, l2norm_reference(rest, inv_scale, found_inf), strict=True):
+            each[i].copy_(norm, non_blocking=True)
+    total = torch.linalg.vector_norm(each).reshape(1)
+    return Norms(total, each, clip_factor(total, max_norm))
+
+
+def clip_factor(total: Tensor, max_norm: float | None) -> Tensor:
+    """Return what brings a total norm, float32 `[1]`, down to `max_norm`; 1 where it is below."""
+    if max_norm is None:
+        return torch.ones_like(total)
+    return (max_norm / (total + CLIP_EPS)).clamp(max=1.0)
+
+
+def _launch(
+    device: torch.device,
+    parts: Sequence[Part],
+    n: int,
+    inv_scale: Tensor | None,
+    found_inf: Tensor | None,
+    max_norm: float | None,
+) -> Norms:
+    """Return the norms of the tensors on one device, 0 for those that are elsewhere."""
+    counts = [len(part.chunks) for part in parts]
+    memory = torch.empty(sum(counts) + n + 2, dtype=torch.float32, device=device)
+    partials, each, total, clip = memory.split([sum(counts), n, 1, 1])
+    of_part = partials.split(counts)
+    if sum(len(part.indices) for part in parts) < n:
+        each.zero_()
+    with flag_on(device, found_inf) as flag:
+        for part, sums in zip(parts, of_part, strict=True):
+            launch(
+                squares_kernel,
+                len(part.chunks),
+                device,
+                part.rows,
+                part.chunks,
+                None if inv_scale is None else inv_scale.to(device, non_blocking=True),
+                sums,
+                flag,
+                TENSOR=dtype_of(part.dtypes[0]),
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+    for part, sums in zip(parts, of_part, strict=True):
+        is_last = part is parts[-1]
+        launch(
+            norms_kernel,
+            len(part.indices) + is_last,
+            device,
+            part.rows,
+            part.firsts,
+            sums,
+            each,
+            partials,
+            len(partials),
+            max_norm,
+            total,
+            clip,
+            len(part.indices),
+            EPS=CLIP_EPS,
+            BLOCK=FINISH_BLOCK,
+            num_warps=WARPS,
+        )
+    return Norms(total, each, clip)
+
+
+@jit
+def _squares_block(tensor, i, mask, inv_scale):
+    x = wide(tl.load(tensor + i, mask=mask, other=0.0), tl.float32)
+    if inv_scale is not None:
+        x *= tl.load(inv_scale)
+    y = x.to(tl.float32)
+    return tl.sum(y * y, axis=0), any_of(not_finite(x))
+
+
+@jit
+def squares_kernel(rows, chunks, inv_scale, sums, found_inf, TENSOR: tl.constexpr, BLOCK: tl.constexpr):
+    row, start, length = locate(chunks, rows, 1, BLOCK)
+    tensor = tl.load(row)
+    vectors = vector_length(tensor, length)
+    i = tl.arange(0, BLOCK)
+    total, bad = _squares_block(
+        tl.multiple_of(tensor.to(tl.pointer_type(TENSOR)), ALIGNMENT) + start, i, i < vectors, inv_scale
+    )
+    for first in range(vectors, length, STEP):
+        j = first + tl.arange(0, STEP)
+        more, also_bad = _squares_block(
+            tensor.to(tl.pointer_type(TENSOR)) + start, j, j < length, inv_scale
+        )
+        total += more
+        bad |= also_bad
+    tl.store(sums + tl.program_id(0), total)
+    if found_inf is not None:
+        if bad != 0:
+            tl.store(found_inf, 1.0)
+
+
+@jit
+def _sum_of(sums, first, end, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(first, end, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        total += tl.load(sums + i, mask=i < end, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@jit(do_not_specialize=["n_partials", "n"])
+def norms_kernel(
+    rows,
+    firsts,
+    sums,
+    each,
+    partials,
+    n_partials,
+    max_norm,
+    total,
+    clip,
+    n,
+    EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program i < n finishes the norm of a part's i-th tensor; program n, if any, the total."""
+    program = tl.program_id(0)
+    if program < n:
+        square = _sum_of(sums, tl.load(firsts + program), tl.load(firsts + program + 1), BLOCK)
+        index = tl.load(rows + program * 3 + 2)
+        tl.store(each + index, tl.sqrt_rn(square))
+    else:
+        norm = tl.sqrt_rn(_sum_of(partials, 0, n_partials, BLOCK))
+        tl.store(total, norm)
+        if max_norm is not None:
+            tl.store(clip, tl.minimum(tl.div_rn(max_norm, norm + EPS), 1.0))
+        else:
+            tl.store(clip, 1.0)
+
+
+def l2norm_reference(
+    tensors: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None
+) -> list[Tensor]:
+    """Do `l2norm` in plain torch: the norm of each tensor, float32."""
+    if found_inf is not None:
+        check_reference(
+            tensors, torch.ones(1, dtype=torch.float32) if inv_scale is None else inv_scale, found_inf
+        )
+    values = [tensor.float() if tensor.dtype is torch.float64 else tensor for tensor in tensors]
+    norms = torch._foreach_norm(values, 2, dtype=torch.float32)
+    if inv_scale is None:
+        return list(norms)
+    return [norm * inv_scale.to(norm.device, non_blocking=True)[0] for norm in norms]

@@ -1,0 +1,110 @@
+"""What the kernels share: Triton where it is installed, and the few words they are written in.
+
+A kernel gets a list of tensors as a table of addresses, cut into chunks of BLOCK elements, one
+program each (`amp.kernels.tables`). Of its chunk a program does the elements that can move 128 bits
+at a time in one go, and what remains in a loop, STEP elements a turn: the last few of an odd size,
+or everything where an address is not a multiple of 16. The mask of the first part ends at a multiple
+of VECTOR elements, which is how the compiler knows that neighbours share their fate. That an address
+is a multiple of 16 has to be said where it becomes a pointer: said in a function, it is forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no wheels for this platform: amp.kernels.backend chooses plain torch
+    triton = None
+    tl = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+"""Whether Triton runs kernels on the CPU, in Python. Triton looks when a kernel is defined."""
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    """Do what `triton.jit` does, or nothing without Triton."""
+    if triton is not None:
+        return triton.jit(function, **options)
+    return function or (lambda undecorated: undecorated)
+
+
+def _constant(value: int) -> Any:
+    return value if triton is None else tl.constexpr(value)
+
+
+_INTERPRETED = _constant(INTERPRETED)
+VECTOR = _constant(8)
+STEP = _constant(1024)
+ALIGNMENT = _constant(16)
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
+    """Run a kernel on a device, on its current stream. The host does not wait for the device."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **options)
+    else:
+        kernel[(programs,)](*args, **options)
+
+
+def dtype_of(dtype: torch.dtype) -> Any:
+    """Return Triton's name for a floating-point dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+@jit
+def locate(chunks, rows, LISTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the table row of this program's tensor, and its chunk's start and length.
+
+    See `amp.kernels.tables.Part` for the tables. LISTS: how many addresses a row begins with.
+    """
+    program = tl.program_id(0)
+    row = rows + tl.load(chunks + 2 * program) * (LISTS + 2)
+    # Multiplied here: a loaded start would have no known alignment.
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * BLOCK
+    length = tl.minimum(tl.load(row + LISTS) - start, BLOCK).to(tl.int32)
+    return row, start, length
+
+
+@jit
+def vector_length(addresses, length):
+    """Return how many of `length` elements move 128 bits at a time, given the addresses' bitwise or."""
+    return tl.where(addresses % ALIGNMENT == 0, length // VECTOR, 0) * VECTOR
+
+
+@jit
+def wide(x, other: tl.constexpr):
+    """Return `x` in the precision to compute in: float32, or float64 if its or the other dtype is."""
+    return x.to(tl.float64 if x.dtype == tl.float64 or other == tl.float64 else tl.float32)
+
+
+@jit
+def narrow(x, dtype: tl.constexpr):
+    """Return `x` in a dtype, rounded to nearest even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter's own cast truncates (triton 3.7). Half of the last bit kept, less one if
+        # that bit is even, carries into it when the rest is more than half, or half and it is odd.
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        high = tl.where(is_nan, 0x7FC0, rounded).to(tl.uint16)
+        return high.to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@jit
+def not_finite(x):
+    """Return where a block is inf or NaN."""
+    y = wide(x, x.dtype)
+    return (y != y) | (tl.abs(y) == float("inf"))
+
+
+@jit
+def any_of(mask):
+    """Return 1 if an element of a mask is true, else 0."""
+    return tl.max(mask.to(tl.int32), axis=0)

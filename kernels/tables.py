@@ -1,0 +1,220 @@
+"""From lists of tensors to what a kernel can read: tables of addresses, and chunks.
+
+An operation on lists of n tensors runs once for each device and combination of dtypes among them: a
+`Part`. A part's tables lie on its device. `rows` has the addresses and the size of each tensor and
+depends on where the tensors lie; `chunks` says which program does which piece and depends on the sizes
+alone. Both are kept, and made again only for addresses or sizes that were not seen lately. They go to
+the device through pinned memory, so the host does not wait for it.
+
+In CUDA graph capture nothing is taken from what is kept: the upload is captured with the rest, its
+pinned memory belongs to the graph, and each replay restores the tables that it reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.kernels.backend import uses_triton
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_KEPT = 256
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+class UnsupportedTensorError(TypeError):
+    """A tensor that no kernel takes.
+
+    Attributes:
+        index: where in its list it is.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+class Part(NamedTuple):
+    """The tensors of a list, or of several parallel lists, that one launch can do.
+
+    Attributes:
+        indices: where in the lists they are.
+        device: theirs.
+        dtypes: theirs, one for each list.
+        rows: int64 `[n, lists + 2]`, each tensor's addresses, number of elements and index.
+        chunks: int32 `[n_chunks, 2]`, each chunk's tensor and its number in that tensor.
+        firsts: int32 `[n + 1]`, each tensor's first chunk, and the number of chunks.
+    """
+
+    indices: tuple[int, ...]
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    rows: Tensor
+    chunks: Tensor
+    firsts: Tensor
+
+
+class Plan(NamedTuple):
+    """How an operation on lists of tensors runs.
+
+    Attributes:
+        parts: what Triton does.
+        rest: indices of what plain torch does: tensors with gaps between their elements, or whose
+            strides differ from list to list, and devices without Triton.
+        streams: the streams, by device, on which the tables may be read.
+    """
+
+    parts: tuple[Part, ...]
+    rest: tuple[int, ...]
+    streams: tuple[tuple[torch.device, int], ...]
+
+    def is_readable(self) -> bool:
+        """Whether the current streams are those that the tables went to the devices on."""
+        return all(_stream(device) == stream for device, stream in self.streams)
+
+
+_plans: dict[object, Plan] = {}
+
+
+def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Plan:
+    """Return how an operation on parallel lists of tensors runs. The host does not wait.
+
+    Args:
+        *lists: dense tensors, see `real_values`; the i-th of each list have one shape and one device.
+        block: the number of elements of a chunk.
+        backend: see `amp.kernels.backend`.
+
+    Raises:
+        ValueError: the lists' lengths, shapes or devices differ.
+        UnsupportedTensorError: a dtype other than float16, bfloat16, float32 and float64.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return _make_plan(lists, block, backend, keep=False)
+    key = (block, backend, *[_signature(tensors) for tensors in lists])
+    known = _plans.get(key)
+    if known is None or not known.is_readable():
+        while len(_plans) >= _KEPT:
+            del _plans[next(iter(_plans))]
+        known = _plans[key] = _make_plan(lists, block, backend, keep=True)
+    return known
+
+
+def real_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return dense tensors on the same memory: a sparse one's values, a DTensor's local shard."""
+    return [t if type(t) in _PLAIN and not t.is_sparse else _real_value(t) for t in tensors]
+
+
+def check_lists(*lists: Sequence[Tensor]) -> None:
+    """Raise what `plan` raises for lists that no operation takes."""
+    if len({len(tensors) for tensors in lists}) > 1:
+        raise ValueError(f"the lists have {', '.join(str(len(t)) for t in lists)} tensors")
+    for i, tensors in enumerate(zip(*lists, strict=True)):
+        for tensor in tensors:
+            if tensor.dtype not in FLOATING:
+                raise UnsupportedTensorError(
+                    f"tensor {i} of shape {tuple(tensor.shape)} is {tensor.dtype}; kernels take "
+                    "float16, bfloat16, float32 and float64",
+                    i,
+                )
+        if len({tensor.shape for tensor in tensors}) > 1:
+            raise ValueError(
+                f"tensors {i} have shapes {', '.join(str(list(t.shape)) for t in tensors)}"
+            )
+        if len({tensor.device for tensor in tensors}) > 1:
+            raise ValueError(f"tensors {i} are on {', '.join(str(t.device) for t in tensors)}")
+
+
+@contextmanager
+def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Tensor | None]:
+    """Yield a flag, float32 `[1]`, that lies on a device, and merge it into `flag` afterwards."""
+    if flag is None or flag.device == device:
+        yield flag
+    else:
+        local = torch.zeros(1, dtype=torch.float32, device=device)
+        yield local
+        torch.maximum(flag, local.to(flag.device, non_blocking=True), out=flag)
+
+
+def _signature(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """Return all that a plan depends on; addresses tell devices apart."""
+    strides = None
+    if not all(map(Tensor.is_contiguous, tensors)):
+        strides = tuple(map(Tensor.stride, tensors))
+    return (
+        tuple(map(Tensor.data_ptr, tensors)),
+        tuple(map(Tensor.numel, tensors)),
+        tuple([tensor.dtype for tensor in tensors]),
+        strides,
+    )
+
+
+def _make_plan(
+    lists: Sequence[Sequence[Tensor]], block: int, backend: str | None, *, keep: bool
+) -> Plan:
+    check_lists(*lists)
+    groups = defaultdict(list)
+    rest = []
+    for i, tensors in enumerate(zip(*lists, strict=True)):
+        device = tensors[0].device
+        if not tensors[0].numel():
+            continue
+        if uses_triton(device, backend) and _are_flat(tensors):
+            groups[device, tuple(tensor.dtype for tensor in tensors)].append(i)
+        else:
+            rest.append(i)
+    parts = []
+    for (device, dtypes), indices in groups.items():
+        sizes = tuple(lists[0][i].numel() for i in indices)
+        rows = [[*(t[i].data_ptr() for t in lists), lists[0][i].numel(), i] for i in indices]
+        make_chunks = _chunks if keep else _chunks.__wrapped__
+        parts.append(
+            Part(
+                tuple(indices),
+                device,
+                dtypes,
+                _upload(torch.tensor(rows, dtype=torch.int64), device),
+                *make_chunks(sizes, block, device, _stream(device)),
+            )
+        )
+    streams = {part.device: _stream(part.device) for part in parts}
+    return Plan(tuple(parts), tuple(rest), tuple(streams.items()))
+
+
+@lru_cache(maxsize=_KEPT)
+def _chunks(
+    sizes: tuple[int, ...], block: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
+    counts = (torch.tensor(sizes) + block - 1) // block
+    firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    tensor = torch.repeat_interleave(counts)
+    chunks = torch.stack([tensor, torch.arange(len(tensor)) - firsts[tensor]], dim=1)
+    return _upload(chunks.int(), device), _upload(firsts.int(), device)
+
+
+def _upload(table: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _real_value(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() would be differentiable
+    return local._values() if local.is_sparse else local
+
+
+def _are_flat(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors' elements lie in one order in memory, without gaps or overlaps."""
+    strides = tensors[0].stride()
+    kept = torch.empty_like(tensors[0], device="meta").stride() == strides
+    return kept and all(tensor.stride() == strides for tensor in tensors)

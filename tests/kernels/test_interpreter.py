@@ -1,0 +1,46 @@
+"""The kernels themselves, run by Triton's interpreter: the tests of test_operations.py once more.
+
+In a process of their own, because Triton reads `TRITON_INTERPRET` when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp.kernels.language import INTERPRETED, triton
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter already")
+def test_every_operation_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not gpu",
+            str(TESTS / "test_operations.py"),
+            str(TESTS / "test_tables.py"),
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1", "AMP_KERNELS": "triton"},
+        cwd=TESTS.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 200

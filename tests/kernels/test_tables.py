@@ -1,0 +1,369 @@
+"""How lists of tensors become launches: how many, and what goes to the device for them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp.kernels import axpby, backend, l2norm, master_copy, tables, unscale, update_scale
+from amp.kernels.language import INTERPRETED, launch
+
+gpu = pytest.mark.gpu
+in_triton = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter"
+)
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy interprets
+DEVICE = (
+    torch.device("cuda", 0) if torch.cuda.is_available() and not INTERPRETED else torch.device("cpu")
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept() -> None:
+    tables._plans.clear()
+    tables._chunks.cache_clear()
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tables that were sent to a device, in order."""
+    sent: list[Tensor] = []
+    upload = tables._upload
+
+    def counted(table: Tensor, device: torch.device) -> Tensor:
+        sent.append(table)
+        return upload(table, device)
+
+    monkeypatch.setattr(tables, "_upload", counted)
+    return sent
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that were launched, in order."""
+    names: list[str] = []
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> None:
+        names.append(kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__)
+        launch(kernel, *args, **options)
+
+    for module in (axpby, l2norm, master_copy, unscale, update_scale):
+        monkeypatch.setattr(module, "launch", counted)
+    return names
+
+
+def ones(n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.ones(3 + i, dtype=dtype, device=DEVICE) for i in range(n)]
+
+
+HALF = torch.tensor([0.5], device=DEVICE)
+OPERATIONS: dict[str, Callable[[list[Tensor], Tensor], object]] = {
+    "unscale": lambda ts, found: unscale.unscale(ts, ts, HALF, found),
+    "check": lambda ts, found: unscale.check(ts, HALF, found),
+    "axpby": lambda ts, found: axpby.axpby(1.0, ts, HALF, ts, ts, found),
+    "l2norm": lambda ts, found: l2norm.l2norm(ts, found_inf=found, max_norm=1.0),
+    "master_copy": lambda ts, found: master_copy.master_copy(ts, [torch.empty_like(t) for t in ts]),
+}
+
+
+@in_triton
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("n", [1, 40])
+def test_launches_do_not_grow_with_the_number_of_tensors(
+    launches: list[str], name: str, n: int
+) -> None:
+    """Two at most for each dtype, however the tensors lie in memory."""
+    operation, found_inf = OPERATIONS[name], torch.zeros(1, device=DEVICE)
+    expected = 2 if name == "l2norm" else 1
+    misaligned = [torch.ones(9, device=DEVICE)[1:] for _ in range(n)]
+    operation(ones(n) + misaligned, found_inf)
+    assert len(launches) == expected
+    launches.clear()
+    operation(ones(n) + ones(n, torch.float16), found_inf)
+    assert len(launches) == 2 * expected
+
+
+@in_triton
+def test_the_scale_moves_in_one_launch(launches: list[str]) -> None:
+    state = torch.tensor([4.0, 0.25, 0, 1, 1, 0], device=DEVICE)
+    update_scale.update_scale(
+        state,
+        growth_factor=2,
+        backoff_factor=0.5,
+        growth_interval=10,
+        hysteresis=1,
+        reset_each_step=False,
+        floor=1,
+        ceiling=1e6,
+    )
+    assert launches == ["update_kernel"]
+    assert state.tolist() == [2, 0.5, 0, 0, 0, 1]
+
+
+@in_triton
+def test_tables_are_sent_again_only_for_other_addresses(uploads: list[Tensor]) -> None:
+    a, b = ones(20), ones(20)
+    for _ in range(3):
+        unscale.unscale(a, a, HALF, None)
+    assert len(uploads) == 3  # addresses, chunks, where each tensor's chunks begin
+    unscale.unscale(b, b, HALF, None)
+    assert len(uploads) == 4  # addresses: the sizes are known
+    unscale.unscale(a, a, HALF, None)
+    unscale.unscale(b, b, HALF, None)
+    assert len(uploads) == 4
+    assert all(torch.equal(x, torch.full_like(x, 0.5**4)) for x in a)
+    assert all(torch.equal(x, torch.full_like(x, 0.5**2)) for x in b)
+
+
+@in_triton
+def test_new_tensors_at_old_addresses_are_not_taken_for_the_old_ones() -> None:
+    """An allocator hands the same memory out again, to tensors of other dtypes, sizes and strides."""
+    storage = torch.zeros(64, device=DEVICE)
+    for dtype, shape in (
+        (torch.float32, (8, 8)),
+        (torch.float16, (8, 8)),
+        (torch.bfloat16, (8, 8)),
+        (torch.bfloat16, (8, 7)),
+        (torch.float16, (128,)),
+        (torch.float32, (3,)),
+    ):
+        storage.fill_(7.0)
+        view = storage.view(dtype)[: math.prod(shape)].view(shape).fill_(3.0)
+        unscale.unscale([view], [view], HALF, None)
+        assert torch.equal(view, torch.full_like(view, 1.5)), (dtype, shape)
+        used = view.numel() * view.itemsize
+        untouched = torch.full_like(storage, 7.0).view(torch.uint8)[used:]
+        assert torch.equal(storage.view(torch.uint8)[used:], untouched)
+    storage.fill_(1.0)
+    dense, gaps = storage[:32], storage[::2]
+    unscale.unscale([dense], [dense], HALF, None)
+    unscale.unscale([gaps], [gaps], HALF, None)
+    expected = torch.ones(64, device=DEVICE)
+    expected[:32] *= 0.5
+    expected[::2] *= 0.5
+    assert torch.equal(storage, expected)
+
+
+@in_triton
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_KEPT", 5)
+    kept = [ones(2) for _ in range(12)]
+    for tensors in kept:
+        unscale.unscale(tensors, tensors, HALF, None)
+    assert len(tables._plans) == 5
+    unscale.unscale(kept[0], kept[0], HALF, None)
+    assert torch.equal(kept[0][0], torch.full((3,), 0.25, device=DEVICE))
+
+
+def test_plans_hold_no_tensor_of_the_caller() -> None:
+    import gc
+    import weakref
+
+    tensors = ones(3)
+    reference = weakref.ref(tensors[0])
+    unscale.unscale(tensors, tensors, HALF, None)
+    del tensors
+    gc.collect()
+    assert reference() is None
+
+
+# Backends.
+
+
+def test_backends_are_chosen_by_device_variable_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.delenv("AMP_KERNELS", raising=False)
+    monkeypatch.setattr(backend, "_works", lambda device: True)
+    assert not backend.uses_triton(cpu)
+    assert backend.uses_triton(cuda)
+    assert not backend.uses_triton(torch.device("mps"))
+    monkeypatch.setenv("AMP_KERNELS", "reference")
+    assert not backend.uses_triton(cuda)
+    assert backend.uses_triton(cuda, "triton")
+    monkeypatch.setenv("AMP_KERNELS", "triton")
+    assert backend.uses_triton(cuda)
+    assert not backend.uses_triton(cuda, "reference")
+    monkeypatch.setenv("AMP_KERNELS", "")
+    assert backend.uses_triton(cuda)
+
+
+def test_a_backend_that_does_not_exist_or_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(3)
+    with pytest.raises(ValueError, match="backend='cuda' is not one of triton, reference"):
+        master_copy.master_copy([tensor], [tensor], backend="cuda")
+    monkeypatch.setenv("AMP_KERNELS", "tritn")
+    with pytest.raises(ValueError, match="AMP_KERNELS='tritn' is not one of triton, reference"):
+        master_copy.master_copy([tensor], [tensor])
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    with pytest.raises(
+        RuntimeError, match=r"backend='triton' cannot run tensors on cpu: .* TRITON_INTER"
+    ):
+        backend.uses_triton(tensor.device, "triton")
+    monkeypatch.setattr(backend, "triton", None)
+    with pytest.raises(
+        RuntimeError, match="AMP_KERNELS='triton', and Triton is not installed: pip inst"
+    ):
+        monkeypatch.setenv("AMP_KERNELS", "triton")
+        backend.uses_triton(tensor.device)
+
+
+def test_without_triton_the_reference_runs_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("AMP_KERNELS", raising=False)
+    monkeypatch.setattr(backend, "triton", None)
+    backend._works.cache_clear()
+    try:
+        for _ in range(3):
+            assert not backend.uses_triton(torch.device("cuda", 0))
+        assert not backend.uses_triton(torch.device("cpu"))
+    finally:
+        backend._works.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Triton is not installed: kernels run in plain torch, slower. pip install triton"
+    ]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_session_trains_where_triton_is_not_installed() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, amp\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "amp.initialize(model, optimizer, opt_level='O2', verbosity=0)\n"
+        "with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as loss: loss.backward()\n"
+        "optimizer.step()\n"
+        "from amp.kernels import axpby, l2norm\n"
+        "print(amp.kernels.language.triton)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("AMP_KERNELS", "TRITON_INTERPRET")}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "None"
+
+
+# Only a GPU can show these.
+
+
+@gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_operation_waits_for_the_device(name: str) -> None:
+    tensors, found_inf = ones(50, torch.float16), torch.zeros(1, device=DEVICE)
+    OPERATIONS[name](tensors, found_inf)
+    tables._plans.clear()
+    tables._chunks.cache_clear()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        OPERATIONS[name](tensors, found_inf)
+        OPERATIONS[name](ones(51, torch.float16), found_inf)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_profiler_counts_the_same_launches() -> None:
+    tensors, found_inf = ones(161, torch.float16), torch.zeros(1, device=DEVICE)
+    for name, operation in OPERATIONS.items():
+        if name == "master_copy":
+            continue  # it allocates here
+        operation(tensors, found_inf)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            operation(tensors, found_inf)
+            torch.cuda.synchronize()
+        kernels = [
+            e.name for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        assert len(kernels) == (2 if name == "l2norm" else 1), (name, kernels)
+
+
+@gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_table_is_not_read_on_a_stream_that_did_not_wait_for_it(uploads: list[Tensor]) -> None:
+    tensors = ones(10)
+    unscale.unscale(tensors, tensors, HALF, None)
+    sent = len(uploads)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        unscale.unscale(tensors, tensors, HALF, None)
+    assert len(uploads) == sent + 3
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(tensors[0], torch.full((3,), 0.25, device=DEVICE))
+
+
+@gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_captured_operation_reads_the_right_addresses_in_every_replay(name: str) -> None:
+    """Tables that later calls push out, and memory that others take, do not touch the graph."""
+    sources = [torch.ones(3 + i, device=DEVICE) for i in range(20)]
+    targets = [torch.zeros_like(s) for s in sources]
+    norms = torch.zeros(1, device=DEVICE)
+    found_inf = torch.zeros(1, device=DEVICE)
+
+    def operation() -> None:
+        if name == "unscale":
+            unscale.unscale(sources, targets, HALF, found_inf)
+        elif name == "check":
+            unscale.check(sources, HALF, found_inf)
+        elif name == "axpby":
+            axpby.axpby(1.0, sources, HALF, sources, targets, found_inf)
+        elif name == "master_copy":
+            master_copy.master_copy(sources, targets)
+        else:
+            norms.copy_(l2norm.l2norm(sources, found_inf=found_inf).total)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        operation()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        operation()
+    for i in range(300):
+        others = ones(5 + i % 7)
+        unscale.unscale(others, others, HALF, None)
+        if i % 30 == 0:
+            for source in sources:
+                source.fill_(float(i + 1))
+            for target in targets:
+                target.fill_(math.nan)
+            graph.replay()
+            factor = {"unscale": 0.5, "axpby": 1.5, "master_copy": 1.0}.get(name)
+            if factor is not None:
+                assert all((t == factor * (i + 1)).all() for t in targets)
+            elif name == "l2norm":
+                n = sum(s.numel() for s in sources)
+                assert norms.item() == pytest.approx((i + 1) * math.sqrt(n), rel=1e-5)
+    assert found_inf.item() == 0
+    sources[7].fill_(math.inf)
+    graph.replay()
+    assert found_inf.item() == (name != "master_copy")
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_several_devices() -> None:
+    found_inf = torch.zeros(1, device="cuda:0")
+    tensors = [torch.ones(5, device=f"cuda:{i % 2}") for i in range(4)]
+    tensors[3][2] = math.inf
+    unscale.unscale(tensors, tensors, HALF, found_inf)
+    assert found_inf.item() == 1
+    assert l2norm.l2norm(tensors[:3]).total.item() == pytest.approx(math.sqrt(15 * 0.25))
