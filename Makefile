@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help install demo test test-gpu lint types format wheel clean
+.PHONY: help install demo test test-gpu bench bench-gpu lint types format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -22,8 +22,17 @@ demo: $(READY)  ## Train on real digits at every opt level: one table, one pictu
 test: $(READY)  ## Run the tests
 	$(BIN)/python -m pytest
 
-test-gpu:  ## Run the tests that need a GPU, with the python3 at hand
+test-gpu:  ## Run the tests that need a GPU, with the python3 at hand, and look for stray accesses
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:cacheprovider
+	tests/sanitize.sh $(PYTHON)
+
+bench: $(READY)  ## Measure the kernels' plain torch selves on the CPU, once their tests pass
+	$(BIN)/python -m pytest -q tests/kernels/test_operations.py
+	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_kernels.py --device cpu
+
+bench-gpu:  ## Measure the kernels on a GPU, with the python3 at hand, once their tests pass
+	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu -p no:cacheprovider tests/kernels
+	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_kernels.py --device cuda $(BENCH_OPTIONS)
 
 lint: $(READY)  ## Check style and format
 	$(BIN)/ruff check .

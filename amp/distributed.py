@@ -95,10 +95,10 @@ def reduce_norm(norm: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
     largest = norm.clone()
     for group in groups:
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
-    square = torch.where(largest > 0, norm / largest, norm).square()
+    square = (norm / largest).nan_to_num(nan=0.0).square()  # 0 where all are 0, or one is inf
     for group in groups:
         distributed.all_reduce(square, group=group)
-    return square.sqrt() * largest
+    return torch.where(square > 0, square.sqrt() * largest, largest)
 
 
 def _initialized() -> bool:

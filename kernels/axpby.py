@@ -98,8 +98,8 @@ def axpby(
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-    if todo.rest:
-        inputs_x, inputs_y, outputs = [[tensors[i] for i in todo.rest] for tensors in lists]
+    for same in todo.rest:
+        inputs_x, inputs_y, outputs = [[tensors[i] for i in same] for tensors in lists]
         axpby_reference(a, inputs_x, b, inputs_y, outputs, found_inf, check)
 
 
@@ -174,32 +174,34 @@ def axpby_kernel(
 
 def axpby_reference(
     a: float | Tensor,
-    xs: Sequence[Tensor],
+    xs: list[Tensor],
     b: float | Tensor,
-    ys: Sequence[Tensor],
-    outs: Sequence[Tensor],
+    ys: list[Tensor],
+    outs: list[Tensor],
     found_inf: Tensor | None,
     check: Check,
 ) -> None:
-    """Do `axpby` in plain torch."""
-    ax = _scaled(a, xs, outs, found_inf if check == "x" else None)
-    by = ys if b == 1.0 and check != "y" else _scaled(b, ys, outs, found_inf if check == "y" else None)
-    for x, y, out in zip(ax, by, outs, strict=True):
-        out.copy_(x.add_(y) if x.dtype is torch.promote_types(x.dtype, y.dtype) else x + y)
+    """Do `axpby` in plain torch, on tensors of one device and combination of dtypes."""
+    out = outs[0].dtype
+    ax = _scaled(a, xs, out, found_inf if check == "x" else None)
+    by = ys
+    if b != 1.0 or check == "y":
+        by = _scaled(b, ys, out, found_inf if check == "y" else None)
+    if out is torch.promote_types(ax[0].dtype, by[0].dtype):
+        for x, y, total in zip(ax, by, outs, strict=True):
+            torch.add(x, y, out=total)
+    else:
+        for x, y, total in zip(ax, by, outs, strict=True):
+            total.copy_(x + y)
     if check == "both":
         scale_and_check(outs, torch.ones(1, dtype=torch.float32), found_inf)
 
 
 def _scaled(
-    factor: float | Tensor,
-    tensors: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    found_inf: Tensor | None,
+    factor: float | Tensor, tensors: Sequence[Tensor], out: torch.dtype, found_inf: Tensor | None
 ) -> list[Tensor]:
     """Return the products of `factor` and tensors, in the dtype to compute in."""
-    copies = []
-    for tensor, out in zip(tensors, outs, strict=True):
-        dtype = torch.promote_types(torch.promote_types(tensor.dtype, out.dtype), torch.float32)
-        copies.append(tensor.to(dtype, copy=True))
-    scale_and_check(copies, torch.as_tensor(factor, dtype=torch.float32).reshape(1), found_inf)
-    return copies
+    dtype = torch.promote_types(torch.promote_types(tensors[0].dtype, out), torch.float32)
+    products = [tensor.to(dtype, copy=True) for tensor in tensors]
+    scale_and_check(products, torch.as_tensor(factor, dtype=torch.float32).reshape(1), found_inf)
+    return products

@@ -17,6 +17,7 @@ References: `torch._foreach_norm`, `torch.nn.utils.clip_grad_norm_`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,9 +100,9 @@ def l2norm(
     each = torch.zeros(len(values), dtype=torch.float32, device=home)
     for on_device in norms:
         each += on_device.each.to(home, non_blocking=True)
-    if todo.rest:
-        rest = [values[i] for i in todo.rest]
-        for i, norm in zip(todo.rest, l2norm_reference(rest, inv_scale, found_inf), strict=True):
+    for same in todo.rest:
+        norms_of_same = l2norm_reference([values[i] for i in same], inv_scale, found_inf)
+        for i, norm in zip(same, norms_of_same.unbind(), strict=True):
             each[i].copy_(norm, non_blocking=True)
     total = torch.linalg.vector_norm(each).reshape(1)
     return Norms(total, each, clip_factor(total, max_norm))
@@ -239,14 +240,18 @@ def norms_kernel(
 
 def l2norm_reference(
     tensors: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None
-) -> list[Tensor]:
-    """Do `l2norm` in plain torch: the norm of each tensor, float32."""
-    if found_inf is not None:
-        check_reference(
-            tensors, torch.ones(1, dtype=torch.float32) if inv_scale is None else inv_scale, found_inf
-        )
+) -> Tensor:
+    """Do `l2norm` in plain torch: the norms of tensors of one device and dtype, float32 `[n]`."""
     values = [tensor.float() if tensor.dtype is torch.float64 else tensor for tensor in tensors]
-    norms = torch._foreach_norm(values, 2, dtype=torch.float32)
-    if inv_scale is None:
-        return list(norms)
-    return [norm * inv_scale.to(norm.device, non_blocking=True)[0] for norm in norms]
+    norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
+    if inv_scale is not None:
+        norms *= inv_scale.to(norms.device, non_blocking=True)
+    if found_inf is not None and not _are_known_finite(norms):
+        one = torch.ones(1, dtype=torch.float32)
+        check_reference(tensors, one if inv_scale is None else inv_scale, found_inf)
+    return norms
+
+
+def _are_known_finite(norms: Tensor) -> bool:
+    """Whether norms are finite, as far as the host knows without waiting for a device."""
+    return norms.device.type == "cpu" and all(map(math.isfinite, norms.tolist()))

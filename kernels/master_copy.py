@@ -56,8 +56,8 @@ def master_copy(
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    if todo.rest:
-        torch._foreach_copy_([outputs[i] for i in todo.rest], [inputs[i] for i in todo.rest])
+    for same in todo.rest:
+        torch._foreach_copy_([outputs[i] for i in same], [inputs[i] for i in same])
 
 
 @jit

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _KEPT = 256
 _PLAIN = {Tensor, torch.nn.Parameter}
+_Kind = tuple[torch.device, tuple[torch.dtype, ...]]
 
 
 class UnsupportedTensorError(TypeError):
@@ -66,13 +67,14 @@ class Plan(NamedTuple):
 
     Attributes:
         parts: what Triton does.
-        rest: indices of what plain torch does: tensors with gaps between their elements, or whose
-            strides differ from list to list, and devices without Triton.
+        rest: indices of what plain torch does, those of one device and combination of dtypes together:
+            tensors with gaps between their elements, or whose strides differ from list to list, and
+            devices without Triton.
         streams: the streams, by device, on which the tables may be read.
     """
 
     parts: tuple[Part, ...]
-    rest: tuple[int, ...]
+    rest: tuple[tuple[int, ...], ...]
     streams: tuple[tuple[torch.device, int], ...]
 
     def is_readable(self) -> bool:
@@ -97,7 +99,11 @@ def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Pl
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return _make_plan(lists, block, backend, keep=False)
-    key = (block, backend, *[_signature(tensors) for tensors in lists])
+    signatures: list[object] = []
+    for i, tensors in enumerate(lists):
+        in_place = i > 0 and tensors is lists[i - 1]
+        signatures.append("same" if in_place else _signature(tensors))
+    key = (block, backend, *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
         while len(_plans) >= _KEPT:
@@ -132,7 +138,7 @@ def check_lists(*lists: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Tensor | None]:
+def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
     """Yield a flag, float32 `[1]`, that lies on a device, and merge it into `flag` afterwards."""
     if flag is None or flag.device == device:
         yield flag
@@ -159,16 +165,14 @@ def _make_plan(
     lists: Sequence[Sequence[Tensor]], block: int, backend: str | None, *, keep: bool
 ) -> Plan:
     check_lists(*lists)
-    groups = defaultdict(list)
-    rest = []
+    groups: defaultdict[_Kind, list[int]] = defaultdict(list)
+    rest: defaultdict[_Kind, list[int]] = defaultdict(list)
     for i, tensors in enumerate(zip(*lists, strict=True)):
-        device = tensors[0].device
-        if not tensors[0].numel():
-            continue
-        if uses_triton(device, backend) and _are_flat(tensors):
-            groups[device, tuple(tensor.dtype for tensor in tensors)].append(i)
-        else:
-            rest.append(i)
+        if tensors[0].numel():
+            device = tensors[0].device
+            in_triton = uses_triton(device, backend) and _are_flat(tensors)
+            same = groups if in_triton else rest
+            same[device, tuple(tensor.dtype for tensor in tensors)].append(i)
     parts = []
     for (device, dtypes), indices in groups.items():
         sizes = tuple(lists[0][i].numel() for i in indices)
@@ -184,7 +188,7 @@ def _make_plan(
             )
         )
     streams = {part.device: _stream(part.device) for part in parts}
-    return Plan(tuple(parts), tuple(rest), tuple(streams.items()))
+    return Plan(tuple(parts), tuple(map(tuple, rest.values())), tuple(streams.items()))
 
 
 @lru_cache(maxsize=_KEPT)

@@ -16,7 +16,6 @@ Reference: `torch._amp_foreach_non_finite_check_and_unscale_`, which checks befo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -82,10 +81,8 @@ def unscale(
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-    if todo.rest:
-        unscale_reference(
-            [inputs[i] for i in todo.rest], [outputs[i] for i in todo.rest], inv_scale, found_inf
-        )
+    for same in todo.rest:
+        unscale_reference([inputs[i] for i in same], [outputs[i] for i in same], inv_scale, found_inf)
 
 
 @torch.no_grad()
@@ -117,8 +114,8 @@ def check(
                 BLOCK=CHECK_BLOCK,
                 num_warps=WARPS,
             )
-    if todo.rest:
-        check_reference([inputs[i] for i in todo.rest], inv_scale, found_inf)
+    for same in todo.rest:
+        check_reference([inputs[i] for i in same], inv_scale, found_inf)
 
 
 @jit
@@ -181,51 +178,45 @@ def check_kernel(rows, chunks, inv_scale, found_inf, SOURCE: tl.constexpr, BLOCK
 
 
 def unscale_reference(
-    sources: Sequence[Tensor], targets: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor | None
+    sources: list[Tensor], targets: list[Tensor], inv_scale: Tensor, found_inf: Tensor | None
 ) -> None:
-    """Do `unscale` in plain torch."""
-    products, narrower = [], []
-    for source, target in zip(sources, targets, strict=True):
-        common = torch.promote_types(source.dtype, target.dtype)
-        if target is source:
-            products.append(target)
-        elif target.dtype is common:
-            products.append(target.copy_(source))
-        else:
-            products.append(source.to(common, copy=True))
-            narrower.append((target, products[-1]))
+    """Do `unscale` in plain torch, on tensors of one device and pair of dtypes."""
+    common = torch.promote_types(sources[0].dtype, targets[0].dtype)
+    products = targets
+    if targets[0].dtype is not common:
+        products = [source.to(common, copy=True) for source in sources]
+    elif any(source is not target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
     scale_and_check(products, inv_scale, found_inf)
-    for target, product in narrower:
-        target.copy_(product)
-    scale_and_check([target for target, _ in narrower], torch.ones_like(inv_scale), found_inf)
+    if targets[0].dtype is not common:
+        torch._foreach_copy_(targets, products)
+        scale_and_check(targets, torch.ones_like(inv_scale), found_inf)
 
 
-def scale_and_check(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None) -> None:
-    """Multiply tensors by `factor`, float32 `[1]`, in place, and check them before and after."""
-    for (device, _), group in groupby(sorted(tensors, key=_group), key=_group):
-        same = list(group)
-        here = factor.to(device, non_blocking=True)
-        with flag_on(same[0].device, found_inf) as flag:
-            seen = torch.zeros_like(here) if flag is None else flag
-            torch._amp_foreach_non_finite_check_and_unscale_(same, seen, here)
-            if flag is not None and not _is_at_most_one(factor):
-                torch._amp_foreach_non_finite_check_and_unscale_(same, flag, torch.ones_like(here))
+def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | None) -> None:
+    """Multiply tensors of one device and dtype by `factor`, float32 `[1]`; check before and after."""
+    device = tensors[0].device
+    here = factor.to(device, non_blocking=True)
+    with flag_on(device, found_inf) as flag:
+        seen = torch.zeros_like(here) if flag is None else flag
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, seen, here)
+        if flag is not None and not _is_at_most_one(factor):
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(here))
 
 
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Do `check` in plain torch: products are finite where those of the extremes are."""
-    for tensor in sources:
-        if tensor.numel():
-            extremes = torch.stack(torch.aminmax(tensor))
-            wide_extremes = extremes if extremes.dtype is torch.float64 else extremes.float()
-            bad = (wide_extremes * inv_scale.to(tensor.device)).isfinite().all().logical_not()
-            torch.maximum(found_inf, bad.to(found_inf.device, torch.float32), out=found_inf)
+    """Do `check` in plain torch, on tensors of one device and dtype.
 
-
-def _group(tensor: Tensor) -> tuple[str, str]:
-    return str(tensor.device), str(tensor.dtype)
+    Products are finite where those of the extremes are.
+    """
+    device = sources[0].device
+    extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
+    wider = torch.promote_types(extremes.dtype, torch.float32)
+    products = extremes.to(wider) * inv_scale.to(device, non_blocking=True)
+    with flag_on(device, found_inf) as flag:
+        torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
 
 
 def _is_at_most_one(factor: Tensor) -> bool:
-    """Whether products cannot overflow, as far as the host knows without waiting for the device."""
+    """Whether products cannot overflow, as far as the host knows without waiting for a device."""
     return factor.device.type == "cpu" and factor.tolist()[0] <= 1.0

@@ -21,16 +21,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from amp.kernels import scale_state
 from amp.kernels.backend import uses_triton
 from amp.kernels.language import jit, launch, tl
-from amp.kernels.scale_state import (
-    FOUND_INF,
-    GOOD_STEPS,
-    HYSTERESIS,
-    INVERSE,
-    OVERFLOWS,
-    SCALE,
-)
+
+LAYOUT = {
+    name: getattr(scale_state, name)
+    for name in ("SCALE", "INVERSE", "GOOD_STEPS", "HYSTERESIS", "FOUND_INF", "OVERFLOWS")
+}
 
 
 @torch.no_grad()
@@ -57,12 +55,7 @@ def update_scale(
             state,
             *floats,
             RESET_EACH_STEP=reset_each_step,
-            SCALE=SCALE,
-            INVERSE=INVERSE,
-            GOOD_STEPS=GOOD_STEPS,
-            HYSTERESIS=HYSTERESIS,
-            FOUND_INF=FOUND_INF,
-            OVERFLOWS=OVERFLOWS,
+            **LAYOUT,
             num_warps=1,
         )
     else:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import amp
+import amp.distributed
 from amp.frontend import _Default
+from amp.kernels.l2norm import l2norm
 from tests.models import LEVELS, initialize
 
 
@@ -94,6 +100,71 @@ def overflow_on_one_rank(rank: int, level: str) -> None:
     assert amp.loss_scale() == 512.0
 
 
+def overflow_on_one_rank_without_ddp(rank: int, level: str, fused: bool) -> None:
+    """Ranks that hold different gradients skip together if they were told of each other."""
+    torch.manual_seed(rank)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer = initialize(model, optimizer, level, verbosity=0, process_group=dist.group.WORLD)
+    for factor, skipped in ((1.0, False), (math.inf, True), (1.0, False)):
+        before = model[0].weight.detach().clone()
+        loss = model(torch.ones(2, 4)).float().sum() * (factor if rank == 1 else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == skipped, (level, rank)
+        assert torch.equal(before, model[0].weight) == skipped, (level, rank)
+    assert amp.loss_scale() == 512.0
+
+
+def overflow_in_one_shard(rank: int) -> None:
+    """A DTensor's gradient is checked shard by shard, and its ranks know each other without help."""
+    mesh = init_device_mesh("cpu", (2,))
+    for sharded in (True, False):
+        placements = [Shard(0)] if sharded else [Replicate()]
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, placements))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        model = nn.Module()
+        model.register_parameter("weight", weight)
+        model, optimizer = initialize(model, optimizer, "O1", verbosity=0)
+        for bad, expected in ((1.0, 0.5), (math.inf, 0.5), (1.0, 0.0)):
+            optimizer.zero_grad()
+            factor = torch.ones(4, 3)
+            factor[3, 2] = bad  # in rank 1's shard
+            factor = distribute_tensor(factor, mesh, placements)
+            loss: Any = (weight * factor).sum()
+            with amp.scale_loss(loss.full_tensor(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer) == (bad != 1.0), (rank, sharded, bad)
+            local = DTensor.to_local(weight)  # type: ignore[arg-type]
+            assert torch.equal(local, torch.full_like(local, expected)), (rank, sharded, local)
+        assert amp.loss_scale() == 512.0
+        amp.get_session().close()
+
+
+def norms_of_shards(rank: int) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    whole = torch.arange(12.0).reshape(4, 3) * 1e17
+    mine = l2norm([whole[2 * rank : 2 * rank + 2]]).total
+    total = amp.distributed.reduce_norm(mine, [world])
+    expected = torch.linalg.vector_norm(whole.double()).float().reshape(1)
+    torch.testing.assert_close(total, expected)
+    zero = amp.distributed.reduce_norm(torch.zeros(1), [world])
+    assert zero.item() == 0
+    infinite = torch.tensor([math.inf if rank else 1.0])
+    assert amp.distributed.reduce_norm(infinite, [world]).item() == math.inf
+    assert torch.equal(amp.distributed.reduce_norm(mine, []), mine)
+
+
+def wrong_process_group() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"torch.distributed.ProcessGroup or a list of them, and got s"):
+        amp.initialize(model, opt_level="O2", process_group="all")  # type: ignore[arg-type]
+    assert model.weight.dtype is torch.float32
+
+
 def main(rank: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -104,8 +175,15 @@ def main(rank: int, file: str) -> None:
                 accumulate(rank, level, view, no_sync)
         if level in ("O1", "O2"):
             overflow_on_one_rank(rank, level)
+            amp.get_session().close()
+            for fused in (False, True):
+                overflow_on_one_rank_without_ddp(rank, level, fused)
+                amp.get_session().close()
         amp.get_session().close()
         _Default.session = None
+    overflow_in_one_shard(rank)
+    norms_of_shards(rank)
+    wrong_process_group()
     dist.destroy_process_group()
     print("passed")
 

@@ -21,7 +21,10 @@ gpu = pytest.mark.gpu
 in_triton = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter"
 )
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy interprets
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
+]
 DEVICE = (
     torch.device("cuda", 0) if torch.cuda.is_available() and not INTERPRETED else torch.device("cpu")
 )

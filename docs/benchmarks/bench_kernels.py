@@ -1,0 +1,335 @@
+"""How fast the kernels are, beside torch's own operations and the memory's own speed, in one run.
+
+    python docs/benchmarks/bench_kernels.py --device cuda     # what `make bench-gpu` runs
+    python docs/benchmarks/bench_kernels.py --device cpu      # what `make bench` runs
+
+Each row is an operation on one set of tensors. Its bytes are those that it cannot do without: every
+input read once, every output written once. On a GPU they are set against a device-to-device copy of the
+same run, timed with events; ResNet-50's set fits into a large L2 cache, and may beat the copy. On the
+CPU, with one thread and
+in process time, against an in-place multiplication, and all contenders take turns round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.kernels.axpby import axpby
+from amp.kernels.l2norm import l2norm
+from amp.kernels.language import triton
+from amp.kernels.master_copy import master_copy
+from amp.kernels.unscale import check, unscale
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def resnet50() -> list[tuple[int, ...]]:
+    """The 161 parameters of torchvision's ResNet-50, 25.6e6 elements."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
+            if block == 0:
+                convolutions.append((4 * planes, width, 1, 1))
+            for shape in convolutions:
+                shapes += [shape, (shape[0],), (shape[0],)]
+            width = 4 * planes
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def gpt2_xl() -> list[tuple[int, ...]]:
+    """The 580 parameters of GPT-2 XL, 1.56e9 elements."""
+    d = 1600
+    layer = [
+        (d,),
+        (d,),
+        (d, 3 * d),
+        (3 * d,),
+        (d, d),
+        (d,),
+        (d,),
+        (d,),
+        (d, 4 * d),
+        (4 * d,),
+        (4 * d, d),
+        (d,),
+    ]
+    return [(50257, d), (1024, d), *(48 * layer), (d,), (d,)]
+
+
+SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "ResNet-50": resnet50,
+    "GPT-2 XL": gpt2_xl,
+    "flat 1e9": lambda: [(10**9,)],
+}
+
+
+class Contender(NamedTuple):
+    """One way to do an operation; `run` takes tensors that were made for it."""
+
+    name: str
+    run: Callable[[], object]
+
+
+class Operation(NamedTuple):
+    """An operation on a set of tensors, ours first."""
+
+    name: str
+    bytes_per_element: int
+    contenders: list[Contender]
+
+
+def like(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return random tensors."""
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[Operation]:
+    """Yield the operations, each with tensors of its own that are freed before the next."""
+    found, half, one = (torch.tensor([x], device=device) for x in (0.0, 0.5, 1.0))
+    amp_foreach = torch._amp_foreach_non_finite_check_and_unscale_
+
+    for dtype in (F16, F32):
+        grads = like(shapes, dtype, device)
+        yield Operation(
+            f"unscale {dtype} in place",
+            2 * dtype.itemsize,
+            [
+                Contender("reamp", lambda g=grads: unscale(g, g, one, found)),
+                Contender("_amp_foreach_…unscale_", lambda g=grads: amp_foreach(g, found, one)),
+            ],
+        )
+        yield Operation(
+            f"check {dtype}",
+            dtype.itemsize,
+            [
+                Contender("reamp", lambda g=grads: check(g, one, found)),
+                Contender("_amp_foreach_…unscale_", lambda g=grads: amp_foreach(g, found, one)),
+            ],
+        )
+        yield Operation(
+            f"l2norm {dtype}",
+            dtype.itemsize,
+            [
+                Contender("reamp", lambda g=grads: l2norm(g, found_inf=found, max_norm=1.0)),
+                Contender("_foreach_norm", lambda g=grads: torch._foreach_norm(g, 2, dtype=F32)),
+            ],
+        )
+        del grads
+
+    grads, masters = like(shapes, F16, device), like(shapes, F32, device)
+
+    def copy_and_unscale() -> None:
+        torch._foreach_copy_(masters, grads)
+        amp_foreach(masters, found, half)
+
+    yield Operation(
+        "unscale float16 to float32",
+        6,
+        [
+            Contender("reamp", lambda: unscale(grads, masters, half, found)),
+            Contender("_foreach_copy_, _amp_foreach_…unscale_", copy_and_unscale),
+        ],
+    )
+
+    def copy_unscale_and_add() -> None:
+        new = [grad.float() for grad in grads]
+        amp_foreach(new, found, half)
+        torch._foreach_add_(masters, new)
+
+    yield Operation(
+        "axpby float16 into float32",
+        10,
+        [
+            Contender("reamp", lambda: axpby(half, grads, 1.0, masters, masters, found, check="x")),
+            Contender("float(), _amp_foreach_…unscale_, _foreach_add_", copy_unscale_and_add),
+        ],
+    )
+    for dtype in (F16, BF16):
+        model = [grad.to(dtype) for grad in grads]
+        yield Operation(
+            f"master_copy float32 to {dtype}",
+            6,
+            [
+                Contender("reamp", lambda m=model: master_copy(masters, m)),
+                Contender("_foreach_copy_", lambda m=model: torch._foreach_copy_(m, masters)),
+            ],
+        )
+
+
+# On a GPU.
+
+
+def device_seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time between events around one call, with the queue kept full."""
+    for _ in range(3):
+        run()
+    spans = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(200_000)  # the host gets ahead, so that its own time is not measured
+        start.record()
+        run()
+        end.record()
+        spans.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in spans) / 1e3
+
+
+def host_seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time after which a call gives the host back."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def launches(run: Callable[[], object]) -> int:
+    """Return how many kernels and copies a call starts."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return sum(event.device_type == cuda for event in profile.events() or ())
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return the bytes per second, read and written, of a copy of 4 GiB on the device."""
+    source, target = (torch.randn(2**29, device=device) for _ in range(2))
+    source.copy_(torch.randn(2**20, device=device).repeat(2**9))
+    return 2**32 / device_seconds(lambda: target.copy_(source))
+
+
+def gpu_rows(device: torch.device) -> Iterator[list[str]]:
+    """Yield a header and the rows of every set, measured now."""
+    rate = copy_rate(device)
+    yield ["set", "operation", "by", "GB/s", "% of copy", "device µs", "launches", "host µs", "ratio"]
+    yield ["2 GiB", "copy_", "torch", f"{rate / 1e9:.0f}", "100", "", "1", "", ""]
+    for name, make in SETS.items():
+        shapes = make()
+        elements = sum(torch.Size(shape).numel() for shape in shapes)
+        for operation in operations(shapes, device):
+            ours = None
+            for contender in operation.contenders:
+                seconds = device_seconds(contender.run)
+                ours = ours or seconds
+                speed = operation.bytes_per_element * elements / seconds
+                yield [
+                    f"{name} ({len(shapes)})",
+                    operation.name,
+                    contender.name,
+                    f"{speed / 1e9:.0f}",
+                    f"{100 * speed / rate:.1f}",
+                    f"{seconds * 1e6:.1f}",
+                    str(launches(contender.run)),
+                    f"{host_seconds(contender.run) * 1e6:.0f}",
+                    f"{seconds / ours:.2f}",
+                ]
+
+
+# On the CPU.
+
+
+def turns(runs: list[Callable[[], object]], rounds: int = 12) -> list[float]:
+    """Return the least process time of each run, all of them taking turns."""
+    least = [float("inf")] * len(runs)
+    for turn in range(rounds):
+        for i in [*range(len(runs))][:: 1 if turn % 2 else -1]:
+            start = time.process_time()
+            runs[i]()
+            least[i] = min(least[i], time.process_time() - start)
+    return least
+
+
+def cpu_rows(device: torch.device) -> Iterator[list[str]]:
+    """Yield a header and the rows of ResNet-50's set, measured now."""
+    torch.set_num_threads(1)
+    shapes = resnet50()
+    elements = sum(torch.Size(shape).numel() for shape in shapes)
+    memory = torch.randn(elements)
+    yield ["set", "operation", "by", "GB/s", "x of in-place time", "process ms", "ratio"]
+    for operation in operations(shapes, device):
+        runs = [lambda: memory.mul_(1.0), *(contender.run for contender in operation.contenders)]
+        in_place, *seconds = turns(runs)
+        rate = 8 * elements / in_place
+        for contender, spent in zip(operation.contenders, seconds, strict=True):
+            moved = operation.bytes_per_element * elements
+            yield [
+                f"ResNet-50 ({len(shapes)})",
+                operation.name,
+                contender.name,
+                f"{moved / spent / 1e9:.1f}",
+                f"{spent / (moved / rate):.2f}",
+                f"{spent * 1e3:.1f}",
+                f"{spent / seconds[0]:.2f}",
+            ]
+
+
+def table(rows: Iterator[list[str]]) -> str:
+    """Return rows as a Markdown table, and print them as they come."""
+    lines = []
+    for row in rows:
+        lines.append("| " + " | ".join(row) + " |")
+        print(lines[-1], flush=True)
+        if len(lines) == 1:
+            lines.append("|" + " --- |" * len(row))
+    return "\n".join(lines)
+
+
+def setting(device: torch.device) -> str:
+    """Return what the numbers hold for: hardware, versions, commit."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        info = Path("/proc/cpuinfo")
+        names = info.read_text().split("model name")[1:] if info.exists() else []
+        hardware = names[0].split("\n")[0].strip("\t: ") if names else platform.processor()
+        hardware += ", 1 thread"
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    facts = [
+        hardware,
+        f"torch {torch.__version__}",
+        f"triton {getattr(triton, '__version__', 'none')}",
+        f"Python {platform.python_version()}",
+        f"commit {commit or 'unknown'}",
+        time.strftime("%Y-%m-%d"),
+    ]
+    return ", ".join(facts)
+
+
+def main() -> None:
+    """Measure, print, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where to write")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here: --device cpu measures what plain torch does")
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    rows = gpu_rows(device) if device.type == "cuda" else cpu_rows(device)
+    header = f"# Kernels on {'a GPU' if device.type == 'cuda' else 'the CPU'}\n\n{setting(device)}\n\n"
+    text = header + table(rows) + "\n"
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"kernels-{options.device}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Every kernel compiled for real GPUs, without one: no spills, few registers, 128-bit accesses.
+
+Triton brings its own assembler and disassembler. What a kernel compiles to is read from the machine
+code: a pointer table that the compiler cannot see through turns into element-wise loads, and no test of
+results would notice.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from amp.kernels import axpby, l2norm, master_copy, unscale, update_scale
+from amp.kernels.language import INTERPRETED, tl, triton
+
+if triton is None or INTERPRETED:
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+KERNELS = Path(unscale.__file__).parent
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+WARPS = 8
+MOST_REGISTERS = 96
+POINTERS = {
+    "rows": "*i64",
+    "chunks": "*i32",
+    "firsts": "*i32",
+    "a": "*fp32",
+    **dict.fromkeys(
+        ("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"), "*fp32"
+    ),
+}
+COUNTS = {"n": "i32", "n_partials": "i32"}
+
+
+class Case(NamedTuple):
+    """A kernel and what it must compile to.
+
+    Attributes:
+        kernel: the kernel.
+        constants: its compile-time arguments.
+        reads: bytes that it reads from each stream for each element of a chunk.
+        writes: bytes that it writes, likewise.
+    """
+
+    kernel: Any
+    constants: dict[str, Any]
+    reads: Sequence[int] = ()
+    writes: Sequence[int] = ()
+
+
+CASES: dict[str, Case] = {}
+if triton is not None:
+    F16, BF16, F32 = tl.float16, tl.bfloat16, tl.float32
+    SIZE = {F16: 2, BF16: 2, F32: 4}
+    for source, target in ((F16, F32), (BF16, BF16), (F32, F32)):
+        CASES[f"unscale {source} {target}"] = Case(
+            unscale.unscale_kernel,
+            {"SOURCE": source, "TARGET": target, "BLOCK": unscale.BLOCK},
+            [SIZE[source]],
+            [SIZE[target]],
+        )
+    for source in (F16, F32):
+        constants = {"SOURCE": source, "BLOCK": unscale.CHECK_BLOCK}
+        CASES[f"check {source}"] = Case(unscale.check_kernel, constants, [SIZE[source]])
+        constants = {"TENSOR": source, "BLOCK": l2norm.BLOCK}
+        CASES[f"l2norm {source}"] = Case(l2norm.squares_kernel, constants, [SIZE[source]])
+    for x, y, out in ((F16, F32, F32), (BF16, BF16, BF16), (F32, F32, F32)):
+        flags = {"A_IS_POINTER": True, "B_IS_POINTER": False, "CHECK": "x", "BLOCK": axpby.BLOCK}
+        CASES[f"axpby {x} {y} {out}"] = Case(
+            axpby.axpby_kernel,
+            {"X": x, "Y": y, "OUT": out, **flags},
+            [SIZE[x], SIZE[y]],
+            [SIZE[out]],
+        )
+    for source, target in ((F32, F16), (F32, BF16), (F16, F32)):
+        CASES[f"master_copy {source} {target}"] = Case(
+            master_copy.copy_kernel,
+            {"SOURCE": source, "TARGET": target, "BLOCK": master_copy.BLOCK},
+            [SIZE[source]],
+            [SIZE[target]],
+        )
+    CASES["l2norm total"] = Case(
+        l2norm.norms_kernel, {"EPS": l2norm.CLIP_EPS, "BLOCK": l2norm.FINISH_BLOCK}
+    )
+    CASES["update_scale"] = Case(
+        update_scale.update_kernel, {"RESET_EACH_STEP": True, **update_scale.LAYOUT}
+    )
+
+
+def compiled(case: Case, target: Any) -> Any:
+    names = case.kernel.arg_names
+    types = {name: POINTERS.get(name) or COUNTS.get(name) or "fp32" for name in names}
+    signature = {**types, **dict.fromkeys(case.constants, "constexpr")}
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=target, options={"num_warps": WARPS})
+
+
+def vector_accesses(case: Case, threads: int) -> tuple[int, int]:
+    """Return how many 128-bit loads and stores a thread needs for its part of a chunk."""
+    block = case.constants.get("BLOCK", 0)
+    loads, stores = (
+        sum(block * size // (16 * threads) for size in s) for s in (case.reads, case.writes)
+    )
+    return loads, stores
+
+
+def run(tool: str, *arguments: object) -> str:
+    command = [str(TOOLS / tool), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def nvidia_shortcomings(case: Case, target: Any, folder: Path) -> list[str]:
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled(case, target).asm["cubin"])
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", run("cuobjdump", "-res-usage", binary)))
+    code = run("nvdisasm", binary)
+    found = collections.Counter(re.findall(r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*128\b", code))
+    problems = [f"{name} {usage[name]}" for name in ("STACK", "LOCAL") if usage[name] != "0"]
+    if int(usage["REG"]) > MOST_REGISTERS:
+        problems.append(f"{usage['REG']} registers")
+    if (found["LDG"], found["STG"]) != (needed := vector_accesses(case, 32 * WARPS)):
+        problems.append(f"{found['LDG']} loads and {found['STG']} stores of 128 bits, not {needed}")
+    return problems
+
+
+def amd_shortcomings(case: Case, target: Any) -> list[str]:
+    code = compiled(case, target).asm["amdgcn"]
+    usage = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", code))
+    found = collections.Counter(re.findall(r"(?:buffer|global)_(load|store)_(?:dwordx4|b128)", code))
+    problems = [f"{k} {v}" for k, v in usage.items() if k.endswith("spill_count") and v != "0"]
+    if int(usage["vgpr_count"]) > MOST_REGISTERS:
+        problems.append(f"{usage['vgpr_count']} registers")
+    loads, stores = vector_accesses(case, 64 * WARPS)
+    if case.reads and (found["load"], found["store"]) != (loads, stores):
+        problems.append(
+            f"{found['load']} loads and {found['store']} stores of 128 bits, not {loads, stores}"
+        )
+    return problems
+
+
+def shortcomings(case: Case, target: str, folder: Path) -> list[str]:
+    if target.startswith("sm_"):
+        return nvidia_shortcomings(case, TARGETS[target], folder)
+    return amd_shortcomings(case, TARGETS[target])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CASES)
+def test_no_spills_few_registers_and_128_bit_accesses(name: str, target: str, tmp_path: Path) -> None:
+    assert shortcomings(CASES[name], target, tmp_path) == []
+
+
+def edited(file: str, change: Callable[[str], str], folder: Path) -> Any:
+    """Return a kernel file of ours, changed, as a module."""
+    text = (KERNELS / file).read_text()
+    assert change(text) != text
+    path = folder / file
+    path.write_text(change(text))
+    spec = importlib.util.spec_from_file_location(f"edited_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCALAR_FORMS: dict[str, Callable[[str], str]] = {
+    "addresses of unknown alignment": lambda text: re.sub(
+        r"tl\.multiple_of\((\w+\.to\(tl\.pointer_type\(\w+\)\)), ALIGNMENT\)", r"\1", text
+    ),
+    "a mask that may end anywhere": lambda text: text.replace("i < vectors", "i < length"),
+    "a chunk that may start anywhere": lambda text: re.sub(
+        r"(ALIGNMENT\)) \+ start", r"\1 + tl.load(chunks).to(tl.int64)", text
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("form", SCALAR_FORMS)
+def test_a_kernel_edited_back_to_scalar_accesses_would_be_noticed(
+    form: str, target: str, tmp_path: Path
+) -> None:
+    module = edited("master_copy.py", SCALAR_FORMS[form], tmp_path)
+    case = CASES["master_copy fp32 fp16"]._replace(kernel=module.copy_kernel)
+    assert any("of 128 bits" in problem for problem in shortcomings(case, target, tmp_path))

@@ -1,0 +1,187 @@
+"""How often a training step makes the host wait for the device.
+
+On any machine by counting the operations that hand a device's values to the host; on a GPU, where the
+driver knows, by forbidding them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp
+from tests.models import initialize
+
+WAITS = (
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::allclose",
+)
+
+
+class CountingWaits(TorchDispatchMode):
+    """Counts the operations after which the host knows something that the device computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        if name in WAITS:
+            self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_waits() -> Iterator[Counter[str]]:
+    with CountingWaits() as mode:
+        yield mode.waits
+
+
+def net(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2)).to(device)
+
+
+def step(model: nn.Module, optimizer: Any, blocks: int = 1, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    device = next(model.parameters()).device
+    for _ in range(blocks):
+        loss = model(torch.ones(4, 8, device=device)).float().square().mean() * factor
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+
+
+FUSED = {  # torch 2.11's fused Adagrad waits by itself
+    "Adam": {"lr": 0.01},
+    "AdamW": {"lr": 0.01},
+    "SGD": {"lr": 0.01, "momentum": 0.9},
+}
+
+
+def test_the_count_sees_what_it_should() -> None:
+    with counted_waits() as waits:
+        x = torch.ones(3)
+        assert x.sum().item() == 3
+        assert bool(x.sum() > 0)
+        assert torch.equal(x, x)
+    assert waits == {"aten::_local_scalar_dense": 2, "aten::equal": 1}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_step_that_can_skip_on_the_device_never_waits(level: str, kind: str) -> None:
+    model = net()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), fused=True, **FUSED[kind])
+    model, optimizer = initialize(model, optimizer, level)
+    step(model, optimizer)
+    with counted_waits() as waits:
+        for factor in (1.0, float("inf"), 1.0):
+            step(model, optimizer, blocks=2, factor=factor)
+    assert not waits
+    if level in ("O1", "O2"):
+        assert amp.loss_scale() == 256
+        assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_step_decided_by_the_host_waits_once_for_each_block(
+    level: str, blocks: int, factor: float
+) -> None:
+    model = net()
+    optimizer = torch.optim.RMSprop(model.parameters(), foreach=True)
+    model, optimizer = initialize(model, optimizer, level)
+    step(model, optimizer)
+    with counted_waits() as waits:
+        step(model, optimizer, blocks, factor)
+        skipped = amp.step_was_skipped(optimizer)
+    assert skipped == (factor != 1.0)
+    assert sum(waits.values()) == (blocks if factor == 1.0 else 1)  # the first overflow settles it
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_a_static_scale_never_waits(level: str) -> None:
+    model = net()
+    optimizer = torch.optim.RMSprop(model.parameters(), foreach=True)
+    model, optimizer = initialize(model, optimizer, level)
+    with counted_waits() as waits:
+        step(model, optimizer)
+    assert not waits
+
+
+def test_two_optimizers_of_one_block_wait_once_together() -> None:
+    first, second = net(), net()
+    optimizers = [torch.optim.RMSprop(m.parameters()) for m in (first, second)]
+    initialize([first, second], optimizers, "O2")
+    x = torch.ones(4, 8)
+    with counted_waits() as waits:
+        loss = (first(x).float() + second(x).float()).square().mean()
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert sum(waits.values()) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
+    model = net("cuda")
+    optimizer = getattr(torch.optim, kind)(model.parameters(), fused=True, **FUSED[kind])
+    model, optimizer = initialize(model, optimizer, level, verbosity=0)
+    infinity = torch.tensor(float("inf"), device="cuda")
+    x = torch.ones(4, 8, device="cuda")
+    for _ in range(2):
+        step(model, optimizer)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for factor in (None, infinity, None):
+            optimizer.zero_grad()
+            loss = model(x).float().square().mean()
+            with amp.scale_loss(loss if factor is None else loss * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if level in ("O1", "O2"):
+        assert amp.loss_scale() == 512
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_messages_reach_the_host_late_and_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    model = net("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = initialize(model, optimizer, "O2")
+    step(model, optimizer)
+    for _ in range(3):
+        step(model, optimizer, factor=float("inf"))
+    torch.cuda.synchronize()
+    step(model, optimizer)
+    torch.cuda.synchronize()
+    step(model, optimizer)
+    assert [record.getMessage().rsplit(" ", 1)[1] for record in caplog.records] == [
+        "512.0",
+        "256.0",
+        "128.0",
+    ]
