@@ -97,7 +97,7 @@ def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Pl
         ValueError: the lists' lengths, shapes or devices differ.
         UnsupportedTensorError: a dtype other than float16, bfloat16, float32 and float64.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return _make_plan(lists, block, backend, keep=False)
     signatures: list[object] = []
     for i, tensors in enumerate(lists):

@@ -102,9 +102,10 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
     amp_foreach = torch._amp_foreach_non_finite_check_and_unscale_
 
     for dtype in (F16, F32):
+        name = str(dtype).removeprefix("torch.")
         grads = like(shapes, dtype, device)
         yield Operation(
-            f"unscale {dtype} in place",
+            f"unscale {name} in place",
             2 * dtype.itemsize,
             [
                 Contender("reamp", lambda g=grads: unscale(g, g, one, found)),
@@ -112,7 +113,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
             ],
         )
         yield Operation(
-            f"check {dtype}",
+            f"check {name}",
             dtype.itemsize,
             [
                 Contender("reamp", lambda g=grads: check(g, one, found)),
@@ -120,7 +121,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
             ],
         )
         yield Operation(
-            f"l2norm {dtype}",
+            f"l2norm {name}",
             dtype.itemsize,
             [
                 Contender("reamp", lambda g=grads: l2norm(g, found_inf=found, max_norm=1.0)),
@@ -160,7 +161,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
     for dtype in (F16, BF16):
         model = [grad.to(dtype) for grad in grads]
         yield Operation(
-            f"master_copy float32 to {dtype}",
+            f"master_copy float32 to {str(dtype).removeprefix('torch.')}",
             6,
             [
                 Contender("reamp", lambda m=model: master_copy(masters, m)),

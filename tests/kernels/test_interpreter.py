@@ -1,4 +1,4 @@
-"""The kernels themselves, run by Triton's interpreter: the tests of test_operations.py once more.
+"""The kernels themselves, run by Triton's interpreter: tests of operations and of training once more.
 
 In a process of their own, because Triton reads `TRITON_INTERPRET` when a kernel is defined.
 """
@@ -20,20 +20,12 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter already")
-def test_every_operation_in_the_interpreter() -> None:
+def test_every_operation_and_a_training_step_in_the_interpreter() -> None:
+    files = [TESTS / "test_operations.py", TESTS / "test_tables.py", TESTS.parent / "test_host_sync.py"]
+    options = ["-q", "-p", "no:cacheprovider", "-m"]
+    warnings = ["-W", "ignore:invalid value encountered:RuntimeWarning"]  # NumPy interprets
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not gpu",
-            str(TESTS / "test_operations.py"),
-            str(TESTS / "test_tables.py"),
-        ],
+        [sys.executable, "-m", "pytest", *options, "not gpu", *warnings, *map(str, files)],
         env={**os.environ, "TRITON_INTERPRET": "1", "AMP_KERNELS": "triton"},
         cwd=TESTS.parents[1],
         capture_output=True,
@@ -43,4 +35,4 @@ def test_every_operation_in_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None
-    assert int(passed[1]) > 150
+    assert int(passed[1]) > 200
