@@ -95,10 +95,10 @@ def reduce_norm(norm: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
     largest = norm.clone()
     for group in groups:
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
-    square = (norm / largest).nan_to_num(nan=0.0).square()  # 0 where all are 0, or one is inf
+    square = (norm / largest).square()
     for group in groups:
         distributed.all_reduce(square, group=group)
-    return torch.where(square > 0, square.sqrt() * largest, largest)
+    return torch.where(square > 0, square.sqrt() * largest, largest)  # NaN if all are 0, or one is inf
 
 
 def _initialized() -> bool:

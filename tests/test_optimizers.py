@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -656,9 +657,18 @@ def test_a_complex_gradient_is_refused_by_name_and_nothing_else_changes(
 # Optimizers that skip on the device.
 
 
+@pytest.fixture
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # which fills it, see torch.utils.deterministic
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", ["Adam", "AdamW", "SGD", "SGD without momentum", "Adagrad"])
-def test_fused_optimizers_skip_by_themselves_and_end_where_others_do(level: str, make: str) -> None:
+def test_fused_optimizers_skip_by_themselves_and_end_where_others_do(
+    level: str, make: str, uninitialized_memory_is_nan: None
+) -> None:
     """Bit for bit what the host's decision gives, with overflows in the first and in later steps."""
     results = []
     for on_device in (True, False):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import amp
+from amp.hostcopy import HostCopies
 from amp.kernels.unscale import unscale
 from amp.properties import LossScaling
 from amp.scaler import LossScaler
@@ -119,6 +120,46 @@ def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -
 def overflow(model: nn.Module, optimizer: Any, factor: float = math.inf, **kwargs: Any) -> None:
     with amp.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer, **kwargs) as scaled_loss:
         scaled_loss.backward()
+
+
+def test_an_overflow_that_a_good_block_follows_is_reported_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model), "O2")
+    overflow(model, optimizer)
+    overflow(model, optimizer, factor=1.0)
+    optimizer.step()
+    assert [record.getMessage().rsplit(" ", 1)[1] for record in caplog.records] == ["512.0"]
+
+
+def test_what_a_device_decides_is_reported_when_it_has_arrived(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the host asks, does not wait, and asks again in the next block."""
+    arrived = False
+
+    class Event:
+        def query(self) -> bool:
+            return arrived
+
+    send = HostCopies.send
+
+    def late(copies: HostCopies, tensor: torch.Tensor) -> None:
+        send(copies, tensor)
+        copy, _ = copies._underway.pop()
+        copies._underway.append((copy, Event()))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostCopies, "send", late)
+    model = linear()
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), fused=True), "O2")
+    for factor in (1.0, math.inf, math.inf):
+        overflow(model, optimizer, factor)
+        optimizer.step()
+    assert not caplog.records
+    arrived = True
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer):
+        assert [r.getMessage().rsplit(" ", 1)[1] for r in caplog.records] == ["512.0", "256.0"]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

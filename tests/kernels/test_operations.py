@@ -395,28 +395,29 @@ def test_master_copy_rounds_to_nearest_even(
 
 
 @pytest.mark.parametrize("reset_each_step", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scale", [65536.0, 8.0, 2.0**30])  # within the bounds, below, and above
 def test_update_scale_is_its_plain_torch_self(
-    device: torch.device, seed: int, reset_each_step: bool
+    device: torch.device, scale: float, reset_each_step: bool
 ) -> None:
-    chance = random.Random(seed)
-    options: dict[str, Any] = {
-        "growth_factor": chance.choice([2.0, 1.5, 1.001]),
-        "backoff_factor": chance.choice([0.5, 0.8]),
-        "growth_interval": chance.choice([1, 3, 16]),
-        "hysteresis": chance.choice([1, 2, 4]),
-        "reset_each_step": reset_each_step,
-        "floor": chance.choice([2.0**-100, 1.0, 32.0]),
-        "ceiling": chance.choice([2.0**24, 1e5, math.inf]),
-    }
-    start = [65536.0, 2.0**-16, 0.0, options["hysteresis"], 0.0, 0.0]
-    state, expected = torch.tensor(start, device=device), torch.tensor(start)
-    for _ in range(100):
-        found = float(chance.random() < 0.4)
-        state[scale_state.FOUND_INF] = expected[scale_state.FOUND_INF] = found
-        update_scale(state, **options)
-        update_scale(expected, **options, backend="reference")
-        assert torch.equal(state.cpu(), expected)
+    for seed in range(6):
+        chance = random.Random(seed)
+        options: dict[str, Any] = {
+            "growth_factor": chance.choice([2.0, 1.5, 1.001]),
+            "backoff_factor": chance.choice([0.5, 0.8]),
+            "growth_interval": chance.choice([1, 3, 16]),
+            "hysteresis": chance.choice([1, 2, 4]),
+            "reset_each_step": reset_each_step,
+            "floor": (2.0**-100, 32.0)[seed % 2],
+            "ceiling": (2.0**24, 1e5, math.inf)[seed % 3],
+        }
+        start = [scale, 1 / scale, 0.0, options["hysteresis"], 0.0, 0.0]
+        state, expected = torch.tensor(start, device=device), torch.tensor(start)
+        for _ in range(50):
+            found = float(chance.random() < 0.4)
+            state[scale_state.FOUND_INF] = expected[scale_state.FOUND_INF] = found
+            update_scale(state, **options)
+            update_scale(expected, **options, backend="reference")
+            assert torch.equal(state.cpu(), expected)
 
 
 # What is refused, and left as it was.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import axpby, backend, l2norm, master_copy, tables, unscale, update_scale
+from amp.kernels import axpby, backend, l2norm, language, master_copy, tables, unscale, update_scale
 from amp.kernels.language import INTERPRETED, launch
 
 gpu = pytest.mark.gpu
@@ -177,6 +177,21 @@ def test_plans_hold_no_tensor_of_the_caller() -> None:
     del tensors
     gc.collect()
     assert reference() is None
+
+
+@language.jit
+def vector_length_kernel(address: Any, length: Any, result: Any) -> None:
+    language.tl.store(result, language.vector_length(language.tl.load(address), length))
+
+
+@in_triton
+def test_only_multiples_of_16_bytes_move_128_bits_at_a_time() -> None:
+    for address in (0, 16, 4096, 2, 4, 8, 24, 4097):
+        for length in (0, 7, 8, 8191, 8192):
+            where = torch.tensor([address], dtype=torch.int64, device=DEVICE)
+            result = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+            launch(vector_length_kernel, 1, DEVICE, where, length, result)
+            assert result.item() == (length // 8 * 8 if address % 16 == 0 else 0)
 
 
 # Backends.
