@@ -23,7 +23,7 @@ test: $(READY)  ## Run the tests
 	$(BIN)/python -m pytest
 
 test-gpu:  ## Run the tests that need a GPU, with the python3 at hand, and look for stray accesses
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:cacheprovider
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider
 	tests/sanitize.sh $(PYTHON)
 
 bench: $(READY)  ## Measure the kernels' plain torch selves on the CPU, once their tests pass
@@ -31,7 +31,7 @@ bench: $(READY)  ## Measure the kernels' plain torch selves on the CPU, once the
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_kernels.py --device cpu
 
 bench-gpu:  ## Measure the kernels on a GPU, with the python3 at hand, once their tests pass
-	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu -p no:cacheprovider tests/kernels
+	PYTHONPATH=. $(PYTHON) -m pytest -q -m "gpu or triton" -p no:cacheprovider tests/kernels
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_kernels.py --device cuda $(BENCH_OPTIONS)
 
 lint: $(READY)  ## Check style and format

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.distributed import groups_of_shards, reduce_found_inf
-from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
+from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
+from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters import Contents, MasterWeights, check_device
 from amp.opcast import disable_casts_in_thread, restore_casts_in_thread
 from amp.patching import Patches
@@ -128,8 +128,8 @@ class OptimizerBinding:
         setattr(self.optimizer, _ATTRIBUTE, self)
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
-        self._knows_found_inf = (
-            getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._knows_found_inf = (  # itself: an attribute that a wrapper passes on is not its own
+            inspect.getattr_static(self.optimizer, "_step_supports_amp_scaling", False) is True
             and "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
         )
         for name, method in (
@@ -148,7 +148,10 @@ class OptimizerBinding:
         """
         if not self._live:
             return
-        self._unscale_pending()
+        try:
+            self._unscale_pending()
+        except AmpError:  # of a kind that was shown already, and must not keep the session open
+            self._forget_gradients()
         self._live = False
         self._patches.undo()
         delattr(self.optimizer, _ATTRIBUTE)
@@ -263,69 +266,34 @@ class OptimizerBinding:
         if self._pending is None:
             self._pending = pending
 
-    def unscale(self, scale: ScaleSnapshot, done: set[Tensor]) -> list[ProcessGroup]:
-        """Unscale what is in `.grad` into where the optimizer reads it. No host sync.
+    def moves(self, done: set[Tensor]) -> list[_Move]:
+        """Return the way of each scaled gradient, and change nothing.
 
         Args:
-            scale: what the losses were scaled by; its scaler's `found_inf` is set on overflow.
-            done: parameters of other optimizers that have been unscaled; the rest is added.
+            done: parameters of other optimizers that will be unscaled; the rest is added.
 
-        Returns:
-            The process groups among whose ranks the gradients are shared out.
+        Raises:
+            AmpTypeError: a gradient's dtype cannot be unscaled.
+            AmpRuntimeError: a parameter was moved away from its master, or a DTensor's gradient is not
+                summed over its ranks.
         """
-        groups: list[ProcessGroup] = []
-        if scale.scaler.is_identity:
-            self._gather_unscaled()
-        else:
-            moves = self._moves(done)
-            groups = groups_of_shards(move.source for move in moves)
-            self._unscale(moves, scale)
-            moved = {move.stepped for move in moves}
-            self._set_aside = [(p, kept) for p, kept in self._set_aside if p not in moved]
-            self._take_back()
-        self._block = None
-        self._pending = None
-        return groups
-
-    def _moves(self, done: set[Tensor]) -> list[_Move]:
-        """Return the way of each scaled gradient, and take those of masters out of the model."""
         moves = []
         for master, parameter in self._pairs():
             if parameter.grad is not None:
                 check_device(master, parameter)
                 moves.append(_Move(master, parameter, parameter.grad, master.grad))
-                parameter.grad = None
         kept_of = dict(self._set_aside)
         for parameter in self._direct():
             if parameter.grad is not None and parameter not in done:
                 done.add(parameter)
                 moves.append(_Move(parameter, parameter, parameter.grad, kept_of.get(parameter)))
+        for move in moves:
+            if move.source.dtype not in SCALABLE:
+                raise self._refusal_of(move)
+            check_placements(move.source)
         return moves
 
-    def _unscale(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> None:
-        from amp.kernels.axpby import axpby  # load Triton
-        from amp.kernels.tables import UnsupportedTensorError
-        from amp.kernels.unscale import unscale
-
-        found_inf = scale.scaler.found_inf
-        adding = [move for move in moves if move.is_dense_sum()]
-        moving = [move for move in moves if not move.is_dense_sum()]
-        targets = [move.target() for move in moving]
-        listed = moving
-        try:
-            unscale([move.source for move in moving], targets, scale.inv_scale, found_inf)
-            listed, kept = adding, [move.kept for move in adding if move.kept is not None]
-            sources = [move.source for move in adding]
-            axpby(scale.inv_scale, sources, 1.0, kept, kept, found_inf, check="x")
-        except UnsupportedTensorError as error:
-            raise self._refuse_gradient(listed[error.index]) from error
-        for move, target in zip(moving, targets, strict=True):
-            move.stepped.grad = move.kept
-            _add_grad(move.stepped, target)
-        for move in adding:
-            move.stepped.grad = move.kept
-
-    def _refuse_gradient(self, move: _Move) -> AmpTypeError:
+    def _refusal_of(self, move: _Move) -> AmpTypeError:
         shape = tuple(move.parameter.shape)
         name = self._name_of(move.parameter) or f"a parameter of shape {shape}"
         return AmpTypeError(
@@ -333,6 +301,45 @@ class OptimizerBinding:
             "float16, bfloat16, float32 and float64. Freeze the parameter, leave it out of the "
             "optimizer, or use a loss_scale of 1."
         )
+
+    def unscale(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> None:
+        """Unscale what is in `.grad` into where the optimizer reads it. No host sync.
+
+        Args:
+            moves: what the method of this name returned.
+            scale: what the losses were scaled by; its scaler's `found_inf` is set on overflow.
+        """
+        from amp.kernels.axpby import axpby  # load Triton
+        from amp.kernels.unscale import unscale
+
+        if scale.scaler.is_identity:
+            self._gather_unscaled()
+            return
+        found_inf = scale.scaler.found_inf
+        adding = [move for move in moves if move.is_dense_sum()]
+        kept = [move.kept for move in adding if move.kept is not None]
+        sources = [move.source for move in adding]
+        axpby(scale.inv_scale, sources, 1.0, kept, kept, found_inf, check="x")
+        moving = [move for move in moves if not move.is_dense_sum()]
+        targets = [move.target() for move in moving]
+        unscale([move.source for move in moving], targets, scale.inv_scale, found_inf)
+        for move in moves:
+            move.parameter.grad = None
+            move.stepped.grad = move.kept
+        for move, target in zip(moving, targets, strict=True):
+            _add_grad(move.stepped, target)
+        moved = {move.stepped for move in moves}
+        self._set_aside = [(p, kept) for p, kept in self._set_aside if p not in moved]
+        self._take_back()
+
+    def settle(self) -> None:
+        """Leave the block: no gradient is scaled any more."""
+        self._block = None
+        self._pending = None
+
+    def process_groups(self) -> list[ProcessGroup]:
+        """Return the process groups over which the parameters are cut into shards."""
+        return groups_of_shards(self._parameters())
 
     def note(self, verdict: Verdict) -> None:
         """Remember what a check found until the next step."""
@@ -415,24 +422,27 @@ class OptimizerBinding:
     def _skips_on_device(self) -> bool:
         """Whether the optimizer reads `found_inf` itself, as torch's fused ones do.
 
-        Not in the first step of a parameter: torch's fused SGD leaves a new momentum buffer
-        uninitialized when that step is skipped.
+        Each of its groups has to be fused: a loaded state or a later group may not be. Not in the first
+        step of a parameter: torch's fused SGD leaves a new momentum buffer uninitialized when that step
+        is skipped.
         """
         if not self._step_verdicts or not self._knows_found_inf:
             return False
+        state = self.optimizer.state
         return all(
-            parameter.grad is None or parameter in self.optimizer.state
+            group.get("fused", True) and (parameter in state or group.get("momentum") == 0)
             for group in self.optimizer.param_groups
-            if group.get("momentum") != 0
             for parameter in group["params"]
+            if parameter.grad is not None
         )
 
     @contextmanager
     def _found_inf_for_optimizer(self) -> Iterator[None]:
         """Show the optimizer what was found, in the way that `torch.amp.GradScaler` does."""
         found = [verdict.found_inf.reshape(()) for verdict in self._step_verdicts]
+        together = functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
         self.optimizer.grad_scale = None
-        self.optimizer.found_inf = found[0] if len(found) == 1 else torch.stack(found).amax()
+        self.optimizer.found_inf = together
         try:
             yield
         finally:
@@ -527,19 +537,43 @@ def unscale_and_update(
 
     The one place that scales and checks gradients. No host sync.
     """
-    done: set[Tensor] = set()
     scaler = scale.scaler
-    groups = list(scaler.process_groups)
+    moves = _moves_of(bindings, scale)
+    found_inf = scaler.found_inf
+    try:
+        for binding, of_binding in zip(bindings, moves, strict=True):
+            binding.unscale(of_binding, scale)
+        if found_inf is not None:
+            groups = dict.fromkeys(scaler.process_groups)
+            for binding in bindings:
+                groups.update(dict.fromkeys(binding.process_groups()))
+            reduce_found_inf(found_inf, groups)
+    except BaseException:
+        if found_inf is not None:
+            found_inf.zero_()
+        raise
     for binding in bindings:
-        groups += [group for group in binding.unscale(scale, done) if group not in groups]
-    if scaler.found_inf is not None:
-        reduce_found_inf(scaler.found_inf, groups)
+        binding.settle()
     verdict = scaler.verdict()
     if verdict is not None:
         for binding in bindings:
             binding.note(verdict)
     if update and not scaler.is_identity:
         scaler.update()
+
+
+def delay(bindings: list[OptimizerBinding], scale: ScaleSnapshot) -> None:
+    """Leave the gradients of one loss scaled, with those that are pending at the same scale."""
+    _moves_of(bindings, scale)  # what cannot be unscaled later is refused now
+    pending = Pending(scale, bindings)
+    for binding in bindings:
+        binding.delay(pending)
+
+
+def _moves_of(bindings: list[OptimizerBinding], scale: ScaleSnapshot) -> list[list[_Move]]:
+    """Return each optimizer's moves, each parameter with the first optimizer that has it."""
+    done: set[Tensor] = set()
+    return [[] if scale.scaler.is_identity else binding.moves(done) for binding in bindings]
 
 
 def _bound_wrapper(

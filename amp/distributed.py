@@ -52,19 +52,22 @@ def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
     """Return the process groups over which DTensors are cut into shards, each once."""
     groups: list[ProcessGroup] = []
     for tensor in tensors:
-        mesh = getattr(tensor, "device_mesh", None)
-        if mesh is None:
-            continue
-        for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-            if placement.is_partial():
-                raise AmpRuntimeError(
-                    f"a gradient of shape {tuple(tensor.shape)} has the placement {placement}: it is "
-                    "not summed over its ranks yet, and cannot be checked. Redistribute it first."
-                )
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        for dim, placement in enumerate(getattr(tensor, "placements", ())):
             group = mesh.get_group(dim)
-            if placement.is_shard() and group not in groups:
+            if not placement.is_replicate() and group not in groups:
                 groups.append(group)
     return groups
+
+
+def check_placements(grad: Tensor) -> None:
+    """Raise if a DTensor's gradient is not summed over its ranks yet."""
+    for placement in getattr(grad, "placements", ()):
+        if placement.is_partial():
+            raise AmpRuntimeError(
+                f"a gradient of shape {tuple(grad.shape)} has the placement {placement}: it is not "
+                "summed over its ranks yet, and cannot be checked. Redistribute it first."
+            )
 
 
 def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
@@ -87,12 +90,15 @@ def reduce_norm(norm: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
     Args:
         norm: float32 `[1]`, of tensors that no other rank of the groups holds.
         groups: all ranks of each have to call this.
+
+    Returns:
+        float32 `[1]`, inf on every rank if the norm is inf or NaN on any.
     """
     groups = tuple(groups)
     if not groups:
         return norm
-    # Relative to the largest, so that no square overflows.
-    largest = norm.clone()
+    norm = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    largest = norm.clone()  # to measure by, so that no square overflows
     for group in groups:
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
     square = (norm / largest).square()

@@ -13,6 +13,9 @@ CASTABLE = LOW_PRECISION | {torch.float32}
 """The dtypes that mixed precision may change. Float64, complex, float8, integers and bools stay
 what they are: whoever chose them for a parameter chose them on purpose."""
 
+SCALABLE = CASTABLE | {torch.float64}
+"""The dtypes that gradients of a scaled loss may have."""
+
 _NAMES = {
     "float16": torch.float16,
     "half": torch.float16,

@@ -25,19 +25,29 @@ class HostCopies:
         with torch.cuda.device(tensor.device):
             if torch.cuda.is_current_stream_capturing():
                 return
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             copy.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._underway.append((copy, event))
 
-    def arrived(self) -> list[list[float]]:
-        """Return the copies that came since the last call, oldest first. The host does not wait."""
+    def arrived(self, wait: bool = False) -> list[list[float]]:
+        """Return the copies that came since the last call, oldest first.
+
+        Args:
+            wait: for those that are still under way. Otherwise the host waits for no CUDA device; on
+                other kinds of device, which have no pinned memory here, it does.
+        """
+        if self._underway and self._underway[0][1] and torch.cuda.is_current_stream_capturing():
+            return []  # there it is forbidden to ask for an event
         values = []
         while self._underway:
             copy, event = self._underway[0]
-            if event is not None and not event.query():  # type: ignore[no-untyped-call]
-                break
+            if event is not None:
+                if wait:
+                    event.synchronize()
+                elif not event.query():  # type: ignore[no-untyped-call]
+                    break
             values.append(copy.tolist())
             self._underway.popleft()
         return values

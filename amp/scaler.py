@@ -136,11 +136,15 @@ class LossScaler:
         if config.dynamic:
             self._reports.send(self._state)
 
-    def overflows(self) -> list[Overflow]:
-        """Return the overflows that the host has learnt of since the last call. No host sync."""
+    def overflows(self, wait: bool = False) -> list[Overflow]:
+        """Return the overflows that the host has learnt of since the last call.
+
+        Args:
+            wait: for those that are still under way. Otherwise there is no host sync.
+        """
         return [
             Overflow(state[scale_state.SCALE], int(state[scale_state.OVERFLOWS]))
-            for state in self._reports.arrived()
+            for state in self._reports.arrived(wait)
             if state[scale_state.OVERFLOWS] > 0
         ]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from amp import checkpoint, distributed, modelcast
-from amp.binding import OptimizerBinding, Pending, unscale_and_update
+from amp.binding import OptimizerBinding, delay, unscale_and_update
 from amp.dtypes import LOW_PRECISION
 from amp.errors import (
     AmpIndexError,
@@ -195,8 +195,11 @@ class Session:
         """Give torch, the models and the optimizers back as they were. Idempotent.
 
         The dtype of the models stays what it was cast to; `model.float()` widens it. Optimizer state
-        is recast to the parameters' dtype.
+        is recast to the parameters' dtype. The host waits for the device, to log the last overflows.
         """
+        if not self.closed:
+            for scaler in self.scalers:
+                self._report_overflows(scaler, wait=True)
         self.closed = True
         self._undo.close()
 
@@ -246,9 +249,7 @@ class Session:
             scale = scaler.snapshot()
             yield scaled_loss
             if delay_unscale:
-                pending = Pending(scale, bindings)
-                for binding in bindings:
-                    binding.delay(pending)
+                delay(bindings, scale)
             else:
                 unscale_and_update(bindings, scale, update=not delay_overflow_check)
             on_error.pop_all()
@@ -285,9 +286,9 @@ class Session:
             raise foreign_optimizer(optimizer)
         return binding
 
-    def _report_overflows(self, scaler: LossScaler) -> None:
+    def _report_overflows(self, scaler: LossScaler, wait: bool = False) -> None:
         """Log the overflows that the host has learnt of, and warn once if they do not end."""
-        for scale, in_a_row in scaler.overflows():
+        for scale, in_a_row in scaler.overflows(wait):
             self._log(
                 logging.WARNING,
                 "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",

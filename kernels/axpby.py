@@ -9,9 +9,10 @@ With `check="x"` new gradients are judged, and not those that they are added to.
 where one of its terms is, and where it overflows its dtype.
 
 Shapes: `xs[i]`, `ys[i]` and `outs[i]` have one shape, of any size; an out may be its x or its y.
-Dtypes: float16, bfloat16, float32 or float64 each. A product is FP32, or FP64 where its operand or the
-out is; so is the sum, which is rounded once, to nearest even. Launches: one for each device and
-combination of dtypes. Memory traffic: each x and y is read and each out written once.
+Dtypes: float16, bfloat16, float32 or float64 each; a and b are float32. A product is FP32, or FP64
+where its operand or the out is; so is the sum, which is rounded once, to nearest even. Launches: one
+for each device and combination of dtypes. Memory traffic: each x and y is read and each out written
+once.
 Source: NVIDIA apex `multi_tensor_axpby`.
 """
 
@@ -22,6 +23,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from amp.kernels.language import (
     ALIGNMENT,
@@ -37,7 +39,7 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import flag_on, plan, real_values
+from amp.kernels.tables import flag_on, plan, real_values, to_device
 from amp.kernels.unscale import scale_and_check
 
 BLOCK = 4096
@@ -78,6 +80,7 @@ def axpby(
         raise ValueError(f"check={check!r} is not one of 'x', 'y', 'both'")
     lists = [real_values(tensors) for tensors in (xs, ys, outs)]
     todo = plan(*lists, block=BLOCK, backend=backend)
+    increment_version(outs)
     for part in todo.parts:
         with flag_on(part.device, found_inf) as flag:
             launch(
@@ -105,7 +108,7 @@ def axpby(
 
 def _on(device: torch.device, factor: float | Tensor) -> float | Tensor:
     if isinstance(factor, Tensor):
-        return factor.to(device, non_blocking=True)
+        return to_device(factor, device)
     return float(factor)
 
 
@@ -185,7 +188,7 @@ def axpby_reference(
     out = outs[0].dtype
     ax = _scaled(a, xs, out, found_inf if check == "x" else None)
     by = ys
-    if b != 1.0 or check == "y":
+    if isinstance(b, Tensor) or b != 1.0 or check == "y":
         by = _scaled(b, ys, out, found_inf if check == "y" else None)
     if out is torch.promote_types(ax[0].dtype, by[0].dtype):
         for x, y, total in zip(ax, by, outs, strict=True):
@@ -194,7 +197,7 @@ def axpby_reference(
         for x, y, total in zip(ax, by, outs, strict=True):
             total.copy_(x + y)
     if check == "both":
-        scale_and_check(outs, torch.ones(1, dtype=torch.float32), found_inf)
+        scale_and_check(outs, torch.ones(1, dtype=torch.float32, device="cpu"), found_inf)
 
 
 def _scaled(
@@ -203,5 +206,7 @@ def _scaled(
     """Return the products of `factor` and tensors, in the dtype to compute in."""
     dtype = torch.promote_types(torch.promote_types(tensors[0].dtype, out), torch.float32)
     products = [tensor.to(dtype, copy=True) for tensor in tensors]
-    scale_and_check(products, torch.as_tensor(factor, dtype=torch.float32).reshape(1), found_inf)
+    if not isinstance(factor, Tensor):
+        factor = torch.tensor([factor], dtype=torch.float32, device="cpu")
+    scale_and_check(products, factor, found_inf)
     return products

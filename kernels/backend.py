@@ -2,8 +2,8 @@
 
 The environment variable `AMP_KERNELS`, or the `backend` argument of an operation, which wins, sets it:
 
-- `triton`: Triton, also for CPU tensors where `TRITON_INTERPRET=1` lets it run them; an error if it
-  is not installed or cannot run a tensor's device.
+- `triton`: Triton, an error if it is not installed or cannot run a tensor's device. With
+  `TRITON_INTERPRET=1` it can run the CPU's, and no other.
 - `reference`: plain torch everywhere.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 
 import torch
 
@@ -31,30 +32,31 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
     """
     name, source = (backend, "backend") if backend else (os.environ.get("AMP_KERNELS"), "AMP_KERNELS")
     if not name:
-        return device.type == "cuda" and _works(device)
+        return device.type == "cuda" and not INTERPRETED and _works(device)
     if name not in BACKENDS:
         raise ValueError(f"{source}={name!r} is not one of {', '.join(BACKENDS)}")
     if name == "reference":
         return False
     if triton is None:
         raise RuntimeError(f"{source}='triton', and Triton is not installed: pip install triton")
-    if device.type != "cuda" and not INTERPRETED:
+    if device.type != ("cpu" if INTERPRETED else "cuda"):
         raise RuntimeError(
             f"{source}='triton' cannot run tensors on {device}: Triton runs CUDA and ROCm devices, and "
-            f"with TRITON_INTERPRET=1 the CPU. Leave {source} out to run them in plain torch."
+            f"with TRITON_INTERPRET=1 the CPU instead. Leave {source} out to run them in plain torch."
         )
     return True
 
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether Triton is there and knows a CUDA or ROCm device; says once if not."""
+    """Whether Triton is there and runs a CUDA or ROCm device; says once if not."""
     if triton is None:
-        logger.warning(
-            "Triton is not installed: kernels run in plain torch, slower. pip install triton"
-        )
-        return False
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):
-        logger.warning("Triton does not run on %s: kernels run in plain torch, slower", device)
-        return False
-    return True
+        obstacle = "Triton is not installed (pip install triton)"
+    elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        obstacle = "Triton finds no C compiler for its launchers (install gcc or clang, or set CC)"
+    elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):
+        obstacle = f"{device} is older than what Triton runs on"
+    else:
+        return True
+    logger.warning("%s: kernels run in plain torch, slower", obstacle)
+    return False

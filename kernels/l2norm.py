@@ -37,7 +37,7 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import Part, flag_on, plan, real_values
+from amp.kernels.tables import Part, flag_on, plan, real_values, to_device
 from amp.kernels.unscale import check_reference
 
 BLOCK = 16384
@@ -99,11 +99,11 @@ def l2norm(
         return norms[0]
     each = torch.zeros(len(values), dtype=torch.float32, device=home)
     for on_device in norms:
-        each += on_device.each.to(home, non_blocking=True)
+        each += to_device(on_device.each, home)
     for same in todo.rest:
         norms_of_same = l2norm_reference([values[i] for i in same], inv_scale, found_inf)
         for i, norm in zip(same, norms_of_same.unbind(), strict=True):
-            each[i].copy_(norm, non_blocking=True)
+            each[i].copy_(to_device(norm, home))
     total = torch.linalg.vector_norm(each).reshape(1)
     return Norms(total, each, clip_factor(total, max_norm))
 
@@ -138,7 +138,7 @@ def _launch(
                 device,
                 part.rows,
                 part.chunks,
-                None if inv_scale is None else inv_scale.to(device, non_blocking=True),
+                None if inv_scale is None else to_device(inv_scale, device),
                 sums,
                 flag,
                 TENSOR=dtype_of(part.dtypes[0]),
@@ -157,7 +157,7 @@ def _launch(
             each,
             partials,
             len(partials),
-            max_norm,
+            None if max_norm is None else float(max_norm),
             total,
             clip,
             len(part.indices),
@@ -245,9 +245,9 @@ def l2norm_reference(
     values = [tensor.float() if tensor.dtype is torch.float64 else tensor for tensor in tensors]
     norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
     if inv_scale is not None:
-        norms *= inv_scale.to(norms.device, non_blocking=True)
+        norms *= to_device(inv_scale, norms.device)
     if found_inf is not None and not _are_known_finite(norms):
-        one = torch.ones(1, dtype=torch.float32)
+        one = torch.ones(1, dtype=torch.float32, device="cpu")
         check_reference(tensors, one if inv_scale is None else inv_scale, found_inf)
     return norms
 

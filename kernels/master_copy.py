@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from amp.kernels.language import (
     ALIGNMENT,
@@ -44,6 +45,7 @@ def master_copy(
     """
     inputs, outputs = real_values(sources), real_values(targets)
     todo = plan(inputs, outputs, block=BLOCK, backend=backend)
+    increment_version(targets)
     for part in todo.parts:
         launch(
             copy_kernel,

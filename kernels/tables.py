@@ -6,12 +6,14 @@ depends on where the tensors lie; `chunks` says which program does which piece a
 alone. Both are kept, and made again only for addresses or sizes that were not seen lately. They go to
 the device through pinned memory, so the host does not wait for it.
 
-In CUDA graph capture nothing is taken from what is kept: the upload is captured with the rest, its
-pinned memory belongs to the graph, and each replay restores the tables that it reads.
+In CUDA graph capture nothing is taken from what is kept: the upload is captured with the rest, from
+pinned memory that torch sets aside for good, and each replay restores the tables that it reads.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from amp.kernels.backend import uses_triton
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_KEPT = 256
+_KEPT = 64
 _PLAIN = {Tensor, torch.nn.Parameter}
 _Kind = tuple[torch.device, tuple[torch.dtype, ...]]
 
@@ -83,6 +85,7 @@ class Plan(NamedTuple):
 
 
 _plans: dict[object, Plan] = {}
+_plans_lock = threading.Lock()
 
 
 def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Plan:
@@ -103,12 +106,14 @@ def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Pl
     for i, tensors in enumerate(lists):
         in_place = i > 0 and tensors is lists[i - 1]
         signatures.append("same" if in_place else _signature(tensors))
-    key = (block, backend, *signatures)
+    key = (block, backend, os.environ.get("AMP_KERNELS"), *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
-        while len(_plans) >= _KEPT:
-            del _plans[next(iter(_plans))]
-        known = _plans[key] = _make_plan(lists, block, backend, keep=True)
+        known = _make_plan(lists, block, backend, keep=True)
+        with _plans_lock:
+            while len(_plans) >= _KEPT:
+                del _plans[next(iter(_plans))]
+            _plans[key] = known
     return known
 
 
@@ -137,6 +142,11 @@ def check_lists(*lists: Sequence[Tensor]) -> None:
             raise ValueError(f"tensors {i} are on {', '.join(str(t.device) for t in tensors)}")
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host waits only if that is the CPU and the tensor is not."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 @contextmanager
 def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
     """Yield a flag, float32 `[1]`, that lies on a device, and merge it into `flag` afterwards."""
@@ -145,14 +155,14 @@ def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
     else:
         local = torch.zeros(1, dtype=torch.float32, device=device)
         yield local
-        torch.maximum(flag, local.to(flag.device, non_blocking=True), out=flag)
+        torch.maximum(flag, to_device(local, flag.device), out=flag)
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     """Return all that a plan depends on; addresses tell devices apart."""
     strides = None
     if not all(map(Tensor.is_contiguous, tensors)):
-        strides = tuple(map(Tensor.stride, tensors))
+        strides = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
     return (
         tuple(map(Tensor.data_ptr, tensors)),
         tuple(map(Tensor.numel, tensors)),
@@ -183,7 +193,7 @@ def _make_plan(
                 tuple(indices),
                 device,
                 dtypes,
-                _upload(torch.tensor(rows, dtype=torch.int64), device),
+                _upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
                 *make_chunks(sizes, block, device, _stream(device)),
             )
         )
@@ -195,10 +205,10 @@ def _make_plan(
 def _chunks(
     sizes: tuple[int, ...], block: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Tensor]:
-    counts = (torch.tensor(sizes) + block - 1) // block
+    counts = (torch.tensor(sizes, device="cpu") + block - 1) // block
     firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     tensor = torch.repeat_interleave(counts)
-    chunks = torch.stack([tensor, torch.arange(len(tensor)) - firsts[tensor]], dim=1)
+    chunks = torch.stack([tensor, torch.arange(len(tensor), device="cpu") - firsts[tensor]], dim=1)
     return _upload(chunks.int(), device), _upload(firsts.int(), device)
 
 

@@ -7,9 +7,9 @@ The check covers the products too: a scale below 1 can make an inf out of a fini
 
 Shapes: `sources[i]` and `targets[i]` have one shape, of any size; a target may be its source.
 Dtypes: float16, bfloat16, float32 or float64 on either side. Products are FP32, or FP64 where either
-side is, and rounded once, to nearest even. Sparse gradients go through their values, DTensors through
-their local shards. Launches: one for each device and pair of dtypes. Memory traffic: each source is
-read and each target written once; `check` only reads.
+side is, and rounded to nearest even, once (FP64 ones to 16 bits by way of FP32). Sparse gradients go
+through their values, DTensors through their local shards. Launches: one for each device and pair of
+dtypes. Memory traffic: each source is read and each target written once; `check` only reads.
 Reference: `torch._amp_foreach_non_finite_check_and_unscale_`, which checks before it multiplies.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from amp.kernels.language import (
     ALIGNMENT,
@@ -34,7 +35,7 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import flag_on, plan, real_values
+from amp.kernels.tables import flag_on, plan, real_values, to_device
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
@@ -66,6 +67,7 @@ def unscale(
     inputs = real_values(sources)
     outputs = inputs if targets is sources else real_values(targets)
     todo = plan(inputs, outputs, block=BLOCK, backend=backend)
+    increment_version(targets)
     for part in todo.parts:
         with flag_on(part.device, found_inf) as flag:
             launch(
@@ -74,7 +76,7 @@ def unscale(
                 part.device,
                 part.rows,
                 part.chunks,
-                inv_scale.to(part.device, non_blocking=True),
+                to_device(inv_scale, part.device),
                 flag,
                 SOURCE=dtype_of(part.dtypes[0]),
                 TARGET=dtype_of(part.dtypes[1]),
@@ -108,7 +110,7 @@ def check(
                 part.device,
                 part.rows,
                 part.chunks,
-                inv_scale.to(part.device, non_blocking=True),
+                to_device(inv_scale, part.device),
                 flag,
                 SOURCE=dtype_of(part.dtypes[0]),
                 BLOCK=CHECK_BLOCK,
@@ -196,12 +198,22 @@ def unscale_reference(
 def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | None) -> None:
     """Multiply tensors of one device and dtype by `factor`, float32 `[1]`; check before and after."""
     device = tensors[0].device
-    here = factor.to(device, non_blocking=True)
+    here = to_device(factor, device)
+    if not _torch_can_check(device, tensors[0].dtype):
+        torch._foreach_mul_(tensors, here[0])
+        if found_inf is not None:
+            check_reference(tensors, torch.ones_like(here), found_inf)
+        return
     with flag_on(device, found_inf) as flag:
         seen = torch.zeros_like(here) if flag is None else flag
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, seen, here)
         if flag is not None and not _is_at_most_one(factor):
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(here))
+
+
+def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's own operation takes a dtype: on CUDA it knows no bfloat16 (torch 2.11)."""
+    return device.type == "cpu" or dtype is not torch.bfloat16
 
 
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -212,7 +224,7 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Ten
     device = sources[0].device
     extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
     wider = torch.promote_types(extremes.dtype, torch.float32)
-    products = extremes.to(wider) * inv_scale.to(device, non_blocking=True)
+    products = extremes.to(wider) * to_device(inv_scale, device)
     with flag_on(device, found_inf) as flag:
         torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
 

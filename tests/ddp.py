@@ -155,6 +155,9 @@ def norms_of_shards(rank: int) -> None:
     assert zero.item() == 0
     infinite = torch.tensor([math.inf if rank else 1.0])
     assert amp.distributed.reduce_norm(infinite, [world]).item() == math.inf
+    for bad_rank in range(2):
+        bad = torch.tensor([math.nan if rank == bad_rank else 3.0])
+        assert amp.distributed.reduce_norm(bad, [world]).item() == math.inf
     assert torch.equal(amp.distributed.reduce_norm(mine, []), mine)
 
 

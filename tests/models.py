@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +33,18 @@ def initialize(models: Any, optimizers: Any, level: str, **kwargs: Any) -> Any:
     if level in DYNAMIC_LEVELS:
         kwargs.setdefault("loss_scale", {"init": 1024})
     return amp.initialize(models, optimizers, opt_level=level, **kwargs)
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Make the CUDA driver refuse to let the host wait for the device."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class ConvNet(nn.Module):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
-from tests.models import initialize
+from tests.models import initialize, waiting_is_an_error
 
 WAITS = (
     "aten::_local_scalar_dense",
@@ -153,16 +153,13 @@ def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
     x = torch.ones(4, 8, device="cuda")
     for _ in range(2):
         step(model, optimizer)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for factor in (None, infinity, None):
             optimizer.zero_grad()
             loss = model(x).float().square().mean()
             with amp.scale_loss(loss if factor is None else loss * factor, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     if level in ("O1", "O2"):
         assert amp.loss_scale() == 512
 

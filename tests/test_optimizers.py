@@ -712,3 +712,81 @@ def test_two_losses_of_which_one_overflows_skip_a_fused_step() -> None:
         assert torch.equal(before, model.weight) == (math.inf in factors)
         assert amp.step_was_skipped(optimizer) == (math.inf in factors)
     assert [amp.loss_scale(i) for i in range(2)] == [512, 512]
+
+
+def test_a_group_that_is_not_fused_any_more_is_decided_by_the_host() -> None:
+    """A loaded state dict, or a group added later, may not be fused."""
+    plain = linear()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    plain(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    model, extra = linear(), nn.Parameter(torch.ones(4))
+    for case in ("loaded", "added"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        model, optimizer = initialize(model, optimizer, "O1")
+        if case == "loaded":
+            optimizer.load_state_dict(state)
+        else:
+            optimizer.add_param_group({"params": [extra], "fused": False, "foreach": False})
+        for factor in (1.0, math.inf, 1.0):
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            loss = (model(torch.ones(1, 4)) * extra).sum() * factor
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer) == (factor == math.inf)
+            assert torch.equal(before, model.weight) == (factor == math.inf)
+        amp.get_session().close()
+
+
+def test_a_wrapper_around_a_fused_optimizer_is_decided_by_the_host() -> None:
+    """What it passes on by `__getattr__` reaches the inner optimizer one way only."""
+
+    class Wrapper:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.optimizer, name)
+
+        def step(self, closure: Any = None) -> Any:
+            return self.optimizer.step(closure)
+
+    model = linear()
+    optimizer: Any = Wrapper(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+    model, optimizer = initialize(model, optimizer, "O1")
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == (factor == math.inf)
+    assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_gradient_that_is_refused_leaves_no_optimizer_of_the_block_half_done(
+    level: str, delay: bool
+) -> None:
+    good, odd = linear(), nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.complex64))])
+    optimizers = [sgd(good), sgd(odd)]
+    initialize([good, odd], optimizers, level)
+    for factor in (1.0, math.inf):
+        loss = (good(torch.ones(1, 4)).float() * odd[0]).abs().sum() * factor
+        with (
+            pytest.raises(TypeError, match="the gradient of '0' is torch.complex64"),
+            amp.scale_loss(loss, optimizers, delay_unscale=delay) as scaled_loss,
+        ):
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            assert all(p.grad is None for p in amp.master_params(optimizer))
+        assert good.weight.grad is None
+    with amp.scale_loss(good(torch.ones(1, 4)).sum(), optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+    optimizers[0].step()
+    assert not amp.step_was_skipped(optimizers[0])
+    assert amp.loss_scale() == 1024
+    amp.get_session().close()

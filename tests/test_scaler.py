@@ -137,11 +137,16 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: the host asks, does not wait, and asks again in the next block."""
-    arrived = False
+    arrived, waited = False, 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     class Event:
         def query(self) -> bool:
             return arrived
+
+        def synchronize(self) -> None:
+            nonlocal waited
+            waited += 1
 
     send = HostCopies.send
 
@@ -160,6 +165,15 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
     arrived = True
     with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer):
         assert [r.getMessage().rsplit(" ", 1)[1] for r in caplog.records] == ["512.0", "256.0"]
+    caplog.clear()
+    arrived = False
+    overflow(model, optimizer)
+    optimizer.step()
+    assert not caplog.records
+    assert not waited
+    amp.get_session().close()
+    assert [r.getMessage().rsplit(" ", 1)[1] for r in caplog.records] == ["128.0"]
+    assert waited
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -180,7 +180,7 @@ def device_seconds(run: Callable[[], object], repeats: int = 20) -> float:
     spans = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # the host gets ahead, so that its own time is not measured
+        torch.cuda._sleep(2_000_000)  # the host gets ahead, so that its own time is not measured
         start.record()
         run()
         end.record()
@@ -204,7 +204,8 @@ def launches(run: Callable[[], object]) -> int:
     """Return how many kernels and copies a call starts."""
     run()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA

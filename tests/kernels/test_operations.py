@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import amp.kernels.unscale as unscale_module
 from amp.kernels import scale_state
 from amp.kernels.axpby import axpby
 from amp.kernels.l2norm import clip_factor, l2norm
@@ -477,3 +478,53 @@ def test_the_default_dtype_is_not_the_kernels(device: torch.device, dtype: torch
     assert {norms.total.dtype, norms.each.dtype, norms.clip.dtype} == {F32}
     assert norms.total.item() == pytest.approx(1.5 * math.sqrt(7))
     assert found_inf.item() == 0
+
+
+@pytest.mark.parametrize("operation", ["unscale", "axpby", "master_copy"])
+def test_autograd_learns_of_what_is_written(device: torch.device, operation: str) -> None:
+    """Backward through a graph that saved a weight must notice that the weight has changed."""
+    source, target = [torch.ones(9, device=device)], [torch.ones(9, device=device).half()]
+    version = target[0]._version
+    if operation == "unscale":
+        unscale(source, target, scalar(device, 0.5), None)
+    elif operation == "axpby":
+        axpby(1.0, source, 1.0, source, target)
+    else:
+        master_copy(source, target)
+    assert target[0]._version > version
+
+
+def test_a_default_device_does_not_matter(device: torch.device) -> None:
+    grads = [torch.ones(4, device=device), torch.ones(6, device=device)[::2]]
+    found_inf, half = scalar(device, 0), scalar(device, 0.5)
+    torch.set_default_device("meta")
+    try:
+        unscale(grads, grads, half, found_inf)
+        check(grads, half, found_inf)
+        axpby(2.0, grads, 1.0, grads, grads, found_inf)
+        axpby(2.0, grads, 3.0, grads, grads, found_inf, check="y")
+        norms = l2norm(grads, found_inf=found_inf, max_norm=1)
+        master_copy(grads, grads)
+    finally:
+        torch.set_default_device(None)
+    assert norms.total.item() == pytest.approx(7.5 * math.sqrt(7))
+    assert found_inf.item() == 0
+
+
+def test_a_dtype_that_torch_cannot_check_is_checked_all_the_same(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own operation knows no bfloat16 on CUDA."""
+    monkeypatch.setattr(unscale_module, "_torch_can_check", lambda *_: False)
+    for dtype in DTYPES:
+        for factor in (1 / 3, 2.0):
+            grads = random_like_gradients(device, dtype)
+            expected = [(g.to(F64) * scalar(device, factor).to(F64)) for g in grads]
+            found_inf = scalar(device, 0)
+            unscale(grads, grads, scalar(device, factor), found_inf, backend="reference")
+            assert found_inf.item() == 0
+            for g, e in zip(grads, expected, strict=True):
+                assert_rounded(g, e.view_as(g), ulps=1.5)
+            grads[6][3] = math.nan
+            unscale(grads, grads, scalar(device, factor), found_inf, backend="reference")
+            assert found_inf.item() == 1

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,15 +17,22 @@ from torch import Tensor
 
 from amp.kernels import axpby, backend, l2norm, language, master_copy, tables, unscale, update_scale
 from amp.kernels.language import INTERPRETED, launch
+from tests.models import waiting_is_an_error
 
 gpu = pytest.mark.gpu
-in_triton = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or the interpreter"
-)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
 ]
+
+
+def in_triton(test: Any) -> Any:
+    """Mark a test that runs on a GPU and in the interpreter."""
+    possible = INTERPRETED or torch.cuda.is_available()
+    skip = pytest.mark.skipif(not possible, reason="needs a GPU, or the interpreter")
+    return pytest.mark.triton(skip(test))
+
+
 DEVICE = (
     torch.device("cuda", 0) if torch.cuda.is_available() and not INTERPRETED else torch.device("cpu")
 )
@@ -147,6 +155,14 @@ def test_new_tensors_at_old_addresses_are_not_taken_for_the_old_ones() -> None:
         untouched = torch.full_like(storage, 7.0).view(torch.uint8)[used:]
         assert torch.equal(storage.view(torch.uint8)[used:], untouched)
     storage.fill_(1.0)
+    for shape in ((4, 2), (2, 4)):  # the strides are the same, and the memory is not
+        strided = storage.as_strided(shape, (1, 4))
+        unscale.unscale([strided], [strided], HALF, None)
+    expected = torch.ones(64, device=DEVICE)
+    for shape in ((4, 2), (2, 4)):
+        expected.as_strided(shape, (1, 4)).mul_(0.5)
+    assert torch.equal(storage, expected)
+    storage.fill_(1.0)
     dense, gaps = storage[:32], storage[::2]
     unscale.unscale([dense], [dense], HALF, None)
     unscale.unscale([gaps], [gaps], HALF, None)
@@ -165,6 +181,33 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tables._plans) == 5
     unscale.unscale(kept[0], kept[0], HALF, None)
     assert torch.equal(kept[0][0], torch.full((3,), 0.25, device=DEVICE))
+
+
+@in_triton
+def test_a_backend_that_is_switched_is_switched_at_once(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = ones(3)
+    monkeypatch.setenv("AMP_KERNELS", "triton")
+    unscale.unscale(tensors, tensors, HALF, None)
+    monkeypatch.setenv("AMP_KERNELS", "reference")
+    unscale.unscale(tensors, tensors, HALF, None)
+    monkeypatch.setenv("AMP_KERNELS", "triton")
+    unscale.unscale(tensors, tensors, HALF, None, backend="reference")
+    assert launches == ["unscale_kernel"]
+
+
+def test_plans_are_made_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_KEPT", 3)
+    lists = [ones(2) for _ in range(8)]
+
+    def work(seed: int) -> None:
+        for i in range(300):
+            tables.plan(lists[(i * seed) % len(lists)], block=1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, (1, 3, 5, 7)))
+    assert len(tables._plans) <= 3
 
 
 def test_plans_hold_no_tensor_of_the_caller() -> None:
@@ -200,6 +243,7 @@ def test_only_multiples_of_16_bytes_move_128_bits_at_a_time() -> None:
 def test_backends_are_chosen_by_device_variable_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.delenv("AMP_KERNELS", raising=False)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(backend, "_works", lambda device: True)
     assert not backend.uses_triton(cpu)
     assert backend.uses_triton(cuda)
@@ -234,11 +278,17 @@ def test_a_backend_that_does_not_exist_or_cannot_run(monkeypatch: pytest.MonkeyP
         backend.uses_triton(tensor.device)
 
 
-def test_without_triton_the_reference_runs_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["Triton is not installed", "Triton finds no C compiler"])
+def test_where_triton_cannot_run_the_reference_does_and_says_so_once(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("AMP_KERNELS", raising=False)
-    monkeypatch.setattr(backend, "triton", None)
+    for name in ("AMP_KERNELS", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    if "compiler" in missing:
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setattr(backend, "triton", None)
     backend._works.cache_clear()
     try:
         for _ in range(3):
@@ -246,10 +296,20 @@ def test_without_triton_the_reference_runs_and_says_so_once(
         assert not backend.uses_triton(torch.device("cpu"))
     finally:
         backend._works.cache_clear()
-    assert [record.getMessage() for record in caplog.records] == [
-        "Triton is not installed: kernels run in plain torch, slower. pip install triton"
-    ]
-    assert caplog.records[0].levelno == logging.WARNING
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(missing)
+    assert record.getMessage().endswith(": kernels run in plain torch, slower")
+
+
+def test_the_interpreter_never_gets_addresses_of_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    monkeypatch.delenv("AMP_KERNELS", raising=False)
+    assert not backend.uses_triton(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match=r"cannot run tensors on cuda:0: .* the CPU instead"):
+        backend.uses_triton(torch.device("cuda", 0), "triton")
 
 
 def test_a_session_trains_where_triton_is_not_installed() -> None:
@@ -284,12 +344,10 @@ def test_no_operation_waits_for_the_device(name: str) -> None:
     tables._plans.clear()
     tables._chunks.cache_clear()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    more = ones(51, torch.float16)
+    with waiting_is_an_error():
         OPERATIONS[name](tensors, found_inf)
-        OPERATIONS[name](ones(51, torch.float16), found_inf)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        OPERATIONS[name](more, found_inf)
 
 
 @gpu
@@ -301,7 +359,8 @@ def test_the_profiler_counts_the_same_launches() -> None:
             continue  # it allocates here
         operation(tensors, found_inf)
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             operation(tensors, found_inf)
             torch.cuda.synchronize()
         kernels = [
