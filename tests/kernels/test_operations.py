@@ -255,7 +255,7 @@ def test_one_source_may_have_other_strides_than_its_target(device: torch.device)
 def test_axpby(
     device: torch.device, x: torch.dtype, y: torch.dtype, out: torch.dtype, misaligned: bool
 ) -> None:
-    for a, b in ((0.25, 1.0), (scalar(device, -1.5), scalar(device, 0.5)), (3.0, scalar(device, 2.0))):
+    for a, b in ((scalar(device, 0.25), 1.0), (-1.5, scalar(device, 0.5))):
         xs = random_like_gradients(device, x, misaligned=misaligned)
         ys = random_like_gradients(device, y)
         outs = poisoned(xs, out)
