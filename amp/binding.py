@@ -279,8 +279,9 @@ class OptimizerBinding:
         """
         moves = []
         for master, parameter in self._pairs():
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter not in done:
                 check_device(master, parameter)
+                done.add(parameter)
                 moves.append(_Move(master, parameter, parameter.grad, master.grad))
         kept_of = dict(self._set_aside)
         for parameter in self._direct():

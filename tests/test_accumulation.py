@@ -215,6 +215,20 @@ def test_what_one_block_delayed_for_two_optimizers_counts_once(level: str, then:
     assert all(amp.step_was_skipped(optimizer) for optimizer in optimizers)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_blocks_of_two_optimizers_that_share_parameters_count_each_gradient_once(level: str) -> None:
+    model = Mixed()
+    parameters = [model.cast, model.norm.bias]
+    optimizers = [torch.optim.SGD(parameters, lr=1.0) for _ in range(2)]
+    model, optimizers = initialize(model, optimizers, level)
+    for i in range(3):
+        with amp.scale_loss(model(micro_batch(i)), optimizers) as scaled_loss:
+            scaled_loss.backward()
+    for optimizer in optimizers:
+        cast = next(iter(amp.master_params(optimizer)))
+        assert torch.equal(cast.grad.float(), sum(micro_batch(i) for i in range(3)))
+
+
 def test_close_unscales_what_was_delayed() -> None:
     model, optimizer = make("O1")
     run_block(model, optimizer, 0, delay_unscale=True)
