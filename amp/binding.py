@@ -531,6 +531,7 @@ class OptimizerBinding:
         self._verdicts = []
 
 
+@disable_casts_in_thread()
 def unscale_and_update(
     bindings: list[OptimizerBinding], scale: ScaleSnapshot, update: bool = True
 ) -> None:

@@ -61,7 +61,7 @@ def _count_in_process(change: int) -> None:
 
 @contextmanager
 def disable_casts_in_thread() -> Iterator[None]:
-    """Run the block, an optimizer's step, with no function casting its arguments in this thread."""
+    """Run the block with no function casting its arguments in this thread: it is not the model's."""
     _switch.off_in_thread += 1
     try:
         yield
