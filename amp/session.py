@@ -87,6 +87,7 @@ class Session:
         )
         self.verbosity = verbosity
         self.closed = False
+        _check_environment()
         groups = distributed.as_process_groups(process_group)
         self.scalers = [
             LossScaler(self.properties.loss_scaling, i, groups)
@@ -359,6 +360,15 @@ def as_optimizer_list(optimizers: Any) -> list[Any]:
             f"makes; got {type(wrong[0]).__name__ if wrong else 'an empty list'}"
         )
     return [value for i, value in enumerate(given) if not any(value is o for o in given[:i])]
+
+
+def _check_environment() -> None:
+    from amp.kernels.backend import requested  # loads Triton
+
+    try:
+        requested()
+    except ValueError as error:
+        raise AmpValueError(f"the environment variable {error}") from None
 
 
 def _as_optimizers(optimizers: Any) -> list[Any]:

@@ -127,7 +127,7 @@ def _axpby_block(x, y, out, i, mask, a, b, CHECK: tl.constexpr):
     return any_of(not_finite(checked))
 
 
-@jit
+@jit(do_not_specialize=["a", "b", "found_inf"])
 def axpby_kernel(
     rows,
     chunks,

@@ -23,6 +23,18 @@ logger = logging.getLogger("amp")
 BACKENDS = ("triton", "reference")
 
 
+def requested(backend: str | None = None) -> tuple[str, str]:
+    """Return the backend that is asked for, or an empty string, and by what.
+
+    Raises:
+        ValueError: `backend`, or `AMP_KERNELS`, names no backend.
+    """
+    name, source = backend or os.environ.get("AMP_KERNELS", ""), "backend" if backend else "AMP_KERNELS"
+    if name and name not in BACKENDS:
+        raise ValueError(f"{source}={name!r} is not one of {', '.join(BACKENDS)}")
+    return name, source
+
+
 def uses_triton(device: torch.device, backend: str | None = None) -> bool:
     """Whether an operation on tensors of `device` runs in Triton.
 
@@ -30,11 +42,9 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
         ValueError: `backend`, or `AMP_KERNELS`, names no backend.
         RuntimeError: Triton is asked for, and cannot run there.
     """
-    name, source = (backend, "backend") if backend else (os.environ.get("AMP_KERNELS"), "AMP_KERNELS")
+    name, source = requested(backend)
     if not name:
         return device.type == "cuda" and not INTERPRETED and _works(device)
-    if name not in BACKENDS:
-        raise ValueError(f"{source}={name!r} is not one of {', '.join(BACKENDS)}")
     if name == "reference":
         return False
     if triton is None:

@@ -177,7 +177,7 @@ def _squares_block(tensor, i, mask, inv_scale):
     return tl.sum(y * y, axis=0), any_of(not_finite(x))
 
 
-@jit
+@jit(do_not_specialize=["inv_scale", "sums", "found_inf"])
 def squares_kernel(rows, chunks, inv_scale, sums, found_inf, TENSOR: tl.constexpr, BLOCK: tl.constexpr):
     row, start, length = locate(chunks, rows, 1, BLOCK)
     tensor = tl.load(row)
@@ -208,7 +208,7 @@ def _sum_of(sums, first, end, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@jit(do_not_specialize=["n_partials", "n"])
+@jit(do_not_specialize=["sums", "each", "n_partials", "total", "clip", "n"])
 def norms_kernel(
     rows,
     firsts,

@@ -27,7 +27,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """Do what `triton.jit` does, or nothing without Triton."""
+    """Do what `triton.jit` does, or nothing without Triton.
+
+    Kernels name in `do_not_specialize` the numbers, and the addresses of single numbers, whose
+    divisibility changes nothing: each combination would be compiled on its own.
+    """
     if triton is not None:
         return triton.jit(function, **options)
     return function or (lambda undecorated: undecorated)

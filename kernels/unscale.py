@@ -128,7 +128,7 @@ def _unscale_block(source, target, i, mask, inv_scale):
     return any_of(not_finite(y))
 
 
-@jit
+@jit(do_not_specialize=["inv_scale", "found_inf"])
 def unscale_kernel(
     rows, chunks, inv_scale, found_inf, SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -158,7 +158,7 @@ def unscale_kernel(
             tl.store(found_inf, 1.0)
 
 
-@jit
+@jit(do_not_specialize=["inv_scale", "found_inf"])
 def check_kernel(rows, chunks, inv_scale, found_inf, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
     row, start, length = locate(chunks, rows, 1, BLOCK)
     source = tl.load(row)

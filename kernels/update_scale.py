@@ -62,7 +62,7 @@ def update_scale(
         update_scale_reference(state, *numbers, reset_each_step)
 
 
-@jit
+@jit(do_not_specialize=["state"])
 def update_kernel(
     state,
     growth_factor,

@@ -500,3 +500,16 @@ def test_doubles_and_complex_parameters_keep_their_dtype() -> None:
             assert model.wide.weight.dtype is torch.float64
         assert not torch.equal(model.phase, phase)
         assert not torch.equal(model.wide.weight, double)
+
+
+def test_a_backend_that_does_not_exist_is_refused_before_anything_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AMP_KERNELS", "tritn")
+    model = linear()
+    with pytest.raises(
+        ValueError, match="variable AMP_KERNELS='tritn' is not one of triton, refer"
+    ) as e:
+        amp.initialize(model, sgd(model), opt_level="O2")
+    assert isinstance(e.value, amp.AmpError)
+    assert model.weight.dtype is torch.float32
