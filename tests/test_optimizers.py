@@ -790,3 +790,18 @@ def test_a_gradient_that_is_refused_leaves_no_optimizer_of_the_block_half_done(
     assert not amp.step_was_skipped(optimizers[0])
     assert amp.loss_scale() == 1024
     amp.get_session().close()
+
+
+def test_close_succeeds_whatever_gradients_wait_for_unscaling() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3))
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model, optimizer = initialize(model, sgd(model), "O1")
+    with amp.scale_loss(model.weight.sum(), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    model.phase.abs().sum().backward()
+    with pytest.raises(TypeError, match="the gradient of 'phase'"):
+        optimizer.step()
+    amp.get_session().close()
+    assert "step" not in vars(optimizer)
+    assert model.weight.grad is None  # it was scaled, and could not be unscaled any more
