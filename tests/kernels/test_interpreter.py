@@ -23,7 +23,8 @@ TESTS = Path(__file__).parent
 def test_every_operation_and_a_training_step_in_the_interpreter() -> None:
     files = [TESTS / "test_operations.py", TESTS / "test_tables.py", TESTS.parent / "test_host_sync.py"]
     options = ["-q", "-p", "no:cacheprovider", "-m"]
-    warnings = ["-W", "ignore:invalid value encountered:RuntimeWarning"]  # NumPy interprets
+    noise = ["invalid value encountered:RuntimeWarning", "Conversion of an array:DeprecationWarning"]
+    warnings = [word for message in noise for word in ("-W", f"ignore:{message}")]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "not gpu", *warnings, *map(str, files)],
         env={**os.environ, "TRITON_INTERPRET": "1", "AMP_KERNELS": "triton"},
