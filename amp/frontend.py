@@ -149,7 +149,7 @@ def scale_loss(
     of each of the optimizers is skipped and a dynamic scale goes down. If the block raises, its
     gradients are dropped. Nothing here makes the host wait for the device. Under dynamic scaling
     `step` does, once for each block, for 4 bytes; not with torch's fused optimizers, which skip on the
-    device, except in their first step.
+    device, except in their first step and with a closure.
 
     Args:
         loss: a floating-point tensor of any shape.
