@@ -163,6 +163,7 @@ class OpCaster:
                 missing.append(f"{rule.place}.{rule.name}")
             if rule.category in ("half", "float", "promote") and not rule.name.startswith("__"):
                 self._install_in_place(rule, target)
+        self._patches.wrap(nn.RNNBase, "check_input", functools.partial(_make_rnn_check, self))
         if missing:
             logger.warning("torch %s has no %s", torch.__version__, ", ".join(missing))
 
@@ -181,6 +182,10 @@ class OpCaster:
             model.register_forward_pre_hook(scope.before),
             model.register_forward_hook(scope.after, always_call=True),
         ]
+
+    def is_casting(self) -> bool:
+        """Whether functions cast their arguments now, in this thread."""
+        return self.live and not (_switch.off_in_process or _switch.off_in_thread)
 
     def close(self) -> None:
         """Give every function back. Idempotent."""
@@ -292,6 +297,19 @@ def _refuse(rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argu
                     f"{rule.place}.{rule.name} was given a {tensor.dtype} tensor: {rule.advice}."
                 )
     return args, kwargs
+
+
+def _make_rnn_check(caster: OpCaster, original: Function) -> Function:
+    """Return `RNNBase.check_input` for inputs whose dtype need not be the weights': both are cast."""
+
+    @functools.wraps(original)
+    def check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        weight = module._flat_weights[0]
+        if caster.is_casting() and isinstance(weight, Tensor) and input.dtype in CASTABLE:
+            input = torch.empty_like(input, dtype=weight.dtype, device="meta")
+        original(module, input, batch_sizes)
+
+    return check_input
 
 
 def _make_in_place_refusal(caster: OpCaster, original: Function) -> Function:

@@ -13,7 +13,14 @@ from amp.frontend import _Default
 
 torch.set_num_threads(1)  # the tests' tensors are too small for more
 
-PATCHED_PLACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg)
+PATCHED_PLACES = (
+    torch,
+    torch.nn.functional,
+    torch.Tensor,
+    torch.linalg,
+    torch._VF,
+    torch.nn.RNNBase,
+)
 
 
 def _attributes() -> dict[tuple[object, str], object]:
