@@ -18,6 +18,7 @@ PATCHED_PLACES = (
     torch.nn.functional,
     torch.Tensor,
     torch.linalg,
+    torch.fft,
     torch._VF,
     torch.nn.RNNBase,
 )

@@ -170,6 +170,71 @@ def test_float_ops(half: torch.dtype, name: str, from_half: bool) -> None:
     check_values(op, x)
 
 
+SPD = X @ X.T + 4 * torch.eye(4)
+VOLUME = torch.randn(2, 3, 6, 6, 6, generator=torch.Generator().manual_seed(3))
+POOLED, PLACES = F.max_pool2d(IMAGE, 2, return_indices=True)
+POOLED_3D, PLACES_3D = F.max_pool3d(VOLUME, 2, return_indices=True)
+
+CPU_FLOAT_OPS: dict[str, tuple[Any, Tensor]] = {
+    "F.avg_pool3d": (lambda x: F.avg_pool3d(x, 2), VOLUME),
+    "nn.AvgPool3d": (lambda x: nn.AvgPool3d(2)(x), VOLUME),
+    "F.adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, 2), VOLUME),
+    "F.max_pool3d": (lambda x: F.max_pool3d(x, 2), VOLUME),
+    "nn.MaxPool3d": (lambda x: nn.MaxPool3d(2)(x), VOLUME),
+    "F.adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, 2), VOLUME),
+    "F.fractional_max_pool2d": (
+        lambda x: F.fractional_max_pool2d(x, 2, 3, _random_samples=IMAGE[:, :4, 0, :2].abs() % 1),
+        IMAGE,
+    ),
+    "F.max_unpool2d": (lambda x: F.max_unpool2d(x, PLACES, [2, 2]), POOLED),
+    "F.max_unpool3d": (lambda x: F.max_unpool3d(x, PLACES_3D, [2, 2, 2]), POOLED_3D),
+    "torch.quantile": (lambda x: torch.quantile(x, 0.3), X),
+    "Tensor.quantile": (lambda x: x.quantile(0.3, dim=1), X),
+    "torch.nanquantile": (lambda x: torch.nanquantile(x, 0.3), X),
+    "torch.stft": (
+        lambda x: torch.stft(x, 4, window=torch.ones(4), return_complex=True),
+        X.flatten(),
+    ),
+    "torch.trace": (lambda x: torch.trace(x), X),
+    "Tensor.trace": (lambda x: x.trace(), X),
+    "torch.polar": (lambda x: torch.polar(x, x), X),
+    "torch.view_as_complex": (lambda x: torch.view_as_complex(x), X.reshape(4, 2, 2)),
+    "torch.inverse": (lambda x: torch.inverse(x), SPD),
+    "Tensor.inverse": (lambda x: x.inverse(), SPD),
+    "torch.pinverse": (lambda x: torch.pinverse(x), SPD),
+    "torch.cholesky_solve": (lambda x: torch.cholesky_solve(X, x), SPD.tril()),
+    "torch.cholesky_inverse": (lambda x: torch.cholesky_inverse(x), SPD.tril()),
+    "linalg.cond": (lambda x: torch.linalg.cond(x), SPD),
+    "linalg.solve": (lambda x: torch.linalg.solve(x, X), SPD),
+    "linalg.cholesky": (lambda x: torch.linalg.cholesky(x), SPD),
+    "linalg.svdvals": (lambda x: torch.linalg.svdvals(x), SPD),
+    "linalg.eigvalsh": (lambda x: torch.linalg.eigvalsh(x), SPD),
+    "linalg.inv": (lambda x: torch.linalg.inv(x), SPD),
+    "linalg.tensorinv": (lambda x: torch.linalg.tensorinv(x, ind=1), SPD),
+    "linalg.tensorsolve": (lambda x: torch.linalg.tensorsolve(x, X[0]), SPD),
+    "linalg.lstsq": (lambda x: torch.linalg.lstsq(x, X).solution, SPD),
+    "linalg.qr": (lambda x: torch.linalg.qr(x).R.abs(), SPD),
+    "linalg.eigh": (lambda x: torch.linalg.eigh(x).eigenvalues, SPD),
+    "fft.fft": (lambda x: torch.fft.fft(x), X),
+    "fft.rfft2": (lambda x: torch.fft.rfft2(x), X),
+    "fft.hfft": (lambda x: torch.fft.hfft(x), X),
+    "fft.ihfft": (lambda x: torch.fft.ihfft(x), X),
+    "fft.fftn": (lambda x: torch.fft.fftn(x), X),
+}
+
+
+@pytest.mark.parametrize("name", CPU_FLOAT_OPS)
+@pytest.mark.parametrize("from_half", [False, True])
+def test_ops_that_autocast_widens_on_the_cpu(half: torch.dtype, name: str, from_half: bool) -> None:
+    """Many have no half kernels at all. FP32 on what was half: the very same values."""
+    op, x = CPU_FLOAT_OPS[name]
+    x = x.to(half) if from_half else x
+    actual = op(x)
+    assert actual.dtype in (torch.float32, torch.complex64)
+    with amp.disable_casts():
+        torch.testing.assert_close(actual, op(x.float()))
+
+
 @pytest.mark.parametrize("name", FOLLOWING_OPS)
 @pytest.mark.parametrize("from_half", [False, True])
 def test_other_ops_follow_their_input(half: torch.dtype, name: str, from_half: bool) -> None:
