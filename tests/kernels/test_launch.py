@@ -1,0 +1,116 @@
+"""What the launchers hand to Triton compiles, without a GPU: all but the launch itself happens.
+
+A driver that only names a device stands in for a GPU's, and kernels are compiled from the very
+arguments that an operation passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp.kernels import axpby, l2norm, master_copy, tables, unscale, update_scale
+from amp.kernels.language import INTERPRETED, triton
+
+if triton is None or INTERPRETED:
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class NoDevice:
+    """A driver for an sm_90 that is not there."""
+
+    number = 1000  # of no real device: Triton keeps what it compiled by this number
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+
+KERNELS = (
+    axpby.axpby_kernel,
+    l2norm.norms_kernel,
+    l2norm.squares_kernel,
+    master_copy.copy_kernel,
+    unscale.check_kernel,
+    unscale.unscale_kernel,
+    update_scale.update_kernel,
+)
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How many variants of each kernel have been compiled."""
+    compiled: dict[str, int] = {}
+
+    def compile_only(kernel: Any, programs: int, device: Any, *args: Any, **options: Any) -> None:
+        assert kernel.warmup(*args, grid=(programs,), **options) is not None
+        compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
+
+    for module in (axpby, l2norm, master_copy, unscale, update_scale):
+        monkeypatch.setattr(module, "launch", compile_only)
+    for module in (tables, update_scale):
+        monkeypatch.setattr(module, "uses_triton", lambda *_: True)
+    for kernel in KERNELS:
+        kernel.device_caches.pop(NoDevice.number, None)
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    tables._plans.clear()
+    yield compiled
+    tables._plans.clear()
+
+
+def tensors(n: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.ones(10 + i, dtype=dtype) for i in range(n)]
+
+
+FLAGS = torch.zeros(8)
+
+
+def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]) -> None:
+    """Neither numbers of tensors nor the alignment of single numbers is worth another compilation."""
+    for n in (1, 2, 16, 17):
+        halves, floats = tensors(n, torch.float16), tensors(n, torch.float32)
+        for flag, one in ((FLAGS[:1], torch.ones(1)), (FLAGS[1:2], torch.ones(2)[1:])):
+            unscale.unscale(halves, floats, one, flag)
+            unscale.check(halves, one, flag)
+            axpby.axpby(one, halves, 1.0, floats, floats, flag, check="x")
+            l2norm.l2norm(halves, one, found_inf=flag, max_norm=2)
+            master_copy.master_copy(floats, halves)
+    lists = [kernel.__name__ for kernel in KERNELS if kernel is not update_scale.update_kernel]
+    assert variants == dict.fromkeys(lists, 1)
+
+
+def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) -> None:
+    halves, floats, one = tensors(3, torch.float16), tensors(3, torch.float32), torch.ones(1)
+    doubles = tensors(3, torch.float64)
+    unscale.unscale(halves, floats, one, None)
+    unscale.unscale(doubles, floats, one, FLAGS[:1])
+    for which in ("x", "y", "both"):
+        axpby.axpby(2.0, halves, one, floats, floats, FLAGS[:1], check=which)  # type: ignore[arg-type]
+    axpby.axpby(2.0, halves, 3.0, floats, doubles)
+    l2norm.l2norm(halves + floats + doubles)
+    master_copy.master_copy(doubles, tensors(3, torch.bfloat16))
+    for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0]), FLAGS[1:7]):
+        for reset_each_step in (False, True):
+            update_scale.update_scale(
+                state,
+                growth_factor=2,
+                backoff_factor=0.5,
+                growth_interval=2000,
+                hysteresis=1,
+                reset_each_step=reset_each_step,
+                floor=1,
+                ceiling=float("inf"),
+            )
+    assert variants["update_kernel"] == 2
