@@ -102,14 +102,21 @@ def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Pl
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return _make_plan(lists, block, backend, keep=False)
+    if not lists[0]:
+        check_lists(*lists)
+        return Plan((), (), ())
+    in_triton = uses_triton(lists[0][0].device, backend)
+    sign = _signature if in_triton else _signature_without_addresses
     signatures: list[object] = []
     for i, tensors in enumerate(lists):
         in_place = i > 0 and tensors is lists[i - 1]
-        signatures.append("same" if in_place else _signature(tensors))
+        signatures.append("same" if in_place else sign(tensors))
     key = (block, backend, os.environ.get("AMP_KERNELS"), *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
         known = _make_plan(lists, block, backend, keep=True)
+        if known.parts and not in_triton:
+            return known  # a list that begins on one device and goes on on another: addresses matter
         with _plans_lock:
             while len(_plans) >= _KEPT:
                 del _plans[next(iter(_plans))]
@@ -168,6 +175,15 @@ def _signature(tensors: Sequence[Tensor]) -> tuple[object, ...]:
         tuple(map(Tensor.numel, tensors)),
         tuple([tensor.dtype for tensor in tensors]),
         strides,
+    )
+
+
+def _signature_without_addresses(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """Return all that a plan without tables depends on. On the CPU, gradients move with each step."""
+    return (
+        tuple([tensor.shape for tensor in tensors]),
+        tuple([tensor.dtype for tensor in tensors]),
+        tuple([tensor.device for tensor in tensors]),
     )
 
 
