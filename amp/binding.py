@@ -416,8 +416,8 @@ class OptimizerBinding:
             with disable_casts_in_thread():
                 result = step(*args, **kwargs)
             self._write_back()
-        self._report_all(self._step_verdicts)
         self._drop_master_grads()
+        self._report_all(self._step_verdicts)  # last: a warning may be an error
         return result
 
     def _skips_on_device(self) -> bool:

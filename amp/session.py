@@ -198,11 +198,10 @@ class Session:
         The dtype of the models stays what it was cast to; `model.float()` widens it. Optimizer state
         is recast to the parameters' dtype. The host waits for the device, to log the last overflows.
         """
-        if not self.closed:
-            for scaler in self.scalers:
-                self._report_overflows(scaler, wait=True)
         self.closed = True
         self._undo.close()
+        for scaler in self.scalers:  # last: a warning may be an error
+            self._report_overflows(scaler, wait=True)
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -280,9 +279,8 @@ class Session:
         return self.scalers[loss_id]
 
     def _binding(self, optimizer: Any) -> OptimizerBinding:
-        binding = OptimizerBinding.of(
-            optimizer
-        )  # of another session, perhaps: its gradients are as good
+        # Of another session, perhaps: its gradients are as good.
+        binding = OptimizerBinding.of(optimizer)
         if binding is None:
             raise foreign_optimizer(optimizer)
         return binding
@@ -363,6 +361,8 @@ def as_optimizer_list(optimizers: Any) -> list[Any]:
 
 
 def _check_environment() -> None:
+    if "AMP_KERNELS" not in os.environ:
+        return
     from amp.kernels.backend import requested  # loads Triton
 
     try:

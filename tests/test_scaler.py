@@ -333,3 +333,16 @@ def test_the_default_dtype_is_not_the_scalers(dtype: torch.dtype) -> None:
         assert grad.item() == 2 / 16
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_warning_that_is_an_error_does_not_keep_a_session_open() -> None:
+    model = linear()
+    model, optimizer = initialize(
+        model, sgd(model), "O1", verbosity=0, loss_scale={"init": 1, "overflow_patience": 1}
+    )
+    original = torch.nn.functional.linear.__wrapped__
+    overflow(model, optimizer)
+    with pytest.raises(amp.AmpWarning, match="scaling is not the cause"):
+        amp.get_session().close()
+    assert torch.nn.functional.linear is original
+    assert "step" not in vars(optimizer)
