@@ -13,6 +13,9 @@ from amp.errors import AmpRuntimeError, AmpTypeError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+"""Types that are no DTensor: every gradient of every step is asked."""
+
 
 def rank() -> int:
     """Return this process's rank, 0 where there is no process group."""
@@ -52,6 +55,8 @@ def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
     """Return the process groups over which DTensors are cut into shards, each once."""
     groups: list[ProcessGroup] = []
     for tensor in tensors:
+        if type(tensor) in _PLAIN:
+            continue
         mesh: Any = getattr(tensor, "device_mesh", None)
         for dim, placement in enumerate(getattr(tensor, "placements", ())):
             group = mesh.get_group(dim)
@@ -62,6 +67,8 @@ def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
 
 def check_placements(grad: Tensor) -> None:
     """Raise if a DTensor's gradient is not summed over its ranks yet."""
+    if type(grad) in _PLAIN:
+        return
     for placement in getattr(grad, "placements", ()):
         if placement.is_partial():
             raise AmpRuntimeError(
