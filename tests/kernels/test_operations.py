@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +29,6 @@ from amp.kernels.update_scale import update_scale
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (F16, BF16, F32, F64)
 EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
-BLOCKS = (4096, 8192, 16384)
-"""The operations' chunk sizes; sizes around them cut a tensor into several chunks."""
 SIZES: tuple[tuple[int, ...], ...] = (
     (),
     (0,),
@@ -454,9 +451,6 @@ def test_lists_that_do_not_match(device: torch.device) -> None:
         axpby(1.0, [a], 1.0, [a], [a], check="z")  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(
-    not INTERPRETED and os.environ.get("AMP_KERNELS") is not None, reason="AMP_KERNELS is set"
-)
 def test_elements_that_overlap_are_refused(device: torch.device) -> None:
     overlapping = torch.ones(1, device=device).expand(4)
     with pytest.raises(RuntimeError, match="single memory location"):
