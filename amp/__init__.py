@@ -15,10 +15,19 @@ from amp.frontend import master_params as master_params
 from amp.frontend import scale_loss as scale_loss
 from amp.frontend import state_dict as state_dict
 from amp.frontend import step_was_skipped as step_was_skipped
-from amp.opcast import disable_casts as disable_casts
 from amp.profiles import load_profile as load_profile
 from amp.properties import LossScaling as LossScaling
 from amp.properties import Properties as Properties
+from amp.regions import disable_casts as disable_casts
+from amp.registry import bfloat16_function as bfloat16_function
+from amp.registry import float_function as float_function
+from amp.registry import half_function as half_function
+from amp.registry import promote_function as promote_function
+from amp.registry import register_bfloat16_function as register_bfloat16_function
+from amp.registry import register_float_function as register_float_function
+from amp.registry import register_half_function as register_half_function
+from amp.registry import register_promote_function as register_promote_function
+from amp.rules import Rule as Rule
 from amp.session import Session as Session
 
 __version__ = "0.1.0"
@@ -28,14 +37,23 @@ __all__ = [
     "AmpWarning",
     "LossScaling",
     "Properties",
+    "Rule",
     "Session",
+    "bfloat16_function",
     "disable_casts",
+    "float_function",
     "get_session",
+    "half_function",
     "initialize",
     "load_profile",
     "load_state_dict",
     "loss_scale",
     "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "state_dict",
     "step_was_skipped",

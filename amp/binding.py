@@ -28,8 +28,8 @@ from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
 from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
 from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters import Contents, MasterWeights, check_device
-from amp.opcast import disable_casts_in_thread, restore_casts_in_thread
 from amp.patching import Patches
+from amp.regions import disable_casts, same_casts
 from amp.scaler import LossScaler, ScaleSnapshot, Verdict
 
 if TYPE_CHECKING:
@@ -406,14 +406,14 @@ class OptimizerBinding:
         self._step_verdicts, self._verdicts = self._verdicts, []
         result = None
         if self._skips_on_device():
-            with disable_casts_in_thread(), self._found_inf_for_optimizer():
+            with disable_casts(), self._found_inf_for_optimizer():
                 result = step(*args, **kwargs)
             self._write_back()
         elif self.step_was_skipped:
             # A scheduler made before `initialize` would otherwise warn that it was stepped first.
             self.optimizer._opt_called = True
         else:
-            with disable_casts_in_thread():
+            with disable_casts():
                 result = step(*args, **kwargs)
             self._write_back()
         self._drop_master_grads()
@@ -462,10 +462,11 @@ class OptimizerBinding:
         lowered scale, and the step is not skipped.
         """
         self._follow_parameters()
+        as_around_the_step = same_casts()
 
         def evaluate() -> Any:
             self._write_back()
-            with restore_casts_in_thread():
+            with as_around_the_step():
                 for _ in range(_CLOSURE_TRIES):
                     loss = closure()
                     self._settle()
@@ -480,7 +481,7 @@ class OptimizerBinding:
                 "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
             )
 
-        with disable_casts_in_thread():
+        with disable_casts():
             result = step(evaluate, *args, **kwargs)
         self._step_verdicts = []
         self._write_back()
@@ -531,7 +532,7 @@ class OptimizerBinding:
         self._verdicts = []
 
 
-@disable_casts_in_thread()
+@disable_casts()
 def unscale_and_update(
     bindings: list[OptimizerBinding], scale: ScaleSnapshot, update: bool = True
 ) -> None:

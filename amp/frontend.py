@@ -15,6 +15,7 @@ from amp import checkpoint
 from amp.binding import OptimizerBinding
 from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
 from amp.properties import OVERRIDE_KEYS, LossScaling
+from amp.rules import Rule
 from amp.session import Session, as_optimizer_list, foreign_optimizer
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | str | None = None,
     keep_norm_fp32: bool | str | None = None,
+    rules: Sequence[Mapping[str, Any] | Rule] | None = None,
     process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
     **unknown: Any,
 ) -> Any:
@@ -81,6 +83,8 @@ def initialize(
             default here.
         patch_torch_functions_type: the dtype that functions cast to, as in ROCm's apex.
         keep_norm_fp32: whether all norms stay FP32 in a cast model.
+        rules: a list of `{op: name, cast: dtype}` and `{module: name, cast: dtype}`, on top of the
+            profile's; see docs/profiles.md.
         process_group: whose ranks skip a step together; see `amp.Session`.
         **unknown: refused, with the nearest name that exists.
 
@@ -108,6 +112,7 @@ def initialize(
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         keep_norm_fp32=keep_norm_fp32,
         master_weights=master_weights,
+        rules=rules,
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
         min_loss_scale=min_loss_scale or None,

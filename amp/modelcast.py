@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from amp.dtypes import CASTABLE
 from amp.masters import Contents
 from amp.properties import Properties
+from amp.rules import Rule
 
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 _ONE_DTYPE_LAYERS = (
@@ -48,19 +49,36 @@ def keeps_fp32(module: nn.Module, properties: Properties) -> bool:
     return bool(properties.keep_norm_fp32) and isinstance(module, (_NormBase, *_OTHER_NORMS))
 
 
+def _ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, torch.dtype]:
+    """Return the modules that a user's rules speak of, with all inside them, and their dtypes."""
+    ruled: dict[nn.Module, torch.dtype] = {}
+    for rule in rules:
+        for name, module in model.named_modules():
+            if rule.dtype is not None and rule.matches(name, module):
+                ruled.update(dict.fromkeys(module.modules(), rule.dtype))
+    return ruled
+
+
+def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
+    return (*module.parameters(recurse=False), *module.buffers(recurse=False))
+
+
 def cast_weights(model: nn.Module, properties: Properties, before: dict[Tensor, Contents]) -> None:
     """Cast the parameters, buffers and gradients of `model` in place.
 
     Norms that the properties keep, and tensors that are neither float16, bfloat16 nor float32, stay
-    as they are. What each tensor that is cast held is put into `before`.
+    as they are. A user's rules win, also over a tensor that other modules share. What each tensor
+    that is cast held is put into `before`.
     """
-    dtype = properties.cast_model_type
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(properties.cast_model_type, torch.dtype):
         return
+    ruled = _ruled_modules(model, properties.rules)
+    by_rule = {tensor: dtype for module, dtype in ruled.items() for tensor in _tensors_of(module)}
     for module in model.modules():
-        if keeps_fp32(module, properties):
+        if module not in ruled and keeps_fp32(module, properties):
             continue
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        for tensor in _tensors_of(module):
+            dtype = by_rule.get(tensor, properties.cast_model_type)
             if tensor.dtype in CASTABLE and tensor.dtype is not dtype:
                 before[tensor] = held = Contents.of(tensor)
                 grad = None if held.grad is None else held.grad.to(dtype)
@@ -77,20 +95,26 @@ def install_hooks(model: nn.Module, properties: Properties) -> list[RemovableHan
     - A layer that needs its input in its weight's dtype casts it, so that a sub-module can be called
       on its own and FP32 activations may appear inside the model.
     - A norm kept in FP32 that cannot take half inputs casts them up and its output down again.
+    - A module that a rule speaks of casts its inputs to the rule's dtype, and gives what comes out.
     """
     dtype = properties.cast_model_type
     outputs = properties.cast_model_outputs
     if not isinstance(dtype, torch.dtype) or _is_float64(model):
         return [] if outputs is None else [_cast_outputs(model, outputs)]
     handles = []
+    ruled = _ruled_modules(model, properties.rules)
     for module in model.modules():
+        if module in ruled:
+            handles.append(_cast_inputs(module, ruled[module]))
+            continue
         needed = _needed_input_dtype(module, dtype)
         if module is model or needed is None:
             continue
         handles.append(_cast_inputs(module, needed))
         if needed is not dtype:
             handles.append(_cast_outputs(module, dtype))
-    handles.append(_cast_inputs(model, _needed_input_dtype(model, dtype) or dtype))
+    if model not in ruled:
+        handles.append(_cast_inputs(model, _needed_input_dtype(model, dtype) or dtype))
     handles.append(_cast_outputs(model, outputs or torch.float32))
     return handles
 
@@ -103,8 +127,7 @@ def _is_float64(model: nn.Module) -> bool:
 
 def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype that this layer must be given, or None if it is not a layer that must."""
-    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+    dtype = next((tensor.dtype for tensor in _tensors_of(module) if tensor.is_floating_point()), None)
     if isinstance(module, _ONE_DTYPE_LAYERS):
         return dtype
     if isinstance(module, _NormBase) and dtype is model_dtype:  # wider statistics take any input
@@ -202,9 +225,8 @@ def _map_sequence(function: Function, value: Any, inside: frozenset[int]) -> Any
 
 
 def _map_mapping(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    changed = {
-        key: new for key, old in value.items() if (new := _map(function, old, inside)) is not old
-    }
+    mapped = {key: _map(function, old, inside) for key, old in value.items()}
+    changed = {key: new for key, new in mapped.items() if new is not value[key]}
     if not changed:
         return value
     try:

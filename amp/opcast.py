@@ -2,144 +2,36 @@
 
 `OpCaster.install` replaces the functions of an `OpPolicy` by wrappers, process-wide, and `close`
 gives the originals back. A wrapper casts what is not in the right dtype already and calls the
-original: autograd sees ordinary casts, so gradients come back in the dtype of the leaves.
+original: autograd sees ordinary casts, so gradients come back in the dtype of the leaves. `regions`
+knows where that happens. In a model's forward the ops that torch.autocast casts itself are left to
+it: it is faster, and caches the casts of weights.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
-import threading
+import hashlib
+import inspect
+import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpNotImplementedError
+from amp import regions
+from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
+from amp.errors import AmpNotImplementedError, AmpRuntimeError, AmpWarning
 from amp.patching import Patches
-from amp.policy import OpPolicy, OpRule
-
-logger = logging.getLogger("amp")
+from amp.policy import OpPolicy, OpRule, resolve
+from amp.regions import DEVICE_TYPES, disable_casts, forwards
 
 Function = Callable[..., Any]
-
-
-class _Switch(threading.local):
-    """How many blocks have switched casts off: in the process, and in this thread alone."""
-
-    off_in_process = 0
-    off_in_thread = 0
-    lock = threading.Lock()
-
-
-_switch = _Switch()
-
-
-@contextmanager
-def disable_casts() -> Iterator[None]:
-    """Run the block with no function casting its arguments, in this thread and all others.
-
-    Blocks may nest, and an exception ends them like a normal exit. Where no session casts
-    functions, nothing happens.
-    """
-    _count_in_process(1)
-    try:
-        yield
-    finally:
-        _count_in_process(-1)
-
-
-def _count_in_process(change: int) -> None:
-    with _Switch.lock:
-        _Switch.off_in_process += change
-
-
-@contextmanager
-def disable_casts_in_thread() -> Iterator[None]:
-    """Run the block with no function casting its arguments in this thread: it is not the model's."""
-    _switch.off_in_thread += 1
-    try:
-        yield
-    finally:
-        _switch.off_in_thread -= 1
-
-
-@contextmanager
-def restore_casts_in_thread() -> Iterator[None]:
-    """Run the block as if one `disable_casts_in_thread` around it were not there."""
-    _switch.off_in_thread -= 1
-    try:
-        yield
-    finally:
-        _switch.off_in_thread += 1
-
-
-class WeightCache(threading.local):
-    """Casts of parameters, kept while a model's forward runs, so that a weight used twice is cast once.
-
-    Nothing outlives the outermost forward of a session's model in its thread, and a cast is found
-    again only for the same parameter, version, storage, grad mode and `requires_grad`. So no optimizer
-    step, `load_state_dict` or EMA swap can leave a stale weight here, and none is held during backward.
-    """
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.casts: dict[tuple[Any, ...], Tensor] = {}
-
-    def enter(self) -> None:
-        """A forward begins."""
-        self.depth += 1
-
-    def leave(self) -> None:
-        """A forward ends; the outermost one takes the casts with it."""
-        self.depth = max(self.depth - 1, 0)
-        if self.depth == 0:
-            self.casts.clear()
-
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `tensor` in `dtype`, from the cache if it is a parameter cast before."""
-        if (
-            not self.depth
-            or not isinstance(tensor, nn.Parameter)
-            or tensor.is_inference()
-            or torch.compiler.is_compiling()
-        ):
-            return tensor.to(dtype)
-        state = (tensor._version, tensor.data_ptr(), tensor.requires_grad, torch.is_grad_enabled())
-        key = (tensor, dtype, state)
-        found = self.casts.get(key)
-        if found is None:
-            found = self.casts[key] = tensor.to(dtype)
-        return found
-
-
-class _ForwardScope:
-    """Two hooks that tell a `WeightCache` when a forward begins and ends.
-
-    A deep copy of the model shares the cache; a pickled one has none.
-    """
-
-    def __init__(self, cache: WeightCache | None = None) -> None:
-        self.cache = cache
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        if self.cache is not None:
-            self.cache.enter()
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.cache is not None:
-            self.cache.leave()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardScope:
-        return _ForwardScope(self.cache)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_ForwardScope, ())
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OpCaster:
@@ -147,118 +39,215 @@ class OpCaster:
 
     def __init__(self, policy: OpPolicy) -> None:
         self.policy = policy
-        self.cache = WeightCache()
+        self.dtype = policy.dtype
         self.live = False
         self._patches = Patches()
+        self._rules: dict[int, tuple[Any, OpRule]] = {}  # by id of the function, which is kept alive
+        self._wrappers: dict[int, OpRule] = {}  # by id of the wrapper
+        self._watched: list[weakref.ref[nn.Module]] = []
 
     def install(self) -> None:
-        """Patch every function of the policy. What this torch lacks is named in the log."""
-        missing = []
-        self.live = True
-        for rule in self.policy.rules:
-            target = _resolve(rule.place)
-            if hasattr(target, rule.name):
-                self._patches.wrap(target, rule.name, functools.partial(_make_wrapper, self, rule))
-            else:
-                missing.append(f"{rule.place}.{rule.name}")
-            if rule.category in ("half", "float", "promote") and not rule.name.startswith("__"):
-                self._install_in_place(rule, target)
-        self._patches.wrap(nn.RNNBase, "check_input", functools.partial(_make_rnn_check, self))
-        if missing:
-            logger.warning("torch %s has no %s", torch.__version__, ", ".join(missing))
+        """Patch every function of the policy, under every name that a loaded module has for it.
 
-    def _install_in_place(self, rule: OpRule, target: Any) -> None:
-        """Patch `name_`, which cannot change the dtype of the tensor it writes to."""
-        name = f"{rule.name}_"
-        if not hasattr(target, name) or rule.place == "torch.nn.functional":
+        A function that this torch lacks gets a warning. What `torch.compile` made before is made anew.
+        """
+        missing = self.policy.missing()
+        if missing:
+            warnings.warn(
+                f"torch {torch.__version__} has no {', '.join(missing)}: the rules for "
+                f"{dtype_name(self.dtype)} that name them do nothing",
+                AmpWarning,
+                stacklevel=2,
+            )
+        self.live = True
+        regions.open_for(self, self._patches)
+        for rule in self.policy.rules:
+            if rule.category != "calls" and rule.op not in missing:
+                self.patch(rule, resolve(rule.place))
+        self._patches.wrap(nn.RNNBase, "check_input", functools.partial(_make_rnn_check, self))
+        self._patches.wrap(torch.jit, "script", functools.partial(_make_script, self._patches))
+        for module in _modules_of_others():
+            self._replace_names(module)
+        _forget_compiled()
+
+    def patch(self, rule: OpRule, target: Any) -> None:
+        """Patch one function of `target`, and its in-place form."""
+        shown = getattr(target, rule.name)  # the original, or an older caster's wrapper
+        static = isinstance(
+            inspect.getattr_static(target, rule.name, None), (staticmethod, classmethod)
+        )
+
+        def make(function: Function) -> Any:
+            wrapper = _make_wrapper(self, rule, function)
+            return staticmethod(wrapper) if static else wrapper
+
+        original = self._patches.wrap(target, rule.name, make)
+        for function in (original, shown):
+            self._rules.setdefault(id(function), (function, rule))
+        self._wrappers[id(getattr(target, rule.name))] = rule
+        in_place = f"{rule.name}_"
+        if rule.place == "torch.nn.functional" or rule.name.startswith("__"):
             return
-        make = _make_in_place_refusal if rule.category == "float" else _make_in_place_match
-        self._patches.wrap(target, name, functools.partial(make, self))
+        if rule.category == "float" and hasattr(target, in_place):
+            self._patches.wrap(target, in_place, functools.partial(_make_in_place_refusal, self, rule))
+        elif rule.category in ("native", "half", "promote") and hasattr(target, in_place):
+            self._patches.wrap(target, in_place, functools.partial(_make_in_place_match, self, rule))
+
+    def _rule_of(self, value: Any) -> OpRule | None:
+        """Return the rule of a function that was taken from torch before this caster came."""
+        return self._rules[id(value)][1] if id(value) in self._rules else None
+
+    def _replace_names(self, holder: Any) -> None:
+        """Patch what `holder` got by name, as in `from torch.nn.functional import linear`."""
+        for name, value in list(vars(holder).items()):
+            if (rule := self._rule_of(value)) is not None:
+                setattr(holder, name, getattr(resolve(rule.place), rule.name))
+
+    def _give_back_names(self, holder: Any) -> None:
+        """Undo that, also for names that came later; what they mean in torch now is what they get."""
+        for name, value in list(vars(holder).items()):
+            if (rule := self._wrappers.get(id(value))) is not None:
+                setattr(holder, name, getattr(resolve(rule.place), rule.name))
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Let the casts of the model's parameters be shared within each of its forwards."""
-        scope = _ForwardScope(self.cache)
-        return [
-            model.register_forward_pre_hook(scope.before),
-            model.register_forward_hook(scope.after, always_call=True),
-        ]
+        """Let the model's forwards cast, and the functions that its modules hold as attributes.
 
-    def is_casting(self) -> bool:
-        """Whether functions cast their arguments now, in this thread."""
-        return self.live and not (_switch.off_in_process or _switch.off_in_thread)
+        What is held in a way that cannot be patched gets a warning that names it.
+        """
+        held: dict[str, None] = {}
+        for name, module in model.named_modules():
+            self._replace_names(module)
+            self._watched.append(weakref.ref(module))
+            for key, value in vars(module).items():
+                if (rule := self._rule_of(getattr(value, "func", None))) is not None:
+                    held[f"{name or type(module).__name__}.{key} is a partial of {rule.op}"] = None
+            for cls in type(module).__mro__:
+                for key, value in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
+                    if (rule := self._rule_of(getattr(value, "__func__", value))) is not None:
+                        held[f"{cls.__qualname__}.{key} is {rule.op}"] = None
+        if held:
+            warnings.warn(
+                "some functions were taken from torch before amp.initialize and will not cast their "
+                f"arguments: {'; '.join(held)}. Call them by their name in torch, from a method.",
+                AmpWarning,
+                stacklevel=2,
+            )
+        return regions.watch(model, self)
+
+    def casts(self, device_type: str) -> bool:
+        """Whether functions cast tensors of this device type, here and now."""
+        return regions.casts(self, device_type)
 
     def close(self) -> None:
-        """Give every function back. Idempotent."""
+        """Give every function back, also where it was imported by name meanwhile. Idempotent."""
+        if not self.live:
+            return
         self.live = False
+        regions.close_for(self)
         self._patches.undo()
+        watched = [module for reference in self._watched if (module := reference()) is not None]
+        for holder in (*_modules_of_others(), *watched):
+            self._give_back_names(holder)
+        _forget_compiled()
 
 
-def _resolve(place: str) -> Any:
-    """Return the module or class of a dotted name."""
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError:
-        parent, _, name = place.rpartition(".")
-        return getattr(importlib.import_module(parent), name)
+def _modules_of_others() -> Iterator[ModuleType]:
+    """Yield the loaded modules that are neither torch's nor ours."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "amp"):
+            yield module
+
+
+def _forget_compiled() -> None:
+    """Let `torch.compile` start anew, with caches on disk that are for these rules alone.
+
+    Dynamo does not look at what `x @ w` calls: neither its guards nor its cache keys would know.
+    """
+    caster = regions.newest_caster()
+    tag, _, _ = torch.compiler.config.cache_key_tag.partition(_TAG)
+    if caster is not None:
+        tag += _TAG + hashlib.sha256(repr(caster.policy).encode()).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag = tag
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+_TAG = "|amp:"
+
+
+# Wrappers.
+
+
+def call_with_casts(
+    caster: OpCaster, rule: OpRule, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `original` with its arguments cast by `rule`, if `caster` casts here and now."""
+    leave_alone = "dtype" if rule.category == "float" else "out"
+    if kwargs and (kwargs.get("out") is not None or kwargs.get(leave_alone) is not None):
+        return original(*args, **kwargs)
+    kind = _device_type(args, kwargs)
+    if not caster.casts(kind):
+        return original(*args, **kwargs)
+    if rule.category == "recurrent" and kind != "cpu" and kind in DEVICE_TYPES:
+        with torch.autocast(kind, caster.dtype):
+            return original(*args, **kwargs)
+    args, kwargs = _convert(caster.dtype, rule, args, kwargs)
+    if not rule.closed:
+        return original(*args, **kwargs)
+    with disable_casts():
+        return original(*args, **kwargs)
 
 
 def _make_wrapper(caster: OpCaster, rule: OpRule, original: Function) -> Function:
-    if rule.category == "half":
-        dtype, cached = caster.policy.dtype, caster.cache.cast
-        return _wrap(caster, original, lambda args, kwargs: _cast_to(dtype, cached, args, kwargs))
-    if rule.category == "float":
-        return _wrap(
-            caster,
-            original,
-            lambda args, kwargs: _cast_to(torch.float32, Tensor.to, args, kwargs),
-            leave_alone="dtype",
-        )
-    if rule.category == "promote":
-        return _wrap(caster, original, _cast_to_widest)
-    if rule.category == "sequence":
-        return _wrap(caster, original, _cast_first_to_widest)
-    return _wrap(caster, original, functools.partial(_refuse, rule))
+    """Return `original` as callers see it while `caster` is live, as fast as its category allows."""
+    if rule.category == "native":
 
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if forwards.depth:
+                return original(*args, **kwargs)
+            return call_with_casts(caster, rule, original, args, kwargs)
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+    elif rule.category == "float" and not rule.closed:
 
-
-def _wrap(
-    caster: OpCaster,
-    original: Function,
-    convert: Callable[[tuple[Any, ...], dict[str, Any]], Arguments],
-    leave_alone: str = "out",
-) -> Function:
-    """Return `original` with its arguments converted, except where the caller fixed the dtype."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _switch.off_in_process or _switch.off_in_thread or not caster.live:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for value in args:
+                if isinstance(value, Tensor) and value.dtype is not torch.float32:
+                    return call_with_casts(caster, rule, original, args, kwargs)
+            if not kwargs:
+                return original(*args)
+            for value in kwargs.values():
+                if isinstance(value, Tensor) and value.dtype is not torch.float32:
+                    return call_with_casts(caster, rule, original, args, kwargs)
             return original(*args, **kwargs)
-        if kwargs and (kwargs.get("out") is not None or kwargs.get(leave_alone) is not None):
-            return original(*args, **kwargs)
-        args, kwargs = convert(args, kwargs)
-        return original(*args, **kwargs)
 
+    else:
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return call_with_casts(caster, rule, original, args, kwargs)
+
+    functools.update_wrapper(wrapper, original)
+    wrapper.__module__, wrapper.__qualname__ = rule.place, rule.name  # where pickle finds it again
     return wrapper
 
 
-def _cast_to(
-    dtype: torch.dtype,
-    cast: Callable[[Tensor, torch.dtype], Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+def _convert(
+    half: torch.dtype, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
-    def convert(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if value.dtype is not dtype and value.dtype in CASTABLE:
-                return cast(value, dtype)
-        elif type(value) in (list, tuple):
-            return type(value)([convert(item) for item in value])
-        return value
-
-    args = tuple([convert(value) for value in args])
-    return args, {key: convert(value) for key, value in kwargs.items()} if kwargs else kwargs
+    """Return what a rule makes of arguments."""
+    match rule.category:
+        case "native" | "half" | "recurrent":
+            return _cast_to(half, args, kwargs)
+        case "float":
+            return _cast_to(torch.float32, args, kwargs)
+        case "promote":
+            return _cast_to_widest(args, kwargs)
+        case "sequence":
+            return _cast_first_to_widest(args, kwargs)
+        case "padding":
+            return _widen_where_values_repeat(args, kwargs)
+        case "banned":
+            return _refuse(rule, args, kwargs)
+    return (args, kwargs) if rule.dtype is None else _cast_to(rule.dtype, args, kwargs)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -270,17 +259,37 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the device type of the first tensor, or `"cpu"` if there is none to cast."""
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.device.type
+    for tensor in _tensors([*args, *kwargs.values()]):
+        return tensor.device.type
+    return "cpu"
+
+
+def _cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype and value.dtype in CASTABLE:
+                return value.to(dtype)
+        elif type(value) in (list, tuple):
+            return type(value)([convert(item) for item in value])
+        return value
+
+    args = tuple([convert(value) for value in args])
+    return args, {key: convert(value) for key, value in kwargs.items()} if kwargs else kwargs
+
+
 def _cast_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     dtypes = {
-        tensor.dtype
-        for value in (*args, *kwargs.values())
-        for tensor in _tensors(value)
-        if tensor.is_floating_point()
+        tensor.dtype for tensor in _tensors([*args, *kwargs.values()]) if tensor.is_floating_point()
     }
     if len(dtypes) < 2 or not dtypes <= CASTABLE | {torch.float64}:
         return args, kwargs
     widest = functools.reduce(torch.promote_types, dtypes)
-    return _cast_to(widest, Tensor.to, args, kwargs)
+    return _cast_to(widest, args, kwargs)
 
 
 def _cast_first_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -289,13 +298,17 @@ def _cast_first_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argu
     return args, kwargs
 
 
+def _widen_where_values_repeat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    mode = args[2] if len(args) > 2 else kwargs.get("mode")
+    if mode in ("reflect", "replicate"):
+        return _cast_to(torch.float32, args, kwargs)
+    return args, kwargs
+
+
 def _refuse(rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    for value in (*args, *kwargs.values()):
-        for tensor in _tensors(value):
-            if tensor.dtype in LOW_PRECISION:
-                raise AmpNotImplementedError(
-                    f"{rule.place}.{rule.name} was given a {tensor.dtype} tensor: {rule.advice}."
-                )
+    for tensor in _tensors([*args, *kwargs.values()]):
+        if tensor.dtype in LOW_PRECISION:
+            raise AmpNotImplementedError(f"{rule.op} was given a {tensor.dtype} tensor: {rule.note}.")
     return args, kwargs
 
 
@@ -305,33 +318,62 @@ def _make_rnn_check(caster: OpCaster, original: Function) -> Function:
     @functools.wraps(original)
     def check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         weight = module._flat_weights[0]
-        if caster.is_casting() and isinstance(weight, Tensor) and input.dtype in CASTABLE:
+        if caster.casts(input.device.type) and isinstance(weight, Tensor) and input.dtype in CASTABLE:
             input = torch.empty_like(input, dtype=weight.dtype, device="meta")
-        original(module, input, batch_sizes)
+        with regions.plain_torch():
+            original(module, input, batch_sizes)
 
     return check_input
 
 
-def _make_in_place_refusal(caster: OpCaster, original: Function) -> Function:
-    def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def _make_script(patches: Patches, original: Function) -> Function:
+    """Return `torch.jit.script`, which can compile torch's functions and no wrapper of them."""
+
+    @functools.wraps(original)
+    def script(*args: Any, **kwargs: Any) -> Any:
+        for module in args[0].modules() if args and isinstance(args[0], nn.Module) else ():
+            if regions.is_watched(module):
+                raise AmpRuntimeError(
+                    f"torch.jit.script cannot compile this {type(module).__name__}: at O1 and O4 its "
+                    "functions cast as they are called, which its source does not say. Use "
+                    "torch.jit.trace, torch.export or torch.compile, or script it after "
+                    "amp.get_session().close()."
+                )
+        with patches.lifted():
+            return original(*args, _frames_up=kwargs.pop("_frames_up", 0) + 1, **kwargs)
+
+    return script
+
+
+def _make_in_place_refusal(caster: OpCaster, rule: OpRule, original: Function) -> Function:
+    """Return the in-place form of a function that gives FP32, for targets that are FP32."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         target = args[0] if args else None
-        if isinstance(target, Tensor) and target.dtype in LOW_PRECISION:
-            name = original.__name__
+        if (
+            isinstance(target, Tensor)
+            and target.dtype in LOW_PRECISION
+            and caster.casts(target.device.type)
+        ):
             raise AmpNotImplementedError(
-                f"{name} runs in FP32 and cannot write to a {target.dtype} tensor in place. "
-                f"Call {name.removesuffix('_')}, which returns an FP32 tensor, or use "
+                f"{rule.name}_ runs in FP32 and cannot write to a {target.dtype} tensor in place. "
+                f"Call {rule.name}, which returns an FP32 tensor, or use "
                 "amp.disable_casts() around it."
             )
-        return args, kwargs
+        return original(*args, **kwargs)
 
-    return _wrap(caster, original, convert)
+    return wrapper
 
 
-def _make_in_place_match(caster: OpCaster, original: Function) -> Function:
-    def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def _make_in_place_match(caster: OpCaster, rule: OpRule, original: Function) -> Function:
+    """Return an in-place form whose other arguments are cast to the dtype of what it writes to."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         target = args[0] if args else None
-        if isinstance(target, Tensor) and target.dtype in CASTABLE:
-            return _cast_to(target.dtype, Tensor.to, args, kwargs)
-        return args, kwargs
+        if isinstance(target, Tensor) and target.dtype in CASTABLE and caster.casts(target.device.type):
+            args, kwargs = _cast_to(target.dtype, args, kwargs)
+        return original(*args, **kwargs)
 
-    return _wrap(caster, original, convert)
+    return wrapper

@@ -8,7 +8,8 @@ see; when the last layer goes, the attribute is the original object again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -23,16 +24,22 @@ class _Site:
         self.name = name
         self.original = getattr(target, name)
         self.inherited = name not in vars(target)
+        self.attribute = vars(target).get(name)  # of a class, perhaps a staticmethod of the original
         self.layers: list[tuple[Patches, Any]] = []
 
     def show(self) -> None:
         """Put the newest layer, or else the original, where callers look."""
         if self.layers:
             setattr(self.target, self.name, self.layers[-1][1])
-        elif self.inherited:
+        else:
+            self.hide()
+
+    def hide(self) -> None:
+        """Put the original where callers look."""
+        if self.inherited:
             delattr(self.target, self.name)
         else:
-            setattr(self.target, self.name, self.original)
+            setattr(self.target, self.name, self.attribute)
 
     def is_shown(self) -> bool:
         """Whether the attribute is still ours: nobody else has patched it since."""
@@ -45,13 +52,15 @@ class Patches:
     def __init__(self) -> None:
         self._sites: list[_Site] = []
 
-    def wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace `target.name` by `make(original)`.
+    def wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> Any:
+        """Replace `target.name` by `make(original)`, and return the original.
 
         `make` is given the unpatched original, whatever layers are on it already, and returns a
-        function or a bound method. A layer of this same owner is replaced by the new one.
+        function, a bound method or a static method. A layer of this same owner is replaced by the
+        new one.
         """
-        site = getattr(vars(target).get(name), _SITE, None)
+        shown = vars(target).get(name)
+        site = getattr(getattr(shown, "__func__", shown), _SITE, None)
         if site is None or not site.is_shown():
             site = _Site(target, name)
         new = make(site.original)
@@ -60,6 +69,7 @@ class Patches:
         site.layers.append((self, new))
         site.show()
         self._sites.append(site)
+        return site.original
 
     def undo(self) -> None:
         """Take this owner's layers away, newest first.
@@ -72,6 +82,18 @@ class Patches:
             shown = site.is_shown()
             site.layers = [layer for layer in site.layers if layer[0] is not self]
             if shown:
+                site.show()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Run the block with the originals where this owner has patched, whoever else has too."""
+        sites = [site for site in self._sites if site.is_shown()]
+        for site in sites:
+            site.hide()
+        try:
+            yield
+        finally:
+            for site in sites:
                 site.show()
 
     def __enter__(self) -> Patches:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,10 +16,14 @@ import torch
 from amp.dtypes import dtype_name, parse_dtype
 from amp.errors import AmpValueError, did_you_mean
 from amp.profiles import CONFIGS
+from amp.rules import Rule
 from amp.yamlfile import read_mapping
 
-Category = Literal["half", "float", "promote", "sequence", "banned"]
-_CATEGORIES: tuple[Category, ...] = get_args(Category)
+Category = Literal[
+    "native", "half", "recurrent", "float", "promote", "padding", "sequence", "banned", "calls", "cast"
+]
+_TABLES: tuple[Category, ...] = tuple(name for name in get_args(Category) if name != "cast")
+_KEYS = (*_TABLES, "closed")
 
 
 @dataclass(frozen=True)
@@ -21,53 +31,168 @@ class OpRule:
     """What is done with the arguments of one function.
 
     Attributes:
-        category: what is done with them.
+        category: what is done with them; `configs/ops/float16.yaml` explains the categories. `cast` is
+            a user's: floating arguments are cast to `dtype`.
         place: the module or class that holds the function, as a dotted name.
         name: the function's name there.
-        advice: for `banned`, what to do instead.
+        dtype: for `cast`, to what; None casts nothing.
+        note: for `banned`, what to do instead; for `calls`, what it calls.
+        closed: whether nothing that the function calls casts its arguments again.
+        source: where the rule was written, `file:line`.
     """
 
     category: Category
     place: str
     name: str
-    advice: str = ""
+    dtype: torch.dtype | None = None
+    note: str = ""
+    closed: bool = False
+    source: str = ""
+
+    @property
+    def op(self) -> str:
+        """The function's full name."""
+        return f"{self.place}.{self.name}"
 
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """One table: the dtype of the `half` ops and a rule for each function."""
+    """The dtype of the ops that gain from half precision, and a rule for each function."""
 
     dtype: torch.dtype
     rules: tuple[OpRule, ...]
 
+    def with_rules(self, rules: Iterable[Rule]) -> OpPolicy:
+        """Return this policy with a user's rules for ops on top; later ones win.
 
+        Raises:
+            AmpValueError: a rule names no function of this torch or of what it imports.
+        """
+        table = {rule.op: rule for rule in self.rules}
+        for rule in rules:
+            for place, name in _functions(rule):
+                new = OpRule("cast", place, name, rule.dtype, closed=True, source=rule.source)
+                table[new.op] = new
+        return replace(self, rules=tuple(table.values()))
+
+    def missing(self) -> list[str]:
+        """Return the functions that the policy names and this torch does not have."""
+        return [rule.op for rule in self.rules if not hasattr(resolve(rule.place), rule.name)]
+
+
+@functools.cache
 def load_policy(dtype: torch.dtype) -> OpPolicy:
     """Return the table for `dtype`, float16 or bfloat16.
 
     Raises:
         AmpValueError: a table has a key that is no category.
     """
-    tables = _load(dtype_name(dtype))
+    tables = _load(CONFIGS / "ops" / f"{dtype_name(dtype)}.yaml")
+    closed = {
+        (place, name) for place, names in tables.pop("closed", ({}, {}))[0].items() for name in names
+    }
+    dtype = parse_dtype(tables.pop("dtype")[0])
     rules = tuple(
-        OpRule(category, place, name, names[name] if isinstance(names, dict) else "")
-        for category in _CATEGORIES
-        for place, names in tables.get(category, {}).items()
+        OpRule(
+            category,  # type: ignore[arg-type]
+            place,
+            name,
+            note=names[name] if isinstance(names, dict) else "",
+            closed=(place, name) in closed,
+            source=sources[place, name],
+        )
+        for category, (table, sources) in tables.items()
+        for place, names in table.items()
         for name in names
     )
-    return OpPolicy(parse_dtype(tables["dtype"]), rules)
+    return OpPolicy(dtype, rules)
 
 
-def _load(name: str) -> dict[str, Any]:
-    path = CONFIGS / "ops" / f"{name}.yaml"
-    tables: dict[str, Any] = {}
+def _load(path: Path) -> dict[str, tuple[Any, dict[Any, str]]]:
+    """Return each key's value, and where each `place, name` in it was written."""
+    tables: dict[str, tuple[Any, dict[Any, str]]] = {}
     for entry in read_mapping(path):
         if entry.key == "extends":
-            tables = _load(entry.value)
-        elif entry.key == "dtype" or entry.key in _CATEGORIES:
-            tables[entry.key] = entry.value
+            tables = _load(path.with_name(f"{entry.value}.yaml"))
+        elif entry.key == "dtype" or entry.key in _KEYS:
+            file = f"configs/ops/{path.name}"
+            sources = {inner: f"{file}:{line}" for inner, line in entry.lines.items()}
+            tables[entry.key] = (entry.value, sources)
         else:
             raise AmpValueError(
                 f"{path}:{entry.line}: '{entry.key}' is not one of extends, dtype, "
-                f"{', '.join(_CATEGORIES)}{did_you_mean(entry.key, _CATEGORIES)}"
+                f"{', '.join(_KEYS)}{did_you_mean(entry.key, _KEYS)}"
             )
     return tables
+
+
+def resolve(place: str) -> Any:
+    """Return the module or class of a dotted name.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError:
+        parent, _, name = place.rpartition(".")
+        if not parent:
+            raise
+        return getattr(resolve(parent), name)
+
+
+_SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
+"""Where a function of one name is one op."""
+
+_OPERATORS = {
+    "matmul": ("__matmul__", "__rmatmul__"),
+    "pow": ("__pow__", "__rpow__"),
+}
+"""The operators that are other spellings of a function, where policies speak of them."""
+
+
+def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the other places and names of the op `place.name` that exist, and itself."""
+    for operators_of, operators in _OPERATORS.items():
+        if place == "torch.Tensor" and name in operators:
+            name = operators_of
+    for other in _SPELLINGS if place in _SPELLINGS else (place,):
+        if hasattr(resolve(other), name):
+            yield other, name
+    if place in _SPELLINGS:
+        yield from (("torch.Tensor", operator) for operator in _OPERATORS.get(name, ()))
+
+
+def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
+    """Yield the functions that a user's rule is for, in all their spellings."""
+    pattern = rule.pattern
+    place, _, name = pattern.rpartition(".")
+    try:
+        holder = resolve(place) if place else None
+    except (ImportError, AttributeError):
+        holder = None
+    if holder is None:
+        raise AmpValueError(
+            f"{rule.source}: op '{pattern}': there is no '{place or pattern}'. "
+            "Write a full name, such as torch.nn.functional.softmax or torch.fft.*"
+        )
+    public = [n for n in dir(holder) if _is_function(holder, n)]
+    found = [n for n in public if fnmatchcase(n, name)]
+    if not found and _is_function(holder, name, public=False):
+        found = [name]
+    if not found:
+        raise AmpValueError(
+            f"{rule.source}: op '{pattern}': {place} has no such function{did_you_mean(name, public)}"
+        )
+    for match in found:
+        yield from spellings(place, match)
+
+
+def _is_function(holder: Any, name: str, public: bool = True) -> bool:
+    """Whether `holder.name` is a function that may be patched; private ones only by full name."""
+    value = getattr(holder, name, None)
+    return (
+        callable(value)
+        and not isinstance(value, (type, ModuleType))
+        and not (public and name.startswith("_"))
+    )

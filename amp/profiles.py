@@ -28,6 +28,7 @@ from amp.properties import (
     parse_loss_scale,
     parse_property,
 )
+from amp.rules import parse_rules
 from amp.yamlfile import Entry, read_mapping
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -125,9 +126,11 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Properties:
         changes["opt_level"] = path.stem
     for entry in entries.values():
         try:
-            changes |= _fields(entry)
+            changes |= _fields(entry, path, base)
         except AmpError as error:
-            raise type(error)(f"{path}:{_line_of(entry, str(error))}: {error}") from None
+            line = _line_of(entry, str(error))
+            where = "" if str(error).startswith(f"{path}:") else f"{path}:{line}: "
+            raise type(error)(f"{where}{error}") from None
     try:
         return replace(base, **changes)
     except AmpRuntimeError as error:
@@ -135,7 +138,7 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Properties:
         raise AmpRuntimeError(f"{path}:{culprit.line if culprit else 1}: {error}") from None
 
 
-def _fields(entry: Entry) -> dict[str, Any]:
+def _fields(entry: Entry, path: Path, base: Properties) -> dict[str, Any]:
     if entry.key == "brief":
         return {"brief": str(entry.value)}
     if entry.key not in PROPERTY_KEYS:
@@ -146,12 +149,16 @@ def _fields(entry: Entry) -> dict[str, Any]:
         )
     if entry.key == "loss_scale":
         return {"loss_scaling": parse_loss_scale(entry.value)}
+    if entry.key == "rules":
+        sources = [f"{path}:{line}" for line in entry.item_lines]
+        return {"rules": base.rules + parse_rules(entry.value, sources)}
     return parse_property(entry.key, entry.value)
 
 
 def _line_of(entry: Entry, message: str) -> int:
     """Return the line of the inner key that the message names, or else the entry's own."""
-    for key, line in entry.lines.items():
+    for keys, line in entry.lines.items():
+        key = keys[-1]
         if re.search(rf"(?<![\w-]){re.escape(key)}(?![\w-])", message.partition(";")[0]):
             return line
     return entry.line

@@ -7,7 +7,7 @@ combination depends on the order in which its parts were given.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, SupportsFloat, TypedDict
 
@@ -21,6 +21,7 @@ from amp.errors import (
     AmpValueError,
     did_you_mean,
 )
+from amp.rules import Rule, parse_rules
 
 BY_OP_LEVELS = ("O1", "O4")
 """The levels that cast function by function and leave the model alone."""
@@ -262,6 +263,7 @@ class Properties:
         master_weights: whether the optimizer steps FP32 copies of 16-bit weights.
         loss_scaling: how the loss scale starts and moves.
         cast_model_outputs: the dtype of the model's outputs; `None` for FP32 where the model is cast.
+        rules: a user's own rules for ops (O1, O4) and modules, later ones on top.
     """
 
     opt_level: str | None = None
@@ -275,6 +277,7 @@ class Properties:
     master_weights: bool | None = None
     loss_scaling: LossScaling = LossScaling(mode="static", init=1.0)
     cast_model_outputs: torch.dtype | None = None
+    rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         _check_combination(self)
@@ -289,6 +292,9 @@ class Properties:
         rows: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
         del rows["brief"], rows["loss_scaling"]
         rows["loss_scale"] = self.loss_scale
+        del rows["rules"]
+        if self.rules:
+            rows["rules"] = "; ".join(map(str, self.rules))
         return "\n".join(
             f"{name:26} : {dtype_name(value) if isinstance(value, torch.dtype) else value}"
             for name, value in rows.items()
@@ -312,6 +318,12 @@ def _check_combination(p: Properties) -> None:
         raise _misfit("patch_torch_functions", True, where, remedy)
     if p.patch_torch_functions_type is not None:
         raise _misfit("patch_torch_functions_type", p.patch_torch_functions_type, where, remedy)
+    for rule in p.rules:
+        if rule.kind == "op":
+            raise _misfit("rules", rule, where, remedy)
+        if rule.dtype is None:
+            remedy = "a module's weights have to have some dtype. Say float32, float16 or bfloat16."
+            raise _misfit("rules", rule, where, remedy)
 
 
 def _check_by_op(p: Properties, where: str) -> None:
@@ -335,6 +347,10 @@ def _check_by_op(p: Properties, where: str) -> None:
     if p.patch_torch_functions and dtype not in LOW_PRECISION:
         remedy = "say float16 or bfloat16."
         raise _misfit("patch_torch_functions_type", dtype, where, remedy)
+    for rule in p.rules:
+        if rule.kind == "module" and rule.dtype is not torch.float32:
+            remedy = "weights are FP32 there, so modules can be cast to float32 only; ops to anything."
+            raise _misfit("rules", rule, where, remedy)
 
 
 class Overrides(TypedDict, total=False):
@@ -349,6 +365,7 @@ class Overrides(TypedDict, total=False):
     master_weights: bool | str | None
     loss_scale: float | str | Mapping[str, Any] | LossScaling | None
     cast_model_outputs: torch.dtype | str | None
+    rules: Sequence[Mapping[str, Any] | Rule] | None
     min_loss_scale: float | None
     max_loss_scale: float | None
 
@@ -362,6 +379,7 @@ PROPERTY_KEYS = (
     "master_weights",
     "loss_scale",
     "cast_model_outputs",
+    "rules",
 )
 """What a YAML profile may set, besides `extends` and `brief`."""
 
@@ -395,6 +413,8 @@ def parse_property(name: str, value: object) -> dict[str, Any]:
         return {name: bool(_parse_optional_bool(name, value))}
     if name == "enabled":
         return {name: parse_bool(name, value)}
+    if name == "rules":
+        return {name: parse_rules(value)}
     raise AmpTypeError(
         f"there is no property '{name}'; allowed: {', '.join(OVERRIDE_KEYS)}"
         f"{did_you_mean(name, OVERRIDE_KEYS)}"
@@ -411,7 +431,8 @@ def _named_dtype(name: str, value: object) -> torch.dtype:
 def override(properties: Properties, overrides: Mapping[str, Any]) -> Properties:
     """Return `properties` with every override that is not None applied, checked as a whole.
 
-    `min_loss_scale` and `max_loss_scale` bound whatever loss scaling results.
+    `rules` come on top of the profile's; `min_loss_scale` and `max_loss_scale` bound whatever loss
+    scaling results.
 
     Raises:
         AmpRuntimeError: the result does not fit together.
@@ -426,6 +447,8 @@ def override(properties: Properties, overrides: Mapping[str, Any]) -> Properties
             bounds[name.removesuffix("_loss_scale")] = _positive(name, value)
         else:
             changes.update(parse_property(name, value))
+    if "rules" in changes:
+        changes["rules"] = properties.rules + changes["rules"]
     if bounds:
         changes["loss_scaling"] = replace(
             changes.get("loss_scaling", properties.loss_scaling), **bounds

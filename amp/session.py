@@ -27,10 +27,12 @@ from amp.errors import (
     AmpWarning,
 )
 from amp.masters import Contents, MasterWeights
+from amp.modulerules import restore_classes, run_in_float32
 from amp.opcast import OpCaster
-from amp.policy import load_policy
+from amp.policy import OpPolicy, load_policy
 from amp.profiles import resolve
 from amp.properties import Overrides, Properties
+from amp.registry import patch_registered
 from amp.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -96,6 +98,10 @@ class Session:
         self._models: list[weakref.ref[nn.Module]] = []
         self._masters = MasterWeights()
         self._caster: OpCaster | None = None
+        self._policy: OpPolicy | None = None
+        if self.properties.patch_torch_functions:
+            table = load_policy(self.properties.patch_torch_functions_type or torch.float16)
+            self._policy = table.with_rules(rule for rule in self.properties.rules if rule.kind == "op")
         self._undo = ExitStack()
         self._warned: set[LossScaler] = set()
         if self.properties.enabled:
@@ -147,29 +153,45 @@ class Session:
                 undo.callback(binding.close)
                 binding.open(before)
                 bindings.append(binding)
-            if self.properties.patch_torch_functions:
-                self._cast_ops(models, undo)
+            if self._policy is not None:
+                self._cast_ops(self._policy, models, undo)
         except BaseException:
             for tensor, contents in before.items():
                 contents.put_into(tensor)
             undo.close()
             raise
         self._models += map(weakref.ref, models)
+        self._warn_of_idle_rules(models)
         for binding in bindings:
             binding.recast_state()
             self._warn_of_vanishing_eps(binding.optimizer)
         self._undo.push(undo)
 
-    def _cast_ops(self, models: Sequence[nn.Module], undo: ExitStack) -> None:
+    def _cast_ops(self, policy: OpPolicy, models: Sequence[nn.Module], undo: ExitStack) -> None:
         if self._caster is None:
-            dtype = self.properties.patch_torch_functions_type
-            caster = OpCaster(load_policy(dtype or torch.float16))
+            caster = OpCaster(policy)
             undo.callback(caster.close)
             caster.install()
+            patch_registered(caster)
             self._caster = caster
         for model in models:
             for handle in self._caster.watch(model):
                 undo.callback(handle.remove)
+            undo.callback(restore_classes, run_in_float32(model, self.properties.rules))
+
+    def _warn_of_idle_rules(self, models: Sequence[nn.Module]) -> None:
+        """Say so if a rule for modules is for none of them."""
+        for rule in self.properties.rules if models else ():
+            if rule.kind == "module" and not any(
+                rule.matches(name, module) for model in models for name, module in model.named_modules()
+            ):
+                self._log(
+                    logging.WARNING,
+                    "%s: no module of the model is named '%s' or of a class of that name; "
+                    "the rule does nothing",
+                    rule.source,
+                    rule.pattern,
+                )
 
     def _warn_of_vanishing_eps(self, optimizer: Any) -> None:
         """Say so if an Adam that steps float16 weights themselves would divide by zero."""

@@ -23,7 +23,8 @@ class Entry:
     key: str
     value: Any
     line: int
-    lines: Mapping[str, int]  # of the keys inside, where the value is a mapping itself
+    lines: Mapping[tuple[str, ...], int]  # of what is inside: by keys, list items by their own text
+    item_lines: tuple[int, ...] = ()  # where the value is a list: of each item
 
 
 def read_mapping(path: Path) -> list[Entry]:
@@ -47,10 +48,11 @@ def read_mapping(path: Path) -> list[Entry]:
             raise AmpValueError(f"{path}:{line}: expected a mapping of 'property: value' lines")
         entries = []
         for key, value_node, line in _pairs(loader, node, path):
-            lines = {}
-            if isinstance(value_node, yaml.MappingNode):
-                lines = {inner: at for inner, _, at in _pairs(loader, value_node, path)}
-            entries.append(Entry(key, loader.construct_object(value_node, deep=True), line, lines))
+            lines = dict(_lines(loader, value_node, path))
+            items = value_node.value if isinstance(value_node, yaml.SequenceNode) else ()
+            item_lines = tuple(item.start_mark.line + 1 for item in items)
+            value = loader.construct_object(value_node, deep=True)
+            entries.append(Entry(key, value, line, lines, item_lines))
         return entries
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -68,6 +70,22 @@ def _pairs(loader: Any, node: Any, path: Path) -> Iterator[tuple[str, Any, int]]
             raise AmpValueError(f"{path}:{line}: '{key}' was set on line {seen[key]} already")
         seen[key] = line
         yield key, value_node, line
+
+
+def _lines(
+    loader: Any, node: Any, path: Path, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the line of every key and plain list item in `node`, under the keys that lead to it."""
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        for key, value_node, line in _pairs(loader, node, path):
+            yield (*above, key), line
+            yield from _lines(loader, value_node, path, (*above, key))
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            if isinstance(item, yaml.ScalarNode):
+                yield (*above, item.value), item.start_mark.line + 1
 
 
 @cache

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, and it replaces torch.manual_seed
+import torch.utils.checkpoint
 
 from amp.frontend import _Default
 
@@ -19,8 +20,12 @@ PATCHED_PLACES = (
     torch.Tensor,
     torch.linalg,
     torch.fft,
+    torch.special,
     torch._VF,
+    torch.autocast,
+    torch.utils.checkpoint,
     torch.nn.RNNBase,
+    torch.nn.DataParallel,
 )
 
 
@@ -38,6 +43,7 @@ def _attributes() -> dict[tuple[object, str], object]:
 def torch_is_given_back() -> Iterator[None]:
     """Close the default session after the test, and check that every torch function is back."""
     before = _attributes()
+    script = torch.jit.script
     _Default.session = _Default.waiting_state = None
     torch.manual_seed(0)
     yield
@@ -45,5 +51,9 @@ def torch_is_given_back() -> Iterator[None]:
         _Default.session.close()
     _Default.session = _Default.waiting_state = None
     after = _attributes()
+    assert not torch.is_autocast_enabled("ipu"), "casts are left switched off"
+    assert not torch.is_autocast_enabled("cpu"), "a forward's region is left open"
+    assert torch.jit.script is script
+    assert not torch.compiler.config.cache_key_tag
     changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
     assert not changed, f"left patched: {changed}"

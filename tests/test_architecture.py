@@ -13,16 +13,18 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "hostcopy", "kernels.language", "kernels.scale_state"),
     ("dtypes", "distributed", "kernels.backend"),
-    ("properties", "patching", "yamlfile", "kernels.tables"),
+    ("rules", "patching", "yamlfile", "kernels.tables"),
+    ("properties", "regions"),
     ("kernels.unscale", "kernels.master_copy", "kernels.update_scale"),
     ("kernels.axpby", "kernels.l2norm"),
     ("profiles", "scaler", "masters"),
     ("policy",),
     ("opcast", "modelcast", "checkpoint"),
-    ("binding",),
+    ("registry", "modulerules", "binding"),
     ("session",),
-    ("frontend",),
+    ("frontend", "cli"),
     ("__init__",),
+    ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 SOURCES = [*sorted((ROOT / "amp").glob("*.py")), *sorted((ROOT / "kernels").glob("*.py"))]

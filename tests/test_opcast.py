@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -333,13 +334,14 @@ def test_disable_casts_nests_and_survives_exceptions(half: torch.dtype) -> None:
     assert (X @ X).dtype is half
 
 
-def test_disable_casts_reaches_other_threads(half: torch.dtype) -> None:
+def test_disable_casts_is_for_this_thread(half: torch.dtype) -> None:
     seen = []
     with amp.disable_casts():
         thread = threading.Thread(target=lambda: seen.append((X @ X).dtype))
         thread.start()
         thread.join()
-    assert seen == [torch.float32]
+        assert (X @ X).dtype is torch.float32
+    assert seen == [half]
 
 
 def test_disable_casts_without_casts_does_nothing() -> None:
@@ -379,8 +381,9 @@ def test_policy_names_exist_in_this_torch(caplog: pytest.LogCaptureFixture) -> N
 
 def test_patched_functions_keep_their_names(half: torch.dtype) -> None:
     assert F.linear.__name__ == "linear"
-    assert F.softmax.__wrapped__ is not None
-    assert "softmax" in (F.softmax.__doc__ or "")
+    assert torch.exp.__wrapped__ is not None
+    assert "exp" in (torch.exp.__doc__ or "")
+    assert pickle.loads(pickle.dumps(F.gelu)) is F.gelu
 
 
 # Training.
@@ -538,12 +541,13 @@ def test_nothing_is_held_after_a_forward_even_one_that_raises() -> None:
             raise KeyError
 
     model = amp.initialize(Breaks(), opt_level="O1")
-    cache = amp.get_session()._caster.cache  # type: ignore[union-attr]
     for _ in range(3):
         with pytest.raises(KeyError):
             model(torch.ones(1, 4))
-        assert cache.depth == 0
-        assert not cache.casts
+        assert not torch.is_autocast_enabled("cpu")
+        with torch.no_grad():
+            model.weight.mul_(2)
+        assert (F.linear(torch.ones(1, 4), model.weight) == model.weight[0, 0]).all()
 
 
 def test_evaluation_does_not_grow_memory() -> None:
@@ -618,14 +622,3 @@ def test_a_step_in_one_thread_leaves_the_casts_of_others_alone() -> None:
     finish.set()
     thread.join()
     assert seen == [torch.float32, torch.float16]
-
-
-def test_a_weight_replaced_inside_a_forward_is_not_stale() -> None:
-    class Normalizes(Twice):
-        def forward(self, x: Tensor) -> Tensor:
-            F.linear(x, self.weight)
-            self.weight.data = self.weight.data * 2  # as old spectral norms do
-            return F.linear(x, self.weight)
-
-    model = amp.initialize(Normalizes(), opt_level="O1")
-    assert (model(torch.ones(1, 4)) == 1).all()

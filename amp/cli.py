@@ -1,0 +1,104 @@
+"""`python -m amp`, or `reamp`: what amp would do, without a script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from amp.dtypes import dtype_name
+from amp.errors import AmpError, AmpValueError, did_you_mean
+from amp.policy import OpPolicy, OpRule, load_policy, resolve, spellings
+from amp.profiles import load_profile
+from amp.properties import Properties
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; return its exit status."""
+    parser = argparse.ArgumentParser(prog="reamp", description="Mixed precision, chosen by one word.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    explaining = commands.add_parser("explain", help="say what happens to an op, and why")
+    explaining.add_argument(
+        "op", help="its full name, such as torch.softmax or torch.Tensor.__matmul__"
+    )
+    explaining.add_argument("--opt-level", default="O1", help="a level, an alias or a YAML profile")
+    arguments = parser.parse_args(argv)
+    try:
+        print(explain(arguments.op, load_profile(arguments.opt_level)))
+    except AmpError as error:
+        print(f"reamp: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def explain(op: str, properties: Properties) -> str:
+    """Return what happens to an op under some properties, and which rule of which file says so.
+
+    Args:
+        op: a function's full name.
+        properties: what a profile resolves to; see `amp.load_profile`.
+
+    Raises:
+        AmpValueError: there is no such function.
+    """
+    place, _, name = op.rpartition(".")
+    try:
+        holder = resolve(place)
+    except (ImportError, AttributeError, ValueError):
+        holder = None
+    if not callable(getattr(holder, name, None)):
+        hint = did_you_mean(name, dir(holder)) if holder is not None else ""
+        raise AmpValueError(f"there is no function '{op}'; give a full name: torch.softmax{hint}")
+    level = properties.opt_level or "this profile"
+    if not properties.patch_torch_functions:
+        return (
+            f"{op} at {level}: runs in the dtype of its arguments. Functions cast at O1 and O4 only; "
+            f"here the model's weights and inputs are {_weights(properties)}."
+        )
+    table = load_policy(properties.patch_torch_functions_type or torch.float16)
+    policy = table.with_rules(rule for rule in properties.rules if rule.kind == "op")
+    rules = {rule.op: rule for rule in policy.rules}
+    shown = [rules[op]] if op in rules else []
+    if shown and shown[0].category == "calls":
+        shown.append(rules[shown[0].note])
+    lines = [f"{op} at {level}: {_describe(rules.get(op), policy)}"]
+    lines += [f"{inner.op}: {_describe(inner, policy)}" for inner in shown[1:]]
+    others = [f"{p}.{n}" for p, n in spellings(place, name) if (p, n) != (place, name)]
+    if others:
+        lines.append(f"other spellings: {', '.join(others)}")
+    told: set[str | None] = {rule.category for rule in shown}
+    for other in others:
+        rule = rules.get(other)
+        if (rule.category if rule else None) not in (told or {None}):
+            lines.append(f"{other}: {_describe(rule, policy)}")
+    return "\n".join(lines)
+
+
+def _weights(properties: Properties) -> str:
+    dtype = properties.cast_model_type
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else "what they were"
+
+
+def _describe(rule: OpRule | None, policy: OpPolicy) -> str:
+    if rule is None:
+        return "follows its input: no rule names it, so it runs in the dtype of its arguments."
+    half = dtype_name(policy.dtype)
+    cast = dtype_name(rule.dtype) if rule.dtype else ""
+    what = {
+        "native": f"runs in {half}; in a model's forward torch.autocast casts its arguments, elsewhere "
+        "the function itself does",
+        "half": f"runs in {half}: its floating arguments are cast down",
+        "recurrent": f"runs in {half}: input, state and weights are cast down",
+        "float": "runs in float32: half arguments are cast up, unless it is given a dtype",
+        "promote": "runs in the widest dtype among its floating arguments",
+        "padding": "runs in float32 where mode is reflect or replicate, else follows its input",
+        "sequence": "runs in the widest dtype among the tensors of its first argument",
+        "banned": f"raises on half arguments: {rule.note}",
+        "calls": f"is not patched itself: it calls {rule.note}, which is",
+        "cast": f"runs in {cast}, and so does all that it calls"
+        if cast
+        else "follows its input, and nothing that it calls casts",
+    }[rule.category]
+    return f"{what} ({rule.category}, {rule.source})."

@@ -1,0 +1,274 @@
+"""Where O1 and O4 cast: in which threads, in a model's forward, outside of it, and where not.
+
+torch.autocast's own state, per thread and device type, is the state here too. A model's forward runs
+in torch.autocast regions, so whatever asks torch whether autocast is on (recurrent layers,
+`torch.utils.checkpoint`, `custom_fwd`, other people's kernels) hears the truth, and torch's weight
+cache lives exactly as long as the forward. Outside a forward functions cast on their own, unless the
+thread is in a region that says no. torch does not tell "in no region" from "in a region with
+enabled=False"; `_OFF` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from amp.patching import Patches
+
+_OFF = "ipu"
+"""Casts are off in this thread: kept as the autocast flag of a device type that no tensor is on.
+
+So it is thread-local, autograd's threads inherit it, and Dynamo guards it, also for a function such
+as `lambda x: x @ w`, in which it sees nothing of ours to guard.
+"""
+
+_accelerator = torch.accelerator.current_accelerator()
+DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator.type)
+"""The device types whose tensors are cast: the CPU, and the accelerator that torch is built for."""
+
+
+class Caster(Protocol):
+    """What casts functions: see `amp.opcast.OpCaster`."""
+
+    dtype: torch.dtype
+    live: bool
+
+
+_casters: list[Caster] = []
+
+
+def newest_caster() -> Any:
+    """Return the caster that applies: the one installed last of those still live, or None."""
+    return _casters[-1] if _casters else None
+
+
+def all_casters() -> list[Any]:
+    """Return the live casters, newest last."""
+    return list(_casters)
+
+
+def casts(caster: Caster, device_type: str) -> bool:
+    """Whether the functions of `caster` cast tensors of a device type, here and now."""
+    if not caster.live:
+        return False
+    if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type) is caster.dtype
+    return not torch.is_autocast_enabled(_OFF)
+
+
+@contextmanager
+def _flags(values: dict[str, bool]) -> Iterator[None]:
+    """Run the block with torch's autocast flags of some device types set so."""
+    before = {kind: torch.is_autocast_enabled(kind) for kind in values}
+    for kind, value in values.items():
+        torch.set_autocast_enabled(kind, value)
+    try:
+        yield
+    finally:
+        for kind, value in before.items():
+            torch.set_autocast_enabled(kind, value)
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Run the block with no function casting its arguments, in this thread.
+
+    Blocks may nest, an exception ends them like a normal exit, and compiled code may hold one or be
+    called in one. A backward in the block takes it along into autograd's threads. Where no session
+    casts functions, nothing happens.
+    """
+    if torch.compiler.is_compiling():  # Dynamo follows regions, and before torch 2.13 no flags
+        with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
+            yield
+    else:
+        with _flags({_OFF: True} | dict.fromkeys(DEVICE_TYPES, False)):
+            yield
+
+
+def same_casts() -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes blocks in which functions cast, or do not, as they do where it is called."""
+    state = {kind: torch.is_autocast_enabled(kind) for kind in (_OFF, *DEVICE_TYPES)}
+    return functools.partial(_flags, state)
+
+
+def plain_torch() -> AbstractContextManager[None]:
+    """Run the block with no trace of `_OFF` for torch to find."""
+    return _flags({_OFF: False})
+
+
+# Forwards.
+
+
+class _Forwards(threading.local):
+    """The forwards of sessions' models that this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.modules: list[nn.Module] = []
+        self.regions = ExitStack()
+
+    def enter(self, module: nn.Module, caster: Caster) -> None:
+        if self.modules and self.modules[0] is module:
+            self.leave_all()  # an interrupt, which calls no hooks, ended its last forward
+        self.modules.append(module)
+        self.depth = len(self.modules)
+        if self.depth > 1 or torch.is_autocast_enabled(_OFF):
+            return
+        for kind in DEVICE_TYPES:
+            # A region around the forward is the caller's own. DataParallel's threads are in one that
+            # has lost the dtype.
+            is_replica = getattr(module, "_is_replica", False)
+            if (is_replica or not torch.is_autocast_enabled(kind)) and _is_available(kind):
+                self.regions.enter_context(torch.autocast(kind, caster.dtype))
+
+    def leave(self, module: nn.Module) -> None:
+        if self.modules and self.modules[-1] is module:
+            self.modules.pop()
+            self.depth = len(self.modules)
+            if not self.depth:
+                self.regions.close()
+
+    def leave_all(self) -> None:
+        self.modules.clear()
+        self.depth = 0
+        self.regions.close()
+
+
+forwards = _Forwards()
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is under way: it keeps to the regions that it began in."""
+    internals: Any = torch._C
+    return internals._functorch.peek_interpreter_stack() is not None
+
+
+def _is_available(kind: str) -> bool:
+    return kind == "cpu" or torch.accelerator.is_available()
+
+
+class _ForwardHooks:
+    """A forward pre-hook and a forward hook: a model's forward runs in torch.autocast regions.
+
+    A deep copy of the model has them too; a pickled one has hooks that do nothing.
+    """
+
+    def __init__(self, caster: Caster | None = None) -> None:
+        self.caster = caster
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self.caster is None or not self.caster.live or torch.compiler.is_compiling():
+            return  # Dynamo follows what functions do, and not what hooks do to each other
+        if not _is_transformed():
+            forwards.enter(module, newest_caster())
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            forwards.leave(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHooks:
+        return _ForwardHooks(self.caster)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_ForwardHooks, ())
+
+
+def watch(model: nn.Module, caster: Caster) -> list[RemovableHandle]:
+    """Let each forward of the model run in torch.autocast regions, while the caster is live."""
+    hooks = _ForwardHooks(caster)
+    return [
+        model.register_forward_pre_hook(hooks.before, prepend=True),
+        model.register_forward_hook(hooks.after, always_call=True),
+    ]
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether `watch` was called on the module, or on what it is a copy of."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return any(isinstance(owner, _ForwardHooks) for owner in owners)
+
+
+# What torch has to be told.
+
+
+def open_for(caster: Caster, patches: Patches) -> None:
+    """Make `caster` the newest, and let torch's own regions know of casts outside of them."""
+    _casters.append(caster)
+    torch.set_autocast_enabled(_OFF, False)
+    patches.wrap(torch.autocast, "__enter__", _make_enter)
+    patches.wrap(torch.autocast, "__exit__", _make_exit)
+    patches.wrap(
+        torch.utils.checkpoint,
+        "_get_autocast_kwargs",
+        functools.partial(_make_checkpoint_state, caster),
+    )
+    patches.wrap(nn.DataParallel, "parallel_apply", functools.partial(_make_parallel_apply, caster))
+
+
+def close_for(caster: Caster) -> None:
+    """Forget `caster`, and end forwards that an interrupt left open in this thread."""
+    if caster in _casters:
+        _casters.remove(caster)
+    if not _casters:
+        forwards.leave_all()
+
+
+def _make_enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.autocast.__enter__` that marks a region with enabled=False as one."""
+
+    @functools.wraps(original)
+    def enter(region: Any) -> Any:
+        result = original(region)
+        region._amp_was_off = torch.is_autocast_enabled(_OFF)
+        if not region._enabled:
+            torch.set_autocast_enabled(_OFF, True)
+        return result
+
+    return enter
+
+
+def _make_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def exit(region: Any, *exception: Any) -> Any:
+        was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
+        if was_off is not None:
+            torch.set_autocast_enabled(_OFF, was_off)
+        return original(region, *exception)
+
+    return exit
+
+
+def _make_checkpoint_state(caster: Caster, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what checkpoints keep of autocast's state, so that they recompute as the forward did."""
+
+    @functools.wraps(original)
+    def _get_autocast_kwargs(device_type: str = "cuda") -> Any:
+        states = original(device_type)
+        for kind, state in zip((device_type, "cpu"), states, strict=True):
+            if state is not None and kind in DEVICE_TYPES and casts(caster, kind):
+                state |= {"enabled": True, "dtype": caster.dtype}
+        return states
+
+    return _get_autocast_kwargs
+
+
+def _make_parallel_apply(caster: Caster, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `DataParallel.parallel_apply`, whose threads are told whether this one casts."""
+
+    @functools.wraps(original)
+    def parallel_apply(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as regions:
+            for kind in DEVICE_TYPES:
+                if _is_available(kind) and casts(caster, kind):
+                    regions.enter_context(torch.autocast(kind, caster.dtype))
+            return original(*args, **kwargs)
+
+    return parallel_apply

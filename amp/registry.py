@@ -1,0 +1,128 @@
+"""A script's own functions under O1 and O4: apex's decorators and `register_*_function`.
+
+Registrations belong to the process, not to a session: they may come before or after `initialize`, and
+every later session has them too. They do nothing where no session casts functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from amp import regions
+from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.opcast import OpCaster, call_with_casts
+from amp.policy import Category, OpRule
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_registered: dict[tuple[int, str], tuple[Any, str, Category, torch.dtype | None]] = {}
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Let `module.name` run in half precision at O1 (float16) and O4 (bfloat16).
+
+    Its floating arguments, float64 excepted, are cast down, also inside lists and tuples; torch's
+    functions that it calls cast as they do elsewhere.
+
+    Args:
+        module: a module or class; a C extension, or an `autograd.Function` with the name `"apply"`.
+        name: the function's name in it.
+
+    Raises:
+        AmpValueError: there is no such function.
+    """
+    _register(module, name, "half", None)
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """Let `module.name` run in bfloat16 at both O1 and O4; see `register_half_function`."""
+    _register(module, name, "cast", torch.bfloat16)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Let `module.name` run in FP32: arguments are cast up, and nothing that it calls casts them down.
+
+    See `register_half_function` for the arguments.
+    """
+    _register(module, name, "cast", torch.float32)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Let `module.name` have its floating arguments in the widest dtype among them.
+
+    See `register_half_function` for the arguments.
+    """
+    _register(module, name, "promote", None)
+
+
+def half_function(function: F) -> F:
+    """Decorate a function that runs in half precision at O1 and O4; see `register_half_function`."""
+    decorated: F = _decorate(function, "half", None)
+    return decorated
+
+
+def bfloat16_function(function: F) -> F:
+    """Decorate a function that runs in bfloat16; see `register_bfloat16_function`."""
+    decorated: F = _decorate(function, "cast", torch.bfloat16)
+    return decorated
+
+
+def float_function(function: F) -> F:
+    """Decorate a function that runs in FP32 at O1 and O4; see `register_float_function`."""
+    decorated: F = _decorate(function, "cast", torch.float32)
+    return decorated
+
+
+def promote_function(function: F) -> F:
+    """Decorate a function whose arguments are promoted; see `register_promote_function`."""
+    decorated: F = _decorate(function, "promote", None)
+    return decorated
+
+
+def patch_registered(caster: OpCaster) -> None:
+    """Patch every function that has been registered."""
+    for registration in _registered.values():
+        _patch(caster, *registration)
+
+
+def _register(module: Any, name: str, category: Category, dtype: torch.dtype | None) -> None:
+    function = getattr(module, name, None)
+    if not callable(function):
+        where = getattr(module, "__name__", repr(module))
+        what = "no function" if function is None else f"something that is no function as '{name}', not"
+        raise AmpValueError(f"{where} has {what} '{name}'{did_you_mean(name, dir(module))}")
+    registration = _registered[id(module), name] = (module, name, category, dtype)
+    for caster in regions.all_casters():
+        _patch(caster, *registration)
+
+
+def _patch(
+    caster: OpCaster, module: Any, name: str, category: Category, dtype: torch.dtype | None
+) -> None:
+    place = getattr(module, "__name__", type(module).__name__)
+    if isinstance(module, type):
+        place = f"{module.__module__}.{module.__qualname__}"
+    rule = OpRule(category, place, name, dtype, closed=category == "cast", source="registered")
+    caster.patch(rule, module)
+
+
+def _decorate(function: Any, category: Category, dtype: torch.dtype | None) -> Any:
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(_decorate(function.__func__, category, dtype))
+    if not callable(function):
+        raise AmpTypeError(f"{function!r} is a {type(function).__name__}, not a function to decorate")
+    name = getattr(function, "__name__", type(function).__name__)
+    rule = OpRule(category, "", name, dtype, closed=category == "cast", source="decorated")
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        caster = regions.newest_caster()
+        if caster is None:
+            return function(*args, **kwargs)
+        return call_with_casts(caster, rule, function, args, kwargs)
+
+    return wrapper

@@ -1,0 +1,121 @@
+"""A user's own precision rules: for an op or for modules, as a profile's `rules:` writes them.
+
+rules:
+  - {op: torch.nn.functional.softmax, cast: float32}
+  - {op: torch.fft.*, cast: float32}
+  - {module: "head.*", cast: float32}
+  - {module: torch.nn.LayerNorm, cast: float32}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from amp.dtypes import dtype_name, parse_dtype
+from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+
+_KEYS = ("op", "module", "cast")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What precision an op or some modules run in.
+
+    Attributes:
+        kind: `op` or `module`.
+        pattern: for an op, its full dotted name, where the last part may be a glob. For modules, a glob
+            over their names in the model, or the name of a class, dotted or not.
+        dtype: what they run in; None lets an op follow its input.
+        source: where the rule was written, for people.
+    """
+
+    kind: Literal["op", "module"]
+    pattern: str
+    dtype: torch.dtype | None
+    source: str = "rules"
+
+    def __str__(self) -> str:
+        cast = "none" if self.dtype is None else dtype_name(self.dtype)
+        return f"{self.kind} {self.pattern}: {cast}"
+
+    def matches(self, name: str, module: nn.Module) -> bool:
+        """Whether the rule is for this module, which has this name in its model."""
+        if self.kind != "module":
+            return False
+        return fnmatchcase(name, self.pattern) or any(
+            self.pattern in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}", _public_name(cls))
+            for cls in type(module).__mro__
+            if cls is not object
+        )
+
+
+def _public_name(cls: type) -> str:
+    """Return the name under which torch documents a module class: `torch.nn.LayerNorm`."""
+    public = getattr(nn, cls.__name__, None) is cls
+    return f"torch.nn.{cls.__name__}" if public else cls.__qualname__
+
+
+def parse_rules(value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
+    """Return the rules that a profile's or a caller's list holds.
+
+    Args:
+        value: a list of mappings with `cast` and one of `op` and `module`, or of `Rule`; or None.
+        sources: where each of them was written.
+
+    Raises:
+        AmpTypeError: it is no list of mappings, or a mapping has another key.
+        AmpValueError: a mapping lacks a key or has a value that it does not take.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        raise AmpTypeError(
+            f"rules={value!r} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} and "
+            "{module: ..., cast: ...}"
+        )
+    return tuple(
+        _parse(item, sources[i] if i < len(sources) else f"rules[{i}]") for i, item in enumerate(value)
+    )
+
+
+def _parse(item: Any, source: str) -> Rule:
+    if isinstance(item, Rule):
+        return item
+    if not isinstance(item, Mapping):
+        raise AmpTypeError(
+            f"{source}: {item!r} is a {type(item).__name__}; a rule is a mapping such as "
+            "{op: torch.nn.functional.softmax, cast: float32}"
+        )
+    for key in item:
+        if key not in _KEYS:
+            raise AmpTypeError(
+                f"{source}: a rule has no key '{key}'; allowed: {', '.join(_KEYS)}"
+                f"{did_you_mean(str(key), _KEYS)}"
+            )
+    kinds = [kind for kind in ("op", "module") if item.get(kind) is not None]
+    if len(kinds) != 1 or "cast" not in item:
+        raise AmpValueError(
+            f"{source}: {dict(item)!r} must have 'cast' and one of 'op' and 'module', "
+            "such as {op: torch.fft.*, cast: float32}"
+        )
+    kind, pattern = kinds[0], item[kinds[0]]
+    if not isinstance(pattern, str) or not pattern.strip():
+        raise AmpTypeError(f"{source}: {kind}={pattern!r} is not a name")
+    if kind == "op" and any(letter in pattern.rpartition(".")[0] for letter in "*?["):
+        raise AmpValueError(f"{source}: op '{pattern}': only the last part of an op may be a glob")
+    return Rule(kind, pattern.strip(), _parse_cast(item["cast"], source), source)  # type: ignore[arg-type]
+
+
+def _parse_cast(value: object, source: str) -> torch.dtype | None:
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
+        return None
+    try:
+        return parse_dtype(value)
+    except (AmpValueError, AmpTypeError) as error:
+        raise type(error)(f"{source}: cast: {error}, none") from None
