@@ -60,6 +60,7 @@ class OpCaster:
                 stacklevel=2,
             )
         self.live = True
+        _introduce_dynamo()
         regions.open_for(self, self._patches)
         for rule in self.policy.rules:
             if rule.category != "calls" and rule.op not in missing:
@@ -158,6 +159,25 @@ def _modules_of_others() -> Iterator[ModuleType]:
             yield module
 
 
+def _introduce_dynamo() -> None:
+    """Let Dynamo learn torch's functions, which it knows by identity, before they are patched.
+
+    It makes these tables once in a process. Made while a session is open they would hold wrappers, and
+    after it no graph could hold the functions themselves.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import torch as in_graph
+
+    handlers = getattr(in_graph, "TorchInGraphFunctionVariable", None)
+    for holder, name in (
+        (trace_rules, "get_torch_obj_rule_map"),
+        (trace_rules, "get_tensor_method"),
+        (in_graph, "get_overridable_functions"),
+        (handlers, "_get_handlers"),
+    ):
+        getattr(holder, name, lambda: None)()
+
+
 def _forget_compiled() -> None:
     """Let `torch.compile` start anew, with caches on disk that are for these rules alone.
 
@@ -168,8 +188,7 @@ def _forget_compiled() -> None:
     if caster is not None:
         tag += _TAG + hashlib.sha256(repr(caster.policy).encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = tag
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
 
 
 _TAG = "|amp:"
@@ -254,7 +273,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in `value`, which may hold lists and tuples."""
     if isinstance(value, Tensor):
         yield value
-    elif type(value) in (list, tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
 
@@ -274,8 +293,10 @@ def _cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if isinstance(value, Tensor):
             if value.dtype is not dtype and value.dtype in CASTABLE:
                 return value.to(dtype)
-        elif type(value) in (list, tuple):
-            return type(value)([convert(item) for item in value])
+        elif isinstance(value, list):  # or torch.fx's own kind of list
+            return [convert(item) for item in value]
+        elif type(value) is tuple:
+            return tuple([convert(item) for item in value])
         return value
 
     args = tuple([convert(value) for value in args])

@@ -57,11 +57,18 @@ def all_casters() -> list[Any]:
 
 def casts(caster: Caster, device_type: str) -> bool:
     """Whether the functions of `caster` cast tensors of a device type, here and now."""
-    if not caster.live:
+    if not caster.live or (not torch.compiler.is_dynamo_compiling() and _is_in_kernel()):
         return False
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
     return not torch.is_autocast_enabled(_OFF)
+
+
+def _is_in_kernel() -> bool:
+    """Whether the caller is what an op does inside: a decomposition, a meta function, a dispatch mode."""
+    internals: Any = torch._C
+    key = internals.DispatchKey.PythonTLSSnapshot
+    return bool(internals._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 @contextmanager
@@ -203,7 +210,7 @@ def open_for(caster: Caster, patches: Patches) -> None:
     """Make `caster` the newest, and let torch's own regions know of casts outside of them."""
     _casters.append(caster)
     torch.set_autocast_enabled(_OFF, False)
-    patches.wrap(torch.autocast, "__enter__", _make_enter)
+    patches.wrap(torch.autocast, "__enter__", functools.partial(_make_enter, caster))
     patches.wrap(torch.autocast, "__exit__", _make_exit)
     patches.wrap(
         torch.utils.checkpoint,
@@ -221,15 +228,17 @@ def close_for(caster: Caster) -> None:
         forwards.leave_all()
 
 
-def _make_enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.autocast.__enter__` that marks a region with enabled=False as one."""
+def _make_enter(caster: Caster, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.autocast.__enter__` that marks a region where it alone says what is cast."""
 
     @functools.wraps(original)
     def enter(region: Any) -> Any:
         result = original(region)
         region._amp_was_off = torch.is_autocast_enabled(_OFF)
-        if not region._enabled:
+        if not region._enabled or region.fast_dtype is not caster.dtype:
             torch.set_autocast_enabled(_OFF, True)
+        if region.fast_dtype is not region.prev_fastdtype:
+            torch.clear_autocast_cache()  # whose casts it would find in whatever dtype they are
         return result
 
     return enter
@@ -241,6 +250,8 @@ def _make_exit(original: Callable[..., Any]) -> Callable[..., Any]:
         was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
         if was_off is not None:
             torch.set_autocast_enabled(_OFF, was_off)
+        if region.fast_dtype is not region.prev_fastdtype:
+            torch.clear_autocast_cache()
         return original(region, *exception)
 
     return exit

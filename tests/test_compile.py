@@ -1,0 +1,332 @@
+"""O1 and O4 under torch.compile, torch.export, torch.jit and torch.func: dtypes as in eager."""
+
+from __future__ import annotations
+
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amp
+from amp.policy import resolve
+from tests import ops
+from tests.models import initialize, sgd
+from tests.ops import Row
+from tests.test_ops import as_half, floats
+
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:.*is not recommended"),
+    pytest.mark.filterwarnings("ignore:.*will be removed", "ignore:.*TorchScript"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Layers, functions, methods and operators, and regions that say otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.conv = nn.Conv1d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.linear(x) @ self.weight
+        method = h.matmul(self.weight)
+        with torch.autocast("cpu", enabled=False):
+            island = F.linear(x, self.weight)
+        with amp.disable_casts():
+            off = x @ self.weight
+        with torch.autocast("cpu", torch.bfloat16):
+            inner = F.linear(x, self.weight)
+        h, _ = self.attention(*[self.norm(h)] * 3, need_weights=False)
+        out = self.conv(h.transpose(1, 2))
+        return out, method, island, off, inner, F.softmax(out, -1), out**2, 1 / (out.abs() + 1)
+
+
+def expected(half: torch.dtype) -> list[torch.dtype]:
+    wide = torch.float32
+    return [half, half, wide, wide, torch.bfloat16, wide, wide, wide]
+
+
+def dtypes(values: Any) -> list[torch.dtype]:
+    return [value.dtype for value in values]
+
+
+def batch() -> Tensor:
+    return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("compile_first", [False, True])
+def test_a_model_is_one_graph_with_the_dtypes_of_eager(
+    backend: str, level: str, compile_first: bool
+) -> None:
+    model = Net()
+    if compile_first:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        assert dtypes(compiled(batch())) == [torch.float32] * 4 + [torch.bfloat16] + [torch.float32] * 3
+    model, _ = initialize(model, sgd(model), level)
+    if not compile_first:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    eager, out = model(batch()), compiled(batch())
+    assert dtypes(eager) == dtypes(out) == expected(HALF[level])
+    for a, b in zip(eager, out, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+    with amp.disable_casts():
+        assert dtypes(compiled(batch()))[:2] == [torch.float32] * 2
+    assert dtypes(compiled(batch())) == expected(HALF[level]), "what disable_casts compiled stays away"
+    amp.get_session().close()
+    assert dtypes(compiled(batch()))[:2] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_whole_training_step(backend: str) -> None:
+    model = Net()
+    model, optimizer = initialize(model, sgd(model), "O1")
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def forward_and_loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(x)[0]
+        return F.cross_entropy(out.flatten(1), y), x @ model.weight
+
+    for _ in range(2):
+        loss, product = forward_and_loss(batch(), torch.tensor([0, 1]))
+        assert loss.dtype is torch.float32
+        assert product.dtype is torch.float16
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_operator_alone_is_guarded(backend: str) -> None:
+    """Dynamo does not look at what `@` calls: neither the session nor a region may be missed."""
+    weight = torch.eye(8)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def product(x: Tensor) -> Tensor:
+        return x @ weight
+
+    seen = [product(batch()).dtype]
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        seen.append(product(batch()).dtype)
+        with torch.autocast("cpu", enabled=False):
+            seen.append(product(batch()).dtype)
+        with amp.disable_casts():
+            seen.append(product(batch()).dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            seen.append(product(batch()).dtype)
+        seen.append(product(batch()).dtype)
+    seen.append(product(batch()).dtype)
+    half, wide = torch.float16, torch.float32
+    assert seen == [wide, half, wide, wide, torch.bfloat16, half, wide]
+
+
+UNTRACEABLE = {
+    "torch.cov",
+    "torch.corrcoef",
+    "torch.Tensor.cov",
+    "torch.Tensor.corrcoef",
+    "torch.ctc_loss",
+    "torch.nn.functional.ctc_loss",
+    "torch.nn.functional.gaussian_nll_loss",
+    "torch.equal",
+    "torch.Tensor.equal",
+    "torch.linalg.lstsq",
+}
+"""What Dynamo cannot trace without a break, with amp or without."""
+
+
+def as_callers_call(row: Row) -> Any:
+    place, _, name = row.op.rpartition(".")
+    if place == "operator":
+        function = getattr(operator, name)
+        return lambda args, kwargs: function(*args)
+    if place == "torch.Tensor" and not name.startswith("__"):
+        return lambda args, kwargs: getattr(args[0], name)(*args[1:], **kwargs)
+    holder = resolve(place)
+    return lambda args, kwargs: getattr(holder, name)(*args, **kwargs)
+
+
+def test_every_op_compiles_to_the_dtype_of_eager() -> None:
+    wrong = []
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE, *ops.FOLLOWS):
+            if row.op in UNTRACEABLE:
+                continue
+            wide = row.category in ("half", "promote")
+            convert = (lambda t: t) if wide else as_half(torch.float16)
+            args = [ops._map(convert, value) for value in row.args]
+            call = as_callers_call(row)
+            torch._dynamo.reset()
+            eager = call(args, row.kwargs)
+            compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(args, row.kwargs)
+            if dtypes(floats(eager)) != dtypes(floats(compiled)):
+                wrong.append(row.op)
+    assert not wrong
+
+
+def run(code: str, **environment: str) -> str:
+    """Run code in a process of its own, and return what it prints."""
+    root = Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(root), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_what_a_session_compiled_first_does_not_spoil_torch_afterwards() -> None:
+    """Dynamo knows torch's functions by identity; it must not learn wrappers instead."""
+    code = """
+import torch, amp
+from torch.nn import functional as F
+def f(x):
+    y = torch.addcdiv(x, x, x, value=2)
+    return F.conv1d(x, x[:, :, :1]), torch.exp(x).softmax(-1), y, x.lerp(x, .5)
+x = torch.ones(2, 2, 2)
+with amp.Session("O1") as session:
+    session.initialize(None)
+    torch.compile(f, backend="eager", fullgraph=True)(x)
+print(*{t.dtype for t in torch.compile(f, backend="eager", fullgraph=True)(x)})
+"""
+    assert run(code) == "torch.float32"
+
+
+def test_processes_that_share_an_inductor_cache_keep_their_dtypes(tmp_path: Path) -> None:
+    code = """
+import sys, torch, amp
+w = torch.eye(4)
+@torch.compile(fullgraph=True)
+def f(x):
+    return x @ w, x.matmul(w)
+LEVEL = {level!r}
+if LEVEL:
+    amp.initialize(torch.nn.Linear(1, 1), opt_level=LEVEL, verbosity=0)
+print(*[t.dtype for t in f(torch.ones(3, 4))])
+"""
+    seen = [
+        run(code.replace("{level!r}", repr(level)), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        for level in (None, "O1", "O4", None, "O1")
+    ]
+    half, wide, brain = ("torch.float16",) * 2, ("torch.float32",) * 2, ("torch.bfloat16",) * 2
+    assert [tuple(line.split()) for line in seen] == [wide, half, brain, wide, half]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    model = Net()
+    amp.initialize(model, opt_level="O1")
+    eager = model(batch())
+    program = torch.export.export(model, (batch(),), strict=strict)
+    amp.get_session().close()
+    out = program.module()(batch())
+    seen = dtypes(out)
+    if strict:  # which sees regions after operators: `@` in one casts as outside of it
+        seen[3] = torch.float32
+    assert seen == dtypes(eager), "the casts are in the program"
+    torch.testing.assert_close(out[0], eager[0], rtol=1e-2, atol=1e-2)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x) @ self.linear.weight
+        return h, h.softmax(-1)
+
+
+def test_trace_holds_the_casts() -> None:
+    model = Small()
+    amp.initialize(model, opt_level="O1")
+    traced = torch.jit.trace(model, (batch(),))
+    amp.get_session().close()
+    assert dtypes(traced(batch())) == [torch.float16, torch.float32]
+
+
+def test_script_says_what_to_do_instead() -> None:
+    model = nn.Sequential(Small())
+    amp.initialize(model, opt_level="O1")
+    with pytest.raises(RuntimeError, match=r"cannot compile this Sequential.*torch.jit.trace"):
+        torch.jit.script(model)
+    scripted = torch.jit.script(nn.Linear(8, 8))  # not the session's: torch's own code does this
+    assert scripted(batch()).dtype is torch.float32
+    amp.get_session().close()
+    assert torch.jit.script(model)(batch())[0].dtype is torch.float32
+
+
+def test_torch_func_transforms() -> None:
+    from torch.func import functional_call, grad, jvp, vmap
+
+    model = Small()
+    amp.initialize(model, opt_level="O1")
+    seen: list[torch.dtype] = []
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        out, wide = functional_call(model, parameters, (x,))
+        seen.extend(dtypes([out, wide]))
+        return out.float().sum()
+
+    parameters = dict(model.named_parameters())
+    x = batch()[0]
+    plain = grad(loss)(parameters, x)
+    per_sample = vmap(grad(loss), (None, 0))(parameters, x[:, None])
+    assert set(seen[::2]) == {torch.float16}
+    assert set(seen[1::2]) == {torch.float32}
+    for name, gradient in plain.items():
+        assert gradient.dtype is torch.float32
+        torch.testing.assert_close(per_sample[name].sum(0), gradient, rtol=1e-2, atol=1e-2)
+    assert dtypes(vmap(model)(x[:, None])) == [torch.float16, torch.float32]
+    out, tangent = jvp(lambda a: model(a)[0], (x,), (torch.ones_like(x),))
+    assert out.dtype is tangent.dtype is torch.float16
+
+
+def test_a_transform_inside_a_forward() -> None:
+    class PerSample(Small):
+        def forward(self, x: Tensor) -> Any:
+            return torch.func.vmap(super().forward)(x)
+
+    model = PerSample()
+    amp.initialize(model, opt_level="O4")
+    assert dtypes(model(batch())) == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+def test_a_compiled_layer_in_an_eager_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.compile(Small(), backend="aot_eager", fullgraph=True))
+    amp.initialize(model, opt_level="O1")
+    assert dtypes(model(batch())) == [torch.float16, torch.float32]
+    assert dtypes(model[1](batch())) == [torch.float16, torch.float32], "called on its own"
+    amp.get_session().close()
+    assert dtypes(model(batch())) == [torch.float32, torch.float32]

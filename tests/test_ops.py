@@ -1,0 +1,248 @@
+"""Every op of native autocast's policies and of apex's lists gives the dtype that its rule says.
+
+Outside a model's forward, inside one, compiled; from FP32 and from half arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amp
+from amp.policy import load_policy, resolve
+from tests import ops
+from tests.ops import Row, X, Y
+
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+WIDE = (torch.float32, torch.complex64)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*deprecated", "ignore:.*is not recommended", "ignore:.*will be removed", "ignore:An output"
+)
+
+
+@pytest.fixture(scope="module", params=["O1", "O4"])
+def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Turn op casting on, and say to what."""
+    with amp.Session(request.param) as session:
+        session.initialize(None)
+        yield HALF[request.param]
+
+
+@pytest.fixture(autouse=True)
+def torch_is_given_back() -> None:
+    """The session is the module's here; other files check what is left behind."""
+
+
+class Calls(nn.Module):
+    """A model whose forward is any function."""
+
+    def forward(self, function: Any) -> Any:
+        return function()
+
+
+def in_forward(function: Any) -> Any:
+    """Call a function inside the forward of a model that was given to the session."""
+    from amp.regions import newest_caster, watch
+
+    model = Calls()
+    handles = watch(model, newest_caster())
+    try:
+        return model(function)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+WAYS = {"outside": lambda function: function(), "in forward": in_forward}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def floats(value: Any) -> list[Tensor]:
+    return [t for t in tensors(value) if t.is_floating_point() or t.is_complex()]
+
+
+def as_half(half: torch.dtype) -> Any:
+    return lambda t: t.to(half) if t.dtype is torch.float32 else t
+
+
+def rounded(half: torch.dtype) -> Any:
+    return lambda t: t.to(half).float() if t.dtype is torch.float32 else t
+
+
+def check_values(row: Row, result: Any, half: torch.dtype, tolerance: float) -> None:
+    """The values are those of FP32 on the same, rounded arguments."""
+    with amp.disable_casts():
+        expected = row(rounded(half))
+    for actual, exact in zip(floats(result), floats(expected), strict=True):
+        scale = max(exact.abs().max().item(), 1.0)
+        torch.testing.assert_close(
+            actual.to(exact.dtype), exact, rtol=0, atol=tolerance * scale, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", ops.HALF, ids=str)
+@pytest.mark.parametrize("from_half", [False, True])
+def test_half_ops(half: torch.dtype, row: Row, from_half: bool, way: str) -> None:
+    result = WAYS[way](lambda: row(as_half(half)) if from_half else row())
+    assert {t.dtype for t in floats(result)} == {half}
+    check_values(row, WAYS[way](lambda: row(rounded(half))), half, TOLERANCE[half])
+
+
+UNSTABLE = ("svd", "qr", "eig", "geqrf", "lu", "lstsq")
+"""Factors whose signs or order are free."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", ops.FLOAT, ids=str)
+@pytest.mark.parametrize("from_half", [False, True])
+def test_float_ops(half: torch.dtype, row: Row, from_half: bool, way: str) -> None:
+    result = WAYS[way](lambda: row(as_half(half)) if from_half else row())
+    assert {t.dtype for t in floats(result)} <= set(WIDE)
+    assert floats(result) or row.op.endswith("matrix_rank")
+    if from_half and not row.op.endswith(UNSTABLE):
+        check_values(row, result, half, 1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", ops.PROMOTE, ids=str)
+def test_promoting_ops(half: torch.dtype, row: Row, way: str) -> None:
+    """All FP32: FP32. All half: half. Only the first half: FP32."""
+    seen = 0
+
+    def first_half(tensor: Tensor) -> Tensor:
+        nonlocal seen
+        seen += tensor.is_floating_point()
+        return tensor.to(half) if tensor.is_floating_point() and seen == 1 else tensor
+
+    for convert, expected in ((lambda t: t, torch.float32), (as_half(half), half), (first_half, None)):
+        if expected is None and row.op in ("torch.Tensor.index_copy", "torch.Tensor.equal"):
+            continue
+        result = WAYS[way](lambda convert=convert: row(convert))
+        assert {t.dtype for t in floats(result)} <= {expected or torch.float32}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", ops.FOLLOWS, ids=str)
+@pytest.mark.parametrize("from_half", [False, True])
+def test_other_ops_follow_their_input(half: torch.dtype, row: Row, from_half: bool, way: str) -> None:
+    result = WAYS[way](lambda: row(as_half(half)) if from_half else row())
+    assert {t.dtype for t in floats(result)} == {half if from_half else torch.float32}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ops.MODULES)
+@pytest.mark.parametrize("from_half", [False, True])
+def test_modules(half: torch.dtype, name: str, from_half: bool, way: str) -> None:
+    category, make, x = ops.MODULES[name]
+    x = x.to(half) if from_half else x
+    expected = {"half": half, "float": torch.float32, "follows": x.dtype}[category]
+    result = WAYS[way](lambda: make()(x))
+    assert {t.dtype for t in floats(result)} == {expected}
+
+
+@pytest.mark.parametrize("row", [*ops.HALF, *ops.FLOAT, *ops.PROMOTE], ids=str)
+def test_float64_is_left_alone(half: torch.dtype, row: Row) -> None:
+    if row.op.startswith(("torch.rnn", "torch._VF", "torch.gru", "torch.lstm")) or "mkldnn" in row.op:
+        pytest.skip("needs all its arguments in one dtype, which they are")
+    result = row(lambda t: t.double() if t.is_floating_point() else t)
+    assert {t.dtype for t in floats(result)} <= {torch.float64, torch.complex128}
+
+
+COMPILED = {str(row): row for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE)}
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_every_op_that_torch_autocast_knows_has_a_row(device: str) -> None:
+    """A new op in torch's policy fails this until it has a rule and a row."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
+    names = {name.removeprefix("aten::").split(".")[0] for name in registered} - ops.INTERNAL
+    covered = {row.op for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE)}
+    spelled = {
+        f"{prefix}{op.rpartition('.')[2]}" for op in covered for prefix in ("", "linalg_", "fft_")
+    }
+    assert {ops.UNDER_OTHER_NAMES.get(name, name) for name in names} - spelled == set()
+
+
+def test_every_rule_has_a_row() -> None:
+    covered = {row.op for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE, *ops.FOLLOWS)}
+    untested = {rule.op for rule in load_policy(torch.float16).rules} - covered
+    assert untested <= {
+        "torch.Tensor.cpu",
+        "torch.Tensor.__pow__",  # as operators
+        "torch.Tensor.__rpow__",
+        "torch.chain_matmul",
+        "torch.nn.functional.binary_cross_entropy",
+        "torch.nn.functional.upsample",
+        "torch.nn.functional.upsample_bilinear",
+        "torch.nn.functional.upsample_nearest",
+        "torch._transformer_encoder_layer_fwd",  # by modules
+        "torch._native_multi_head_attention",
+        *(f"{place}.{name}" for place in ("torch", "torch._VF") for name in ("lstm", "gru")),
+        *(f"{place}.rnn_{name}" for place in ("torch", "torch._VF") for name in ("tanh", "relu")),
+    }
+
+
+def test_every_name_in_the_tables_exists_in_this_torch() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        assert load_policy(dtype).missing() == []
+
+
+def test_cpu_gives_float32(half: torch.dtype) -> None:
+    """As in apex: what leaves the device is for people and metrics."""
+    assert X.to(half).cpu().dtype is torch.float32
+
+
+def test_out_and_dtype_are_left_alone(half: torch.dtype) -> None:
+    for way in WAYS.values():
+        out = torch.empty(4, 4)
+        way(lambda out=out: torch.mm(X, Y, out=out))
+        with amp.disable_casts():
+            assert torch.equal(out, X @ Y)
+        way(lambda out=out: torch.exp(X, out=out))
+        assert torch.equal(out, X.exp())
+        for op in (torch.sum, torch.cumsum, torch.prod, torch.softmax, F.softmax, F.log_softmax):
+            result = way(lambda op=op: op(X.to(half), dim=0, dtype=half))
+            assert result.dtype is half
+            assert way(lambda op=op: op(X.to(half), dim=0, dtype=torch.float64)).dtype is torch.float64
+        assert way(lambda: torch.linalg.vector_norm(X.to(half), dtype=half)).dtype is half
+
+
+def test_augmented_assignment_is_in_place(half: torch.dtype) -> None:
+    x = kept = X.to(half)
+    x += X
+    x *= X
+    x -= X
+    x /= X + 9
+    assert x is kept
+    assert x.dtype is half
+    x **= 2
+    assert x is kept
+    assert x.dtype is half
+    wide = X.clone()
+    wide @= Y.to(half)
+    assert wide.dtype is half  # __imatmul__ is not in place in torch
+
+
+def test_warnings_of_ops_are_their_own(half: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        F.mse_loss(X, X.to(half))
+
+
+def test_places_of_the_tables_resolve() -> None:
+    assert resolve("torch.Tensor") is Tensor
+    assert resolve("torch.linalg") is torch.linalg
