@@ -65,7 +65,7 @@ def casts(caster: Caster, device_type: str) -> bool:
 
 
 def _is_in_kernel() -> bool:
-    """Whether the caller is what an op does inside: a decomposition, a meta function, a dispatch mode."""
+    """Whether the caller is inside an op: a decomposition, a meta function, a dispatch mode."""
     internals: Any = torch._C
     key = internals.DispatchKey.PythonTLSSnapshot
     return bool(internals._dispatch_tls_is_dispatch_key_excluded(key))
@@ -127,13 +127,15 @@ class _Forwards(threading.local):
             self.leave_all()  # an interrupt, which calls no hooks, ended its last forward
         self.modules.append(module)
         self.depth = len(self.modules)
-        if self.depth > 1 or torch.is_autocast_enabled(_OFF):
+        if self.depth > 1:
             return
-        for kind in DEVICE_TYPES:
-            # A region around the forward is the caller's own. DataParallel's threads are in one that
-            # has lost the dtype.
-            is_replica = getattr(module, "_is_replica", False)
-            if (is_replica or not torch.is_autocast_enabled(kind)) and _is_available(kind):
+        # A region around the forward is the caller's own. Only in DataParallel's threads it is torch's,
+        # which tells them that autocast is on and not in which dtype.
+        in_thread_of_torch = getattr(module, "_is_replica", False)
+        off = torch.is_autocast_enabled(_OFF)
+        for kind in filter(_is_available, DEVICE_TYPES):
+            enabled = torch.is_autocast_enabled(kind)
+            if enabled if in_thread_of_torch else not (enabled or off):
                 self.regions.enter_context(torch.autocast(kind, caster.dtype))
 
     def leave(self, module: nn.Module) -> None:

@@ -1,0 +1,206 @@
+"""apex's decorators and register functions, for whatever a script brings along."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import amp
+from amp import registry
+
+HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def no_registrations_are_left() -> Iterator[None]:
+    before = dict(registry._registered)
+    yield
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
+def takes(*args: Any, **kwargs: Any) -> list[torch.dtype]:
+    """Return the dtypes of the tensors that arrive."""
+    flat = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (list, tuple)) else [a])]
+    return [v.dtype for v in flat if isinstance(v, Tensor)]
+
+
+@pytest.fixture
+def extension() -> Any:
+    """Make a module of functions, like a C extension."""
+    return types.SimpleNamespace(run=takes)
+
+
+KINDS = {
+    "half": (amp.register_half_function, amp.half_function, {"O1": [HALF, HALF], "O4": [BRAIN, BRAIN]}),
+    "bfloat16": (
+        amp.register_bfloat16_function,
+        amp.bfloat16_function,
+        {"O1": [BRAIN, BRAIN], "O4": [BRAIN, BRAIN]},
+    ),
+    "float": (
+        amp.register_float_function,
+        amp.float_function,
+        {"O1": [WIDE, WIDE], "O4": [WIDE, WIDE]},
+    ),
+    "promote": (
+        amp.register_promote_function,
+        amp.promote_function,
+        {"O1": [WIDE, WIDE], "O4": [WIDE, WIDE]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("before", [False, True])
+def test_registered_functions(kind: str, level: str, before: bool, extension: Any) -> None:
+    register, _, expected = KINDS[kind]
+    if before:
+        register(extension, "run")
+    for _ in range(2):  # the registration survives a second session
+        with amp.Session(level) as session:
+            session.initialize(None)
+            if not before:
+                register(extension, "run")
+            assert extension.run(X, X.half()) == expected[level]
+            assert extension.run([X], other=X.half()) == expected[level]
+            assert extension.run.__wrapped__ is takes
+            with amp.disable_casts():
+                assert extension.run(X, X.half()) == [WIDE, HALF]
+        assert extension.run is takes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_decorated_functions(kind: str, level: str) -> None:
+    _, decorate, expected = KINDS[kind]
+    function = decorate(takes)
+    assert function(X, X.half()) == [WIDE, HALF], "no session: a plain call"
+    assert function.__wrapped__ is takes
+    assert function.__name__ == "takes"
+    for _ in range(2):
+        with amp.Session(level) as session:
+            session.initialize(None)
+            assert function(X, X.half()) == expected[level]
+            with torch.autocast("cpu", enabled=False):
+                assert function(X, X.half()) == [WIDE, HALF]
+    with amp.Session("O2") as session:
+        session.initialize(None)
+        assert function(X, X.half()) == [WIDE, HALF], "no function casts there"
+
+
+def test_methods_static_methods_and_class_methods() -> None:
+    class Layer:
+        @amp.half_function
+        def method(self, x: Tensor) -> list[torch.dtype]:
+            return takes(x)
+
+        @amp.half_function
+        @staticmethod
+        def static(x: Tensor) -> list[torch.dtype]:
+            return takes(x)
+
+        @classmethod
+        @amp.half_function
+        def of_class(cls, x: Tensor) -> list[torch.dtype]:
+            assert cls is Layer
+            return takes(x)
+
+        def plain(self, x: Tensor) -> list[torch.dtype]:
+            return takes(x)
+
+        @staticmethod
+        def fixed(x: Tensor) -> list[torch.dtype]:
+            return takes(x)
+
+    attribute = vars(Layer)["fixed"]
+    amp.register_half_function(Layer, "plain")
+    amp.register_half_function(Layer, "fixed")
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        layer = Layer()
+        for call in (
+            layer.method,
+            layer.static,
+            Layer.static,
+            layer.of_class,
+            layer.plain,
+            layer.fixed,
+        ):
+            assert call(X) == [HALF]
+        assert Layer.fixed(X) == [HALF]
+    assert vars(Layer)["fixed"] is attribute
+    assert layer.plain(X) == layer.fixed(X) == [WIDE]
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.dtype = x.dtype
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        assert grad.dtype is ctx.dtype
+        return grad * ctx.scale, None
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_autograd_functions(decorated: bool) -> None:
+    if not decorated:
+        amp.register_half_function(Scaled, "apply")
+    scaled = amp.half_function(Scaled.apply) if decorated else lambda *args: Scaled.apply(*args)
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        x = X.clone().requires_grad_()
+        out = scaled(x, 2.0)
+        assert out.dtype is HALF
+        out.sum().backward()
+        assert x.grad.dtype is WIDE
+        assert (x.grad == 2).all()
+    assert Scaled.apply(X, 2.0).dtype is WIDE
+    assert "apply" not in vars(Scaled)
+
+
+def test_functions_of_torch_can_be_registered_as_in_apex() -> None:
+    amp.register_float_function(torch, "sigmoid")
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        assert torch.sigmoid(X.half()).dtype is WIDE
+        p = torch.sigmoid(X.half())
+        assert torch.isfinite(F.binary_cross_entropy(p, torch.ones(4, 4)))
+
+
+def test_what_a_half_function_calls_goes_on_casting_and_what_a_float_function_calls_does_not() -> None:
+    def inside(x: Tensor) -> list[torch.dtype]:
+        return takes(x, x @ x, x.softmax(-1))
+
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        assert amp.half_function(inside)(X) == [HALF, HALF, WIDE]
+        assert amp.float_function(inside)(X.half()) == [WIDE, WIDE, WIDE]
+
+
+def test_errors_say_what_is_there(extension: Any) -> None:
+    with pytest.raises(ValueError, match=r"torch has no function 'sigmod'; did you mean 'sigmoid'"):
+        amp.register_half_function(torch, "sigmod")
+    extension.value = 3
+    with pytest.raises(ValueError, match="is no function as 'value'"):
+        amp.register_half_function(extension, "value")
+    with pytest.raises(TypeError, match="3 is a int, not a function to decorate"):
+        amp.half_function(3)  # type: ignore[type-var]
+
+
+def test_float64_and_integers_arrive_as_they_are() -> None:
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        assert amp.half_function(takes)(X.double(), X.long()) == [torch.float64, torch.int64]

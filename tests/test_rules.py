@@ -1,0 +1,335 @@
+"""A user's `rules:` for ops and modules, and `python -m amp explain`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amp
+from amp.cli import main
+from tests.models import initialize, sgd
+
+HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def profile(tmp_path: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+# Ops.
+
+
+def test_a_rule_holds_for_every_spelling_of_its_op() -> None:
+    with amp.Session("O1", rules=[{"op": "torch.matmul", "cast": "float32"}]) as session:
+        session.initialize(None)
+        for out in (X @ X.half(), torch.matmul(X, X), X.half().matmul(X), X.__rmatmul__(X)):
+            assert out.dtype is WIDE
+        assert torch.mm(X, X).dtype is HALF, "another op"
+    assert (X.half() @ X.half()).dtype is HALF
+
+
+def test_a_rule_wins_over_what_the_function_calls() -> None:
+    """F.softmax calls Tensor.softmax, which the table keeps in FP32."""
+    rules = [{"op": "torch.nn.functional.softmax", "cast": "float16"}]
+    with amp.Session("O1", rules=rules) as session:
+        session.initialize(None)
+        assert F.softmax(X, -1).dtype is HALF
+        assert X.softmax(-1).dtype is HALF
+        assert nn.Softmax(-1)(X).dtype is HALF
+        assert F.log_softmax(X, -1).dtype is WIDE
+
+
+def test_rules_in_a_forward_win_over_torch_autocast() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x
+
+    net = Net()
+    amp.initialize(net, opt_level="O4", rules=[{"op": "torch.Tensor.__matmul__", "cast": "float32"}])
+    assert net(X).dtype is WIDE
+    assert net(X.bfloat16()).dtype is WIDE
+
+
+def test_globs_and_none() -> None:
+    rules = [{"op": "torch.fft.*", "cast": "none"}, {"op": "torch.sum", "cast": None}]
+    with amp.Session("O1", rules=rules) as session:
+        session.initialize(None)
+        assert X.half().sum().dtype is HALF
+        with pytest.raises(RuntimeError, match="Half"):
+            torch.fft.fft(X.half()[:, :3])
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        assert torch.fft.fft(X.half()[:, :3]).dtype is torch.complex64
+
+
+def test_later_rules_win_and_extending_profiles_add_to_them(tmp_path: Path) -> None:
+    profile(tmp_path, "extends: O1\nrules:\n  - {op: torch.mm, cast: float32}\n", "base.yaml")
+    mine = profile(tmp_path, "extends: base.yaml\nrules:\n  - {op: torch.bmm, cast: float32}\n")
+    properties = amp.load_profile(mine)
+    assert [rule.pattern for rule in properties.rules] == ["torch.mm", "torch.bmm"]
+    assert "op torch.mm: float32; op torch.bmm: float32" in properties.describe()
+    with amp.Session(mine, rules=[{"op": "torch.mm", "cast": "bfloat16"}]) as session:
+        session.initialize(None)
+        assert torch.mm(X, X).dtype is BRAIN
+        assert torch.bmm(X[None], X[None]).dtype is WIDE
+
+
+def test_functions_outside_torch() -> None:
+    with amp.Session("O1", rules=[{"op": "tests.test_rules.mine", "cast": "float32"}]) as session:
+        session.initialize(None)
+        module = sys.modules["tests.test_rules"]
+        assert module.mine(X.half()) == (WIDE, WIDE)  # type: ignore[attr-defined]
+
+
+def mine(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    return x.dtype, (x @ x).dtype
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            "{op: torch.nn.functional.sofmax, cast: float32}",
+            r"mine.yaml:3: op .*did you mean 'softmax'",
+        ),
+        (
+            "{op: torch.nothing.softmax, cast: float32}",
+            r"mine.yaml:3: op .*there is no 'torch.nothing'",
+        ),
+        ("{op: softmax, cast: float32}", r"mine.yaml:3: op 'softmax'.*Write a full name"),
+        ("{op: 'torch.*.softmax', cast: float32}", "mine.yaml:3: .*only the last part"),
+        ("{op: torch.mm, cast: float31}", r"mine.yaml:3: cast: 'float31' is not one of .*none"),
+        (
+            "{op: torch.mm, to: float32}",
+            "mine.yaml:3: a rule has no key 'to'; allowed: op, module, cast",
+        ),
+        ("{op: torch.mm}", "mine.yaml:3: .*must have 'cast'"),
+        ("{op: torch.mm, module: head, cast: float32}", "mine.yaml:3: .*one of 'op' and 'module'"),
+        ("{op: 3, cast: float32}", "mine.yaml:3: op=3 is not a name"),
+        ("torch.mm", "mine.yaml:3: .*a rule is a mapping"),
+        (
+            "{module: head, cast: float16}",
+            "rules=module head: float16 does not fit O1: weights are FP32",
+        ),
+    ],
+)
+def test_errors_name_the_line_and_change_nothing(tmp_path: Path, rule: str, message: str) -> None:
+    before = F.softmax, torch.mm
+    with pytest.raises(amp.AmpError, match=message):
+        amp.initialize(
+            nn.Linear(2, 2), opt_level=profile(tmp_path, f"extends: O1\nrules:\n  - {rule}\n")
+        )
+    assert (F.softmax, torch.mm) == before
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_rules_for_ops_need_a_level_that_patches(level: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rules=op torch.mm: float32 does not fit {level}: only O1"):
+        amp.initialize(nn.Linear(2, 2), opt_level=level, rules=[{"op": "torch.mm", "cast": "float32"}])
+
+
+@pytest.mark.parametrize("value", ["torch.mm", {"op": "torch.mm", "cast": "float32"}, 3])
+def test_rules_are_a_list(value: Any) -> None:
+    with pytest.raises(TypeError, match="give a list of {op: ..., cast: ...}"):
+        amp.initialize(nn.Linear(2, 2), opt_level="O1", rules=value)
+
+
+# Modules.
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def watch(model: nn.Module) -> dict[str, torch.dtype]:
+    """Record the dtype of what each module gives."""
+    seen: dict[str, torch.dtype] = {}
+
+    def make(name: str) -> Any:
+        def hook(module: Any, args: Any, out: Tensor) -> None:
+            seen[name] = out.dtype
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(make(name))
+    return seen
+
+
+BY_OP = {"O1": HALF, "O4": BRAIN}
+CAST = {"O2": HALF, "O3": HALF, "O5": BRAIN}
+
+
+@pytest.mark.parametrize("level", [*BY_OP, *CAST])
+@pytest.mark.parametrize("pattern", ["head*", "head", "head.[02]"])
+def test_modules_by_name(level: str, pattern: str) -> None:
+    model = Net()
+    model, optimizer = initialize(
+        model, sgd(model), level, rules=[{"module": pattern, "cast": "float32"}], loss_scale=1.0
+    )
+    seen = watch(model)
+    model(X).sum().backward()
+    half = (BY_OP | CAST)[level]
+    assert seen["body.0"] is seen["body.2"] is half
+    assert seen["head.0"] is seen["head.2"] is WIDE
+    if level in CAST:
+        assert model.head[0].weight.dtype is model.head[0].weight.grad.dtype is WIDE
+        assert model.body[0].weight.dtype is half
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", [*BY_OP, *CAST])
+@pytest.mark.parametrize("pattern", ["torch.nn.Linear", "Linear", "torch.nn.modules.linear.Linear"])
+def test_modules_by_class(level: str, pattern: str) -> None:
+    model = Net()
+    amp.initialize(model, opt_level=level, rules=[{"module": pattern, "cast": "float32"}])
+    seen = watch(model)
+    assert model(X).dtype is WIDE
+    assert {seen[name] for name in ("body.0", "body.2", "head.0", "head.2")} == {WIDE}
+
+
+class Attention(nn.Module):
+    """Computes by itself, with what its children make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        q = self.query(x)
+        scores = q @ q.T * scale
+        self.dtypes = [x.dtype, q.dtype, scores.dtype]
+        return scores
+
+
+@pytest.mark.parametrize("level", BY_OP)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_inside_a_float32_module_casts(level: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), Attention(), nn.Linear(4, 4))
+    amp.initialize(model, opt_level=level, rules=[{"module": "Attention", "cast": "float32"}])
+    assert model(X).dtype is BY_OP[level]
+    assert model[1].dtypes == [WIDE, WIDE, WIDE]
+    if compiled:
+        assert torch.compile(model, backend="aot_eager", fullgraph=True)(X).dtype is BY_OP[level]
+        assert model[1].dtypes == [WIDE, WIDE, WIDE]
+
+
+def test_a_module_under_a_rule_is_still_what_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Attention())
+    names = [name for name, _ in model.named_parameters()]
+    amp.initialize(model, opt_level="O1", rules=[{"module": "1", "cast": "float32"}])
+    attention = model[1]
+    assert isinstance(attention, Attention)
+    assert type(attention).__name__ == "Attention"
+    assert list(inspect.signature(attention.forward).parameters) == ["x", "scale"]
+    assert [name for name, _ in model.named_parameters()] == names
+    assert type(copy.deepcopy(attention)) is Attention
+    assert type(pickle.loads(pickle.dumps(attention))) is Attention
+    assert "Attention(" in repr(model)
+    amp.get_session().close()
+    assert type(attention) is Attention
+
+
+def test_a_shared_weight_follows_the_rule() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(4, 4)
+            self.mix = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, i: Tensor) -> Tensor:
+            return self.head(self.mix(self.embed(i)))
+
+    model = Tied()
+    amp.initialize(model, opt_level="O2", rules=[{"module": "head", "cast": "float32"}])
+    assert model.embed.weight.dtype is WIDE
+    assert model.mix.weight.dtype is HALF
+    assert model(torch.arange(4)).dtype is WIDE
+
+
+def test_a_rule_for_no_module_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "amp"):
+        amp.initialize(Net(), opt_level="O2", rules=[{"module": "haed.*", "cast": "float32"}])
+    assert "no module of the model is named 'haed.*'" in caplog.text
+
+
+# Explain.
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["explain", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("op", "level", "says"),
+    [
+        ("torch.softmax", "O1", ["runs in float32", "configs/ops/float16.yaml:"]),
+        ("torch.nn.functional.softmax", "O4", ["it calls torch.Tensor.softmax", "runs in float32"]),
+        ("torch.matmul", "O4", ["runs in bfloat16", "torch.Tensor.__matmul__"]),
+        ("torch.addmv", "O1", ["runs in float16: its floating arguments are cast down"]),
+        ("torch.relu", "O1", ["follows its input"]),
+        ("torch.cat", "O1", ["widest"]),
+        ("torch.nn.functional.binary_cross_entropy", "O1", ["raises on half", "BCEWithLogitsLoss"]),
+        ("torch.matmul", "O2", ["Functions cast at O1 and O4 only", "float16"]),
+        ("torch.matmul", "16-mixed", ["O1", "float16"]),
+    ],
+)
+def test_explain(capsys: pytest.CaptureFixture[str], op: str, level: str, says: list[str]) -> None:
+    told = explain(capsys, op, "--opt-level", level)
+    for words in says:
+        assert words in told
+
+
+def test_explain_points_at_the_very_line(capsys: pytest.CaptureFixture[str]) -> None:
+    told = explain(capsys, "torch.Tensor.logsumexp")
+    line = int(told.partition("float16.yaml:")[2].partition(")")[0])
+    tables = Path(__file__).parents[1] / "configs" / "ops" / "float16.yaml"
+    assert "logsumexp" in tables.read_text().splitlines()[line - 1]
+
+
+def test_explain_knows_a_users_rules(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = profile(tmp_path, "extends: O1\nrules:\n  - {op: torch.mm, cast: float32}\n")
+    assert f"runs in float32, and so does all that it calls (cast, {path}:3)" in explain(
+        capsys, "torch.Tensor.mm", "--opt-level", str(path)
+    )
+
+
+def test_explain_of_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "torch.sofmax"]) == 2
+    assert "there is no function 'torch.sofmax'" in (err := capsys.readouterr().err)
+    assert "did you mean 'softmax'" in err
+    assert main(["explain", "torch.mm", "--opt-level", "O9"]) == 2
+    assert "O9" in capsys.readouterr().err
+
+
+def test_the_module_runs() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "amp", "explain", "torch.mm"], capture_output=True, text=True, check=True
+    )
+    assert "runs in float16" in result.stdout
