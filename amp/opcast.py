@@ -30,6 +30,9 @@ from amp.patching import Patches
 from amp.policy import OpPolicy, OpRule, resolve
 from amp.regions import DEVICE_TYPES, disable_casts, forwards
 
+_SCALARS = frozenset({type(None), bool, int, float, str, torch.Size})
+"""Arguments in which there is nothing to cast."""
+
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -218,32 +221,49 @@ def call_with_casts(
 
 
 def _make_wrapper(caster: OpCaster, rule: OpRule, original: Function) -> Function:
-    """Return `original` as callers see it while `caster` is live, as fast as its category allows."""
-    if rule.category == "native":
+    """Return `original` as callers see it while `caster` is live.
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if forwards.depth:
-                return original(*args, **kwargs)
-            return call_with_casts(caster, rule, original, args, kwargs)
+    What costs nothing to decide is decided first: whether torch.autocast casts here, or whether all
+    tensors are in the right dtype already.
+    """
+    right = caster.dtype if rule.category in ("native", "half") else torch.float32
 
-    elif rule.category == "float" and not rule.closed:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        return call_with_casts(caster, rule, original, args, kwargs)
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for value in args:
-                if isinstance(value, Tensor) and value.dtype is not torch.float32:
-                    return call_with_casts(caster, rule, original, args, kwargs)
-            if not kwargs:
-                return original(*args)
-            for value in kwargs.values():
-                if isinstance(value, Tensor) and value.dtype is not torch.float32:
-                    return call_with_casts(caster, rule, original, args, kwargs)
+    def nothing_to_cast(*args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            kind = type(value)
+            if kind is Tensor or kind is nn.Parameter:
+                if value.dtype is not right:
+                    return slow(*args, **kwargs)
+            elif kind not in _SCALARS and not (kind is tuple and value and type(value[0]) is int):
+                return slow(*args, **kwargs)
+        if not kwargs:
+            return original(*args)
+        for value in kwargs.values():
+            if type(value) not in _SCALARS:
+                return slow(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    def native(*args: Any, **kwargs: Any) -> Any:
+        if forwards.depth:
             return original(*args, **kwargs)
+        return nothing_to_cast(*args, **kwargs)
 
+    def float_along_dim(self: Tensor, dim: Any, dtype: torch.dtype | None = None) -> Any:
+        if self.dtype is right and dtype is None:
+            return original(self, dim)
+        return slow(self, dim, dtype=dtype)
+
+    if rule.category == "native":
+        wrapper: Function = native
+    elif rule.category not in ("half", "float") or rule.closed:
+        wrapper = slow
+    elif rule.op in ("torch.Tensor.softmax", "torch.Tensor.log_softmax"):
+        wrapper = float_along_dim
     else:
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return call_with_casts(caster, rule, original, args, kwargs)
-
+        wrapper = nothing_to_cast
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = rule.place, rule.name  # where pickle finds it again
     return wrapper

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import amp
 from amp import regions
@@ -213,13 +213,13 @@ def test_a_checkpoint_recomputes_as_it_computed(
             seen.append(dtypes(out))
             return out[1].float()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             with region():
                 return checkpoint(self.part, x, use_reentrant=use_reentrant)
 
     model = amp.initialize(Checkpoints(), opt_level="O1")
     x = X.clone().requires_grad_()
-    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+    with set_checkpoint_early_stop(False):
         out = model(x) if in_forward else model.forward(x)
     out[0].sum().backward()
     assert seen == [REGIONS[name][1]] * 2
@@ -237,7 +237,7 @@ def test_custom_functions_hear_that_autocast_is_on() -> None:
 
         @staticmethod
         @torch.amp.custom_bwd(device_type="cpu")
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
+        def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
             return grad * 2
 
     class Custom(Net):
@@ -279,7 +279,8 @@ def test_a_gradient_penalty() -> None:
     amp.get_session().close()
     penalty(plain, X.clone().requires_grad_()).backward()
     for p, q in zip(model[:2].parameters(), plain[:2].parameters(), strict=True):
-        assert torch.dist(p.grad, q.grad) <= 0.1 * q.grad.norm() + 1e-3
+        error: Any = p.grad - q.grad
+        assert error.norm() <= 0.1 * q.grad.norm() + 1e-3
 
 
 def test_an_interrupted_forward_leaves_nothing_for_the_next() -> None:

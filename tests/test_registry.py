@@ -149,7 +149,7 @@ class Scaled(torch.autograd.Function):
         return x * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         assert grad.dtype is ctx.dtype
         return grad * ctx.scale, None
 
