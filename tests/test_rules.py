@@ -8,6 +8,7 @@ import logging
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 
 import amp
 from amp.cli import main
+from amp.opcast import OpCaster
+from amp.policy import OpRule, load_policy
 from tests.models import initialize, sgd
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -333,3 +336,15 @@ def test_the_module_runs() -> None:
         [sys.executable, "-m", "amp", "explain", "torch.mm"], capture_output=True, text=True, check=True
     )
     assert "runs in float16" in result.stdout
+
+
+def test_a_table_that_names_what_this_torch_lacks_says_so() -> None:
+    """Tables may be ahead of an older torch: the name is reported, and the rest works."""
+    policy = load_policy(HALF)
+    new = OpRule("float", "torch", "an_op_of_tomorrow")
+    caster = OpCaster(replace(policy, rules=(*policy.rules, new)))
+    with pytest.warns(amp.AmpWarning, match="has no torch.an_op_of_tomorrow: the rules for float16"):
+        caster.install()
+    assert (X @ X).dtype is HALF
+    caster.close()
+    assert (X @ X).dtype is WIDE
