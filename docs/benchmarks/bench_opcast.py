@@ -230,7 +230,7 @@ def main() -> None:
 {setting(torch.device("cpu"))}
 
 Microseconds a call on 8x8 tensors; conv2d 1x8x8x8 with 3x3. `reamp` and `torch.autocast` have FP32
-arguments and warm weight casts, in a forward and in a region. `plain` and `nothing to cast` have arguments
+arguments and warm weight casts, in a forward and in a region; `plain` and `nothing to cast` arguments
 in the dtype that the op runs in, and are outside of both. Ratios are medians over rounds in which all
 took turns.
 
