@@ -313,7 +313,7 @@ def _cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if isinstance(value, Tensor):
             if value.dtype is not dtype and value.dtype in CASTABLE:
                 return value.to(dtype)
-        elif isinstance(value, list):  # or torch.fx's own kind of list
+        elif isinstance(value, list):
             return [convert(item) for item in value]
         elif type(value) is tuple:
             return tuple([convert(item) for item in value])

@@ -312,6 +312,13 @@ def test_torch_func_transforms() -> None:
     assert dtypes(outputs) == [torch.float16, torch.float16]
 
 
+def test_a_forward_inside_a_transform() -> None:
+    model = nn.Linear(8, 8)
+    amp.initialize(model, opt_level="O1")
+    assert torch.func.vmap(model)(batch()).dtype is torch.float16
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_a_transform_inside_a_forward() -> None:
     class PerSample(Small):
         def forward(self, x: Tensor) -> Any:

@@ -218,6 +218,7 @@ def test_out_and_dtype_are_left_alone(half: torch.dtype) -> None:
             result = way(lambda op=op: op(X.to(half), dim=0, dtype=half))
             assert result.dtype is half
             assert way(lambda op=op: op(X.to(half), dim=0, dtype=torch.float64)).dtype is torch.float64
+            assert way(lambda op=op: op(X, dim=0, dtype=half)).dtype is half
         assert way(lambda: torch.linalg.vector_norm(X.to(half), dtype=half)).dtype is half
 
 
