@@ -416,6 +416,7 @@ class OptimizerBinding:
             with disable_casts():
                 result = step(*args, **kwargs)
             self._write_back()
+        torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
         self._drop_master_grads()
         self._report_all(self._step_verdicts)  # last: a warning may be an error
         return result

@@ -43,6 +43,7 @@ def explain(op: str, properties: Properties) -> str:
     Raises:
         AmpValueError: there is no such function.
     """
+    op = op.strip()
     place, _, name = op.rpartition(".")
     try:
         holder = resolve(place)
@@ -51,6 +52,8 @@ def explain(op: str, properties: Properties) -> str:
     if not callable(getattr(holder, name, None)):
         hint = did_you_mean(name, dir(holder)) if holder is not None else ""
         raise AmpValueError(f"there is no function '{op}'; give a full name: torch.softmax{hint}")
+    if isinstance(getattr(holder, name), type):
+        raise AmpValueError(f"'{op}' is a class; ask about a function that it calls")
     level = properties.opt_level or "this profile"
     if not properties.patch_torch_functions:
         return (
@@ -66,6 +69,11 @@ def explain(op: str, properties: Properties) -> str:
     lines = [f"{op} at {level}: {_describe(rules.get(op), policy)}"]
     lines += [f"{inner.op}: {_describe(inner, policy)}" for inner in shown[1:]]
     others = [f"{p}.{n}" for p, n in spellings(place, name) if (p, n) != (place, name)]
+    in_place = rules.get(op.removesuffix("_")) if op.endswith("_") else None
+    if in_place is not None and in_place.category == "float":
+        lines = [f"{op} at {level}: raises on half tensors, because {in_place.op} gives float32."]
+    elif in_place is not None and in_place.category in ("native", "half", "promote"):
+        lines = [f"{op} at {level}: casts its other arguments to the dtype that it writes to."]
     if others:
         lines.append(f"other spellings: {', '.join(others)}")
     told: set[str | None] = {rule.category for rule in shown}

@@ -7,43 +7,74 @@ follows a `with` statement but not what two hooks do to each other.
 
 from __future__ import annotations
 
+import copy
 import functools
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from amp.dtypes import LOW_PRECISION
+from amp.errors import AmpWarning
 from amp.modelcast import map_tensors
-from amp.regions import disable_casts
+from amp.regions import Caster, disable_casts
 from amp.rules import Rule
 
 
 class _InFloat32:
-    """What a module's class is mixed with. A copy or pickle of the module is of its own class again."""
+    """What a module's class is mixed with. A pickle of the module is of its own class again."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leave the hooks of the module's own class alone: no class of the user's is made."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         _, (cls, *args), *rest = reduced
         return (_new, (_plain_class(cls), *args), *rest)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the module as what it is without the rule, and let the rule hold for the copy."""
+        cls = type(self)
+        self.__class__ = _plain_class(cls)
+        try:
+            copied = copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = cls
+        copied.__class__ = cls
+        return copied
+
 
 def _new(cls: type, *args: Any) -> Any:
     return cls.__new__(cls, *args)
 
 
-def run_in_float32(model: nn.Module, rules: Iterable[Rule]) -> list[nn.Module]:
-    """Let the modules that the rules name run in FP32, and return them."""
-    chosen = [
-        module
-        for name, module in model.named_modules()
-        if not isinstance(module, (_InFloat32, torch.jit.ScriptModule))
-        and any(rule.matches(name, module) for rule in rules)
-    ]
-    for module in chosen:
-        cls: Any = type(module)
-        module.__class__ = _float32_class(cls)
+def run_in_float32(model: nn.Module, rules: Iterable[Rule], caster: Caster) -> list[nn.Module]:
+    """Let the modules that the rules name run in FP32 while the caster is live, and return them.
+
+    A module whose `forward` is not its class's gets a warning, since no rule can hold for it.
+    """
+    chosen = []
+    classes: dict[type, Any] = {}
+    for name, module in model.named_modules():
+        rule = next((rule for rule in rules if rule.matches(name, module)), None)
+        if rule is None or isinstance(module, _InFloat32):
+            continue
+        cls = type(module)
+        if "forward" in vars(module) or isinstance(module, (ScriptModule, LazyModuleMixin)):
+            warnings.warn(
+                f"{rule.source}: the rule for modules '{rule.pattern}' cannot hold for '{name}' "
+                f"({cls.__name__}), whose forward is scripted, lazy, or set on the module itself",
+                AmpWarning,
+                stacklevel=2,
+            )
+            continue
+        if cls not in classes:
+            classes[cls] = _float32_class(cls, caster)
+        module.__class__ = classes[cls]
+        chosen.append(module)
     return chosen
 
 
@@ -58,10 +89,11 @@ def _plain_class(cls: type) -> Any:
     return cls._amp_plain_class  # type: ignore[attr-defined]
 
 
-@functools.cache
-def _float32_class(base: Any) -> Any:
+def _float32_class(base: Any, caster: Caster) -> Any:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not caster.live:
+            return base.forward(self, *args, **kwargs)
         args, kwargs = map_tensors(_widen, args), map_tensors(_widen, kwargs)
         with disable_casts():
             return base.forward(self, *args, **kwargs)
@@ -73,7 +105,8 @@ def _float32_class(base: Any) -> Any:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    return type(base.__name__, (_InFloat32, base), body)
+    # Past the metaclass, which may keep a registry of the user's classes.
+    return type.__new__(type(base), base.__name__, (_InFloat32, base), body)
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -45,12 +45,15 @@ class OpCaster:
         self.dtype = policy.dtype
         self.live = False
         self._patches = Patches()
-        self._rules: dict[int, tuple[Any, OpRule]] = {}  # by id of the function, which is kept alive
-        self._wrappers: dict[int, OpRule] = {}  # by id of the wrapper
+        # By the id of a function, which is kept alive: the holder and the name that it is patched at.
+        self._patched: dict[int, tuple[Any, OpRule, Any]] = {}
+        self._wrappers: dict[int, tuple[Any, OpRule, Any]] = {}
         self._watched: list[weakref.ref[nn.Module]] = []
 
-    def install(self) -> None:
+    def install(self, registered: Iterable[tuple[OpRule, Any]] = ()) -> None:
         """Patch every function of the policy, under every name that a loaded module has for it.
+
+        `registered` are further rules, each with the object that holds its function.
 
         A function that this torch lacks gets a warning. What `torch.compile` made before is made anew.
         """
@@ -70,25 +73,27 @@ class OpCaster:
                 self.patch(rule, resolve(rule.place))
         self._patches.wrap(nn.RNNBase, "check_input", functools.partial(_make_rnn_check, self))
         self._patches.wrap(torch.jit, "script", functools.partial(_make_script, self._patches))
-        for module in _modules_of_others():
-            self._replace_names(module)
+        for rule, target in registered:
+            self.patch(rule, target)
+        self.replace_names()
         _forget_compiled()
 
     def patch(self, rule: OpRule, target: Any) -> None:
         """Patch one function of `target`, and its in-place form."""
         shown = getattr(target, rule.name)  # the original, or an older caster's wrapper
-        static = isinstance(
-            inspect.getattr_static(target, rule.name, None), (staticmethod, classmethod)
-        )
+        attribute = inspect.getattr_static(target, rule.name, None)
 
         def make(function: Function) -> Any:
+            if isinstance(attribute, classmethod):
+                return classmethod(_make_wrapper(self, rule, attribute.__func__))
             wrapper = _make_wrapper(self, rule, function)
-            return staticmethod(wrapper) if static else wrapper
+            return staticmethod(wrapper) if isinstance(attribute, staticmethod) else wrapper
 
         original = self._patches.wrap(target, rule.name, make)
         for function in (original, shown):
-            self._rules.setdefault(id(function), (function, rule))
-        self._wrappers[id(getattr(target, rule.name))] = rule
+            self._patched.setdefault(id(function), (function, rule, target))
+        wrapper = getattr(target, rule.name)
+        self._wrappers[id(wrapper)] = (wrapper, rule, target)
         in_place = f"{rule.name}_"
         if rule.place == "torch.nn.functional" or rule.name.startswith("__"):
             return
@@ -99,19 +104,12 @@ class OpCaster:
 
     def _rule_of(self, value: Any) -> OpRule | None:
         """Return the rule of a function that was taken from torch before this caster came."""
-        return self._rules[id(value)][1] if id(value) in self._rules else None
+        return self._patched[id(value)][1] if id(value) in self._patched else None
 
-    def _replace_names(self, holder: Any) -> None:
-        """Patch what `holder` got by name, as in `from torch.nn.functional import linear`."""
-        for name, value in list(vars(holder).items()):
-            if (rule := self._rule_of(value)) is not None:
-                setattr(holder, name, getattr(resolve(rule.place), rule.name))
-
-    def _give_back_names(self, holder: Any) -> None:
-        """Undo that, also for names that came later; what they mean in torch now is what they get."""
-        for name, value in list(vars(holder).items()):
-            if (rule := self._wrappers.get(id(value))) is not None:
-                setattr(holder, name, getattr(resolve(rule.place), rule.name))
+    def replace_names(self) -> None:
+        """Patch what modules got by name, as in `from torch.nn.functional import linear`."""
+        for module in _modules_of_others():
+            _rename(module, self._patched)
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
         """Let the model's forwards cast, and the functions that its modules hold as attributes.
@@ -120,11 +118,15 @@ class OpCaster:
         """
         held: dict[str, None] = {}
         for name, module in model.named_modules():
-            self._replace_names(module)
+            _rename(module, self._patched)
             self._watched.append(weakref.ref(module))
             for key, value in vars(module).items():
+                where = f"{name or type(module).__name__}.{key}"
                 if (rule := self._rule_of(getattr(value, "func", None))) is not None:
-                    held[f"{name or type(module).__name__}.{key} is a partial of {rule.op}"] = None
+                    held[f"{where} is a partial of {rule.op}"] = None
+                for item in _items(value):
+                    if (rule := self._rule_of(item)) is not None:
+                        held[f"{where} holds {rule.op}"] = None
             for cls in type(module).__mro__:
                 for key, value in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
                     if (rule := self._rule_of(getattr(value, "__func__", value))) is not None:
@@ -151,8 +153,23 @@ class OpCaster:
         self._patches.undo()
         watched = [module for reference in self._watched if (module := reference()) is not None]
         for holder in (*_modules_of_others(), *watched):
-            self._give_back_names(holder)
+            _rename(holder, self._wrappers)
         _forget_compiled()
+
+
+def _rename(holder: Any, table: dict[int, tuple[Any, OpRule, Any]]) -> None:
+    """Let the attributes of `holder` that `table` lists be what those functions are in torch now."""
+    for name, value in list(vars(holder).items()):
+        if id(value) in table:
+            _, rule, target = table[id(value)]
+            setattr(holder, name, getattr(target, rule.name))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Return what is in a plain list, tuple or dictionary."""
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) in (list, tuple) else ()
 
 
 def _modules_of_others() -> Iterator[ModuleType]:
@@ -265,7 +282,10 @@ def _make_wrapper(caster: OpCaster, rule: OpRule, original: Function) -> Functio
     else:
         wrapper = nothing_to_cast
     functools.update_wrapper(wrapper, original)
-    wrapper.__module__, wrapper.__qualname__ = rule.place, rule.name  # where pickle finds it again
+    place, _, cls = rule.place.rpartition(".")
+    in_class = rule.place == "torch.Tensor"
+    wrapper.__module__ = place if in_class else rule.place  # where pickle finds it again
+    wrapper.__qualname__ = f"{cls}.{rule.name}" if in_class else rule.name
     return wrapper
 
 

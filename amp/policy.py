@@ -147,8 +147,31 @@ _SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
 _OPERATORS = {
     "matmul": ("__matmul__", "__rmatmul__"),
     "pow": ("__pow__", "__rpow__"),
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"),
+    "mul": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", "__rtruediv__"),
+    "neg": ("__neg__",),
 }
-"""The operators that are other spellings of a function, where policies speak of them."""
+"""The operators that are other spellings of a function."""
+
+_USED_BY_CASTS = {
+    "to",
+    "is_floating_point",
+    "promote_types",
+    "get_autocast_dtype",
+    *(f"{verb}_autocast_{what}" for verb in ("is", "set") for what in ("enabled", "dtype")),
+    *(f"{verb}_autocast_cache_enabled" for verb in ("is", "set")),
+    "autocast_increment_nesting",
+    "autocast_decrement_nesting",
+    "clear_autocast_cache",
+}
+"""Functions of torch that casting itself calls: no rule can be for them."""
+
+
+def is_immutable(holder: Any) -> bool:
+    """Whether `holder` is a class of Python itself, whose attributes cannot be replaced."""
+    return isinstance(holder, type) and bool(holder.__flags__ & 1 << 8)  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
@@ -176,6 +199,12 @@ def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
             f"{rule.source}: op '{pattern}': there is no '{place or pattern}'. "
             "Write a full name, such as torch.nn.functional.softmax or torch.fft.*"
         )
+    if is_immutable(holder):
+        raise AmpValueError(f"{rule.source}: op '{pattern}': {place} is a type of Python itself")
+    if place in ("torch", "torch.Tensor") and not name.strip("*?"):
+        raise AmpValueError(
+            f"{rule.source}: op '{pattern}' is too broad: casting needs some of {place}"
+        )
     public = [n for n in dir(holder) if _is_function(holder, n)]
     found = [n for n in public if fnmatchcase(n, name)]
     if not found and _is_function(holder, name, public=False):
@@ -193,6 +222,7 @@ def _is_function(holder: Any, name: str, public: bool = True) -> bool:
     value = getattr(holder, name, None)
     return (
         callable(value)
+        and name not in _USED_BY_CASTS
         and not isinstance(value, (type, ModuleType))
         and not (public and name.startswith("_"))
     )

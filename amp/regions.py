@@ -211,6 +211,7 @@ def is_watched(module: nn.Module) -> bool:
 def open_for(caster: Caster, patches: Patches) -> None:
     """Make `caster` the newest, and let torch's own regions know of casts outside of them."""
     _casters.append(caster)
+    forwards.leave_all()
     torch.set_autocast_enabled(_OFF, False)
     patches.wrap(torch.autocast, "__enter__", functools.partial(_make_enter, caster))
     patches.wrap(torch.autocast, "__exit__", _make_exit)
@@ -226,8 +227,7 @@ def close_for(caster: Caster) -> None:
     """Forget `caster`, and end forwards that an interrupt left open in this thread."""
     if caster in _casters:
         _casters.remove(caster)
-    if not _casters:
-        forwards.leave_all()
+    forwards.leave_all()
 
 
 def _make_enter(caster: Caster, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +237,8 @@ def _make_enter(caster: Caster, original: Callable[..., Any]) -> Callable[..., A
     def enter(region: Any) -> Any:
         result = original(region)
         region._amp_was_off = torch.is_autocast_enabled(_OFF)
-        if not region._enabled or region.fast_dtype is not caster.dtype:
+        ours = region._enabled and region.fast_dtype is caster.dtype
+        if not ours and region.device in DEVICE_TYPES and _is_available(region.device):
             torch.set_autocast_enabled(_OFF, True)
         if region.fast_dtype is not region.prev_fastdtype:
             torch.clear_autocast_cache()  # whose casts it would find in whatever dtype they are

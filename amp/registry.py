@@ -14,12 +14,12 @@ import torch
 
 from amp import regions
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
-from amp.opcast import OpCaster, call_with_casts
-from amp.policy import Category, OpRule
+from amp.opcast import call_with_casts
+from amp.policy import Category, OpRule, is_immutable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_registered: dict[tuple[int, str], tuple[Any, str, Category, torch.dtype | None]] = {}
+_registered: dict[tuple[int, str], tuple[OpRule, Any]] = {}
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -83,38 +83,37 @@ def promote_function(function: F) -> F:
     return decorated
 
 
-def patch_registered(caster: OpCaster) -> None:
-    """Patch every function that has been registered."""
-    for registration in _registered.values():
-        _patch(caster, *registration)
+def registered() -> list[tuple[OpRule, Any]]:
+    """Return the rule of every function that has been registered, and what holds the function."""
+    return list(_registered.values())
 
 
 def _register(module: Any, name: str, category: Category, dtype: torch.dtype | None) -> None:
-    function = getattr(module, name, None)
-    if not callable(function):
-        where = getattr(module, "__name__", repr(module))
-        what = "no function" if function is None else f"something that is no function as '{name}', not"
-        raise AmpValueError(f"{where} has {what} '{name}'{did_you_mean(name, dir(module))}")
-    registration = _registered[id(module), name] = (module, name, category, dtype)
-    for caster in regions.all_casters():
-        _patch(caster, *registration)
-
-
-def _patch(
-    caster: OpCaster, module: Any, name: str, category: Category, dtype: torch.dtype | None
-) -> None:
+    if not isinstance(name, str):
+        raise AmpTypeError(f"the function's name is {name!r}, a {type(name).__name__}; give a string")
     place = getattr(module, "__name__", type(module).__name__)
+    function = getattr(module, name, None)
+    if function is None:
+        raise AmpValueError(f"{place} has no function '{name}'{did_you_mean(name, dir(module))}")
+    if not callable(function) or isinstance(function, type):
+        raise AmpValueError(f"{place}.{name} is no function but a {type(function).__name__}")
+    if is_immutable(module):
+        raise AmpValueError(f"{place} is a type of Python itself, whose functions cannot be replaced")
     if isinstance(module, type):
         place = f"{module.__module__}.{module.__qualname__}"
     rule = OpRule(category, place, name, dtype, closed=category == "cast", source="registered")
-    caster.patch(rule, module)
+    _registered[id(module), name] = (rule, module)
+    for caster in regions.all_casters():
+        caster.patch(rule, module)
+        caster.replace_names()
 
 
 def _decorate(function: Any, category: Category, dtype: torch.dtype | None) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorate(function.__func__, category, dtype))
-    if not callable(function):
-        raise AmpTypeError(f"{function!r} is a {type(function).__name__}, not a function to decorate")
+    if not callable(function) or isinstance(function, type):
+        kind = type(function).__name__
+        raise AmpTypeError(f"{function!r} of type {kind} is no function to decorate")
     name = getattr(function, "__name__", type(function).__name__)
     rule = OpRule(category, "", name, dtype, closed=category == "cast", source="decorated")
 

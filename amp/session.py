@@ -32,7 +32,7 @@ from amp.opcast import OpCaster
 from amp.policy import OpPolicy, load_policy
 from amp.profiles import resolve
 from amp.properties import Overrides, Properties
-from amp.registry import patch_registered
+from amp.registry import registered
 from amp.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -171,13 +171,12 @@ class Session:
         if self._caster is None:
             caster = OpCaster(policy)
             undo.callback(caster.close)
-            caster.install()
-            patch_registered(caster)
+            caster.install(registered())
             self._caster = caster
         for model in models:
             for handle in self._caster.watch(model):
                 undo.callback(handle.remove)
-            undo.callback(restore_classes, run_in_float32(model, self.properties.rules))
+            undo.callback(restore_classes, run_in_float32(model, self.properties.rules, self._caster))
 
     def _warn_of_idle_rules(self, models: Sequence[nn.Module]) -> None:
         """Say so if a rule for modules is for none of them."""

@@ -94,6 +94,7 @@ class Fixed(nn.Module):
             nn.Sequential(Holds(functools.partial(F.softplus, beta=2))),
             "0.activation is a partial of torch",
         ),
+        (Holds([F.gelu]), "Holds.activation holds torch.nn.functional.gelu"),
         (Fixed(), "Fixed.activation is torch.nn.functional.gelu"),
     ],
 )
@@ -248,6 +249,33 @@ def test_custom_functions_hear_that_autocast_is_on() -> None:
     model = amp.initialize(Custom(), opt_level="O1")
     model(X).sum().backward()
     assert model.linear.weight.grad.dtype is WIDE
+
+
+def test_a_region_for_a_device_that_is_not_there_says_nothing() -> None:
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        with torch.autocast("xpu", enabled=False):
+            assert (X @ X).dtype is HALF
+
+
+def test_a_step_inside_a_forward_is_seen_by_it() -> None:
+    class Learns(Net):
+        def forward(self, x: Tensor) -> Any:
+            first = self.linear(x)
+            first.float().sum().backward()
+            optimizer.step()
+            return first, self.linear(x)
+
+    model = Learns()
+    model, optimizer = initialize(model, sgd(model), "O4")
+    first, second = model(X)
+    assert not torch.equal(first, second)
+
+
+def test_methods_of_tensors_can_be_pickled() -> None:
+    amp.initialize(Net(), opt_level="O1")
+    for function in (Tensor.softmax, torch.exp, F.gelu):
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_backward_hooks_cast_like_everything_else() -> None:

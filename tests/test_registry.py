@@ -32,6 +32,9 @@ def takes(*args: Any, **kwargs: Any) -> list[torch.dtype]:
     return [v.dtype for v in flat if isinstance(v, Tensor)]
 
 
+PLAIN = [takes]  # where no session patches it
+
+
 @pytest.fixture
 def extension() -> Any:
     """Make a module of functions, like a C extension."""
@@ -72,7 +75,8 @@ def test_registered_functions(kind: str, level: str, before: bool, extension: An
                 register(extension, "run")
             assert extension.run(X, X.half()) == expected[level]
             assert extension.run([X], other=X.half()) == expected[level]
-            assert extension.run.__wrapped__ is takes
+            assert extension.run.__wrapped__ is PLAIN[0]
+            assert takes is extension.run, "a name taken earlier"
             with amp.disable_casts():
                 assert extension.run(X, X.half()) == [WIDE, HALF]
         assert extension.run is takes
@@ -171,6 +175,30 @@ def test_autograd_functions(decorated: bool) -> None:
     assert "apply" not in vars(Scaled)
 
 
+class Doubled(Scaled):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        return Scaled.forward(ctx, x, 2 * scale)
+
+
+def test_a_subclass_of_a_registered_function_is_itself() -> None:
+    amp.register_float_function(Scaled, "apply")
+    with amp.Session("O1") as session:
+        session.initialize(None)
+        assert (Scaled.apply(X, 1.0) == X).all()
+        assert (Doubled.apply(X.half(), 1.0) == 2 * X.half().float()).all()
+
+
+def test_modules_hold_functions_of_an_extension_that_nobody_can_import(extension: Any) -> None:
+    model = torch.nn.Module()
+    model.run = extension.run
+    amp.register_half_function(extension, "run")
+    amp.initialize(model, opt_level="O1")
+    assert model.run(X) == [HALF]
+    amp.get_session().close()
+    assert model.run(X) == [WIDE]
+
+
 def test_functions_of_torch_can_be_registered_as_in_apex() -> None:
     amp.register_float_function(torch, "sigmoid")
     with amp.Session("O1") as session:
@@ -194,10 +222,17 @@ def test_errors_say_what_is_there(extension: Any) -> None:
     with pytest.raises(ValueError, match=r"torch has no function 'sigmod'; did you mean 'sigmoid'"):
         amp.register_half_function(torch, "sigmod")
     extension.value = 3
-    with pytest.raises(ValueError, match="is no function as 'value'"):
+    with pytest.raises(ValueError, match="value is no function but a int"):
         amp.register_half_function(extension, "value")
-    with pytest.raises(TypeError, match="3 is a int, not a function to decorate"):
-        amp.half_function(3)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="Linear is no function but a type"):
+        amp.register_half_function(torch.nn, "Linear")
+    with pytest.raises(ValueError, match="int is a type of Python itself"):
+        amp.register_half_function(int, "bit_length")
+    with pytest.raises(TypeError, match="name is 3, a int; give a string"):
+        amp.register_half_function(torch, 3)  # type: ignore[arg-type]
+    for value in (3, torch.nn.Linear):
+        with pytest.raises(TypeError, match="is no function to decorate"):
+            amp.half_function(value)  # type: ignore[type-var]
 
 
 def test_float64_and_integers_arrive_as_they_are() -> None:

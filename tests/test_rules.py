@@ -123,6 +123,9 @@ def mine(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
         ("{op: torch.mm}", "mine.yaml:3: .*must have 'cast'"),
         ("{op: torch.mm, module: head, cast: float32}", "mine.yaml:3: .*one of 'op' and 'module'"),
         ("{op: 3, cast: float32}", "mine.yaml:3: op=3 is not a name"),
+        ("{op: builtins.dict.get, cast: float32}", "mine.yaml:3: .*builtins.dict is a type of Python"),
+        ("{op: torch.*, cast: float32}", "mine.yaml:3: .* is too broad"),
+        ("{op: torch.is_autocast_enabled, cast: none}", "mine.yaml:3: .*no such function"),
         ("torch.mm", "mine.yaml:3: .*a rule is a mapping"),
         (
             "{module: head, cast: float16}",
@@ -249,11 +252,64 @@ def test_a_module_under_a_rule_is_still_what_it_was() -> None:
     assert type(attention).__name__ == "Attention"
     assert list(inspect.signature(attention.forward).parameters) == ["x", "scale"]
     assert [name for name, _ in model.named_parameters()] == names
-    assert type(copy.deepcopy(attention)) is Attention
+    average = copy.deepcopy(attention)
+    assert average(X.half()).dtype is WIDE, "the rule holds for a copy"
     assert type(pickle.loads(pickle.dumps(attention))) is Attention
     assert "Attention(" in repr(model)
     amp.get_session().close()
     assert type(attention) is Attention
+    average.query.half()
+    assert average(X.half()).dtype is HALF, "and ends with the session"
+
+
+def test_classes_with_registries_and_required_keywords() -> None:
+    """Of a subclass that amp makes, the user's hooks must not hear."""
+    made = []
+
+    class Meta(type):
+        def __new__(cls, name: str, bases: Any, body: Any, **kwargs: Any) -> Any:
+            made.append(name)
+            return super().__new__(cls, name, bases, body, **kwargs)
+
+        def __init__(cls, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args)
+
+    class Base(nn.Linear, metaclass=Meta):
+        def __init_subclass__(cls, *, task: str) -> None:
+            made.append(task)
+
+    class Head(Base, task="x"):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Head(4, 4))
+    amp.initialize(model, opt_level="O1", rules=[{"module": "1", "cast": "float32"}])
+    assert model(X).dtype is WIDE
+    assert made == ["Base", "Head", "x"]
+
+
+def test_a_module_that_no_rule_can_hold_for_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.warns(amp.AmpWarning, match=r"rules\[0\]: .*cannot hold for '0' \(Linear\)"):
+        amp.initialize(model, opt_level="O1", rules=[{"module": "0", "cast": "float32"}])
+
+
+def test_a_parametrized_module_is_plain_after_the_session() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O1", rules=[{"module": "0", "cast": "float32"}])
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    assert model(X.half()).dtype is WIDE
+    amp.get_session().close()
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(X.half())
+
+
+def test_operators_are_spellings_too() -> None:
+    with amp.Session("O1", rules=[{"op": "torch.add", "cast": "float32"}]) as session:
+        session.initialize(None)
+        h = X.half()
+        assert (h + h).dtype is (1 + h).dtype is h.add(h).dtype is WIDE
+        assert (h * h).dtype is HALF
 
 
 def test_a_shared_weight_follows_the_rule() -> None:
@@ -298,6 +354,8 @@ def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("torch.addmv", "O1", ["runs in float16: its floating arguments are cast down"]),
         ("torch.relu", "O1", ["follows its input"]),
         ("torch.cat", "O1", ["widest"]),
+        ("torch.Tensor.exp_", "O1", ["raises on half tensors, because torch.Tensor.exp gives float32"]),
+        ("torch.Tensor.addmm_", "O1", ["casts its other arguments"]),
         ("torch.nn.functional.binary_cross_entropy", "O1", ["raises on half", "BCEWithLogitsLoss"]),
         ("torch.matmul", "O2", ["Functions cast at O1 and O4 only", "float16"]),
         ("torch.matmul", "16-mixed", ["O1", "float16"]),
@@ -327,6 +385,8 @@ def test_explain_of_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["explain", "torch.sofmax"]) == 2
     assert "there is no function 'torch.sofmax'" in (err := capsys.readouterr().err)
     assert "did you mean 'softmax'" in err
+    assert main(["explain", "torch.nn.Linear"]) == 2
+    assert "is a class" in capsys.readouterr().err
     assert main(["explain", "torch.mm", "--opt-level", "O9"]) == 2
     assert "O9" in capsys.readouterr().err
 
