@@ -356,6 +356,7 @@ INTERNAL = {
     "_thnn_fused_gru_cell",
     "_thnn_fused_lstm_cell",
     "chain_matmul",  # deprecated, it calls multi_dot
+    "_cudnn_rnn",  # in torch's builds for CUDA
     "cudnn_convolution",
     "cudnn_convolution_transpose",
     "mkldnn_rnn_layer",
