@@ -51,6 +51,11 @@ def parse_dtype(value: object) -> torch.dtype:
     raise AmpTypeError(f"{value!r} is a {type(value).__name__}, not a dtype ({_ALLOWED})")
 
 
+def is_none(value: object) -> bool:
+    """Whether `value` is None or the word for it."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name without its `torch.` prefix: `float16`."""
     return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,13 +51,12 @@ def _new(cls: type, *args: Any) -> Any:
     return cls.__new__(cls, *args)
 
 
-def run_in_float32(model: nn.Module, rules: Iterable[Rule], caster: Caster) -> list[nn.Module]:
+def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> list[nn.Module]:
     """Let the modules that the rules name run in FP32 while the caster is live, and return them.
 
     A module whose `forward` is not its class's gets a warning, since no rule can hold for it.
     """
     chosen = []
-    classes: dict[type, Any] = {}
     for name, module in model.named_modules():
         rule = next((rule for rule in rules if rule.matches(name, module)), None)
         if rule is None or isinstance(module, _InFloat32):
@@ -71,10 +70,10 @@ def run_in_float32(model: nn.Module, rules: Iterable[Rule], caster: Caster) -> l
                 stacklevel=2,
             )
             continue
-        if cls not in classes:
-            classes[cls] = _float32_class(cls, caster)
-        module.__class__ = classes[cls]
         chosen.append(module)
+    classes = {cls: _float32_class(cls, caster) for cls in dict.fromkeys(map(type, chosen))}
+    for module in chosen:  # last: a warning may be an error
+        module.__class__ = classes[type(module)]
     return chosen
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, SupportsFloat, TypedDict
 
 import torch
 
-from amp.dtypes import LOW_PRECISION, dtype_name, parse_dtype
+from amp.dtypes import LOW_PRECISION, dtype_name, is_none, parse_dtype
 from amp.errors import (
     AmpAssertionError,
     AmpRuntimeError,
@@ -157,11 +157,6 @@ def parse_bool(name: str, value: object) -> bool:
 
 def _parse_optional_bool(name: str, value: object) -> bool | None:
     return None if is_none(value) else parse_bool(name, value)
-
-
-def is_none(value: object) -> bool:
-    """Whether `value` is None or the word for it."""
-    return value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
 
 
 # DeepSpeed's, Megatron's, torch.amp's and apex's names for the same things.

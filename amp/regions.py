@@ -160,6 +160,7 @@ def _is_transformed() -> bool:
     return internals._functorch.peek_interpreter_stack() is not None
 
 
+@functools.cache
 def _is_available(kind: str) -> bool:
     return kind == "cpu" or torch.accelerator.is_available()
 

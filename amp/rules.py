@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from amp.dtypes import dtype_name, parse_dtype
+from amp.dtypes import dtype_name, is_none, parse_dtype
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 
 _KEYS = ("op", "module", "cast")
@@ -113,7 +113,7 @@ def _parse(item: Any, source: str) -> Rule:
 
 
 def _parse_cast(value: object, source: str) -> torch.dtype | None:
-    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
+    if is_none(value):
         return None
     try:
         return parse_dtype(value)

@@ -41,7 +41,7 @@ Category = Literal["half", "float", "promote", "follows"]
 
 @dataclass(frozen=True)
 class Row:
-    """One call. `takes_out` and `takes_dtype` say which of these arguments the function has."""
+    """One call, and what its dtype depends on."""
 
     category: Category
     op: str

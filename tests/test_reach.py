@@ -135,9 +135,6 @@ def test_threads_cast() -> None:
 @pytest.mark.parametrize("off", [False, True])
 def test_data_parallel_threads_do_as_the_caller_does(off: bool, monkeypatch: Any) -> None:
     """DataParallel tells its threads whether autocast is on, and never in which dtype."""
-    model = amp.initialize(Net(), opt_level="O4")
-    replica = model._replicate_for_data_parallel()
-    replica.linear = model.linear
 
     def parallel_apply(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled("cpu")
@@ -148,8 +145,6 @@ def test_data_parallel_threads_do_as_the_caller_does(off: bool, monkeypatch: Any
 
         return in_thread(worker)
 
-    session = amp.get_session()
-    session.close()
     monkeypatch.setattr(nn.DataParallel, "parallel_apply", parallel_apply)
     model = amp.initialize(Net(), opt_level="O4")
     replica = model._replicate_for_data_parallel()

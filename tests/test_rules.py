@@ -162,7 +162,6 @@ class Net(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
         self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        self.seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
@@ -292,6 +291,14 @@ def test_a_module_that_no_rule_can_hold_for_is_named() -> None:
     model[0].forward = lambda x: x  # type: ignore[method-assign]
     with pytest.warns(amp.AmpWarning, match=r"rules\[0\]: .*cannot hold for '0' \(Linear\)"):
         amp.initialize(model, opt_level="O1", rules=[{"module": "0", "cast": "float32"}])
+
+
+def test_a_rule_that_cannot_hold_changes_nothing_where_warnings_are_errors() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(amp.AmpWarning, match="cannot hold for '1'"):  # as this suite has them
+        amp.initialize(model, opt_level="O1", rules=[{"module": "Linear", "cast": "float32"}])
+    assert type(model[0]) is nn.Linear
 
 
 def test_a_parametrized_module_is_plain_after_the_session() -> None:
