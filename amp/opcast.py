@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.hooks import RemovableHandle
 
 from amp import regions
@@ -94,6 +95,8 @@ class OpCaster:
             self._patched.setdefault(id(function), (function, rule, target))
         wrapper = getattr(target, rule.name)
         self._wrappers[id(wrapper)] = (wrapper, rule, target)
+        if target is Tensor and rule.name in vars(FunctionalTensor):
+            self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
         in_place = f"{rule.name}_"
         if rule.place == "torch.nn.functional" or rule.name.startswith("__"):
             return

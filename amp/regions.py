@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.amp import autocast_mode
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from amp.patching import Patches
@@ -216,6 +218,8 @@ def open_for(caster: Caster, patches: Patches) -> None:
     torch.set_autocast_enabled(_OFF, False)
     patches.wrap(torch.autocast, "__enter__", functools.partial(_make_enter, caster))
     patches.wrap(torch.autocast, "__exit__", _make_exit)
+    patches.wrap(PreDispatchTorchFunctionMode, "__torch_function__", _make_recorder)
+    patches.wrap(PreDispatchTorchFunctionMode, "__exit__", _make_recorder_exit)
     patches.wrap(
         torch.utils.checkpoint,
         "_get_autocast_kwargs",
@@ -236,11 +240,11 @@ def _make_enter(caster: Caster, original: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(original)
     def enter(region: Any) -> Any:
+        region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
         result = original(region)
-        region._amp_was_off = torch.is_autocast_enabled(_OFF)
         ours = region._enabled and region.fast_dtype is caster.dtype
-        if not ours and region.device in DEVICE_TYPES and _is_available(region.device):
-            torch.set_autocast_enabled(_OFF, True)
+        foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
+        torch.set_autocast_enabled(_OFF, was_off or foreign)
         if region.fast_dtype is not region.prev_fastdtype:
             torch.clear_autocast_cache()  # whose casts it would find in whatever dtype they are
         return result
@@ -257,6 +261,34 @@ def _make_exit(original: Callable[..., Any]) -> Callable[..., Any]:
         if region.fast_dtype is not region.prev_fastdtype:
             torch.clear_autocast_cache()
         return original(region, *exception)
+
+    return exit
+
+
+def _make_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return how `torch.export.export(strict=True)` records functions, regions among them.
+
+    It does not enter the regions: in them casts are off, and the exported program enters them.
+    """
+
+    @functools.wraps(original)
+    def record(mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        recorded = original(mode, function, *args, **kwargs)
+        if function in (autocast_mode._enter_autocast, autocast_mode._exit_autocast):
+            if not hasattr(mode, "_amp_was_off"):
+                mode._amp_was_off = torch.is_autocast_enabled(_OFF)
+            torch.set_autocast_enabled(_OFF, mode._amp_was_off or bool(mode.enter_autocast_nodes))
+        return recorded
+
+    return record
+
+
+def _make_recorder_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def exit(mode: Any, *exception: Any) -> Any:
+        if hasattr(mode, "_amp_was_off"):  # an error may have ended the export in a region
+            torch.set_autocast_enabled(_OFF, mode._amp_was_off)
+        return original(mode, *exception)
 
     return exit
 

@@ -7,14 +7,17 @@ every later session has them too. They do nothing where no session casts functio
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from amp import regions
+from amp.dtypes import dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 from amp.opcast import call_with_casts
+from amp.patching import Patches
 from amp.policy import Category, OpRule, is_immutable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,6 +37,7 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         AmpValueError: there is no such function.
+        AmpTypeError: it cannot be replaced, as in an object with slots.
     """
     _register(module, name, "half", None)
 
@@ -46,7 +50,8 @@ def register_bfloat16_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Let `module.name` run in FP32: arguments are cast up, and nothing that it calls casts them down.
 
-    See `register_half_function` for the arguments.
+    See `register_half_function` for the arguments. A generator or asynchronous function is refused: it
+    runs after the call.
     """
     _register(module, name, "cast", torch.float32)
 
@@ -99,6 +104,14 @@ def _register(module: Any, name: str, category: Category, dtype: torch.dtype | N
         raise AmpValueError(f"{place}.{name} is no function but a {type(function).__name__}")
     if is_immutable(module):
         raise AmpValueError(f"{place} is a type of Python itself, whose functions cannot be replaced")
+    _check_ends_with_its_call(function, f"{place}.{name}", dtype)
+    try:
+        with Patches() as trial:
+            trial.wrap(module, name, functools.partial)
+    except (AttributeError, TypeError) as error:
+        raise AmpTypeError(
+            f"{place}.{name} cannot be replaced: {error}. Decorate it instead"
+        ) from error
     if isinstance(module, type):
         place = f"{module.__module__}.{module.__qualname__}"
     rule = OpRule(category, place, name, dtype, closed=category == "cast", source="registered")
@@ -108,6 +121,16 @@ def _register(module: Any, name: str, category: Category, dtype: torch.dtype | N
         caster.replace_names()
 
 
+def _check_ends_with_its_call(function: Any, name: str, dtype: torch.dtype | None) -> None:
+    """Refuse generators and the like where no function inside may cast: they run after the call."""
+    later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if dtype is not None and any(is_kind(inspect.unwrap(function)) for is_kind in later):
+        raise AmpTypeError(
+            f"{name} is a generator or asynchronous: it runs after the call, where casts are on again. "
+            f"Write its own `with amp.disable_casts():` around what must run in {dtype_name(dtype)}"
+        )
+
+
 def _decorate(function: Any, category: Category, dtype: torch.dtype | None) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorate(function.__func__, category, dtype))
@@ -115,6 +138,7 @@ def _decorate(function: Any, category: Category, dtype: torch.dtype | None) -> A
         kind = type(function).__name__
         raise AmpTypeError(f"{function!r} of type {kind} is no function to decorate")
     name = getattr(function, "__name__", type(function).__name__)
+    _check_ends_with_its_call(function, name, dtype)
     rule = OpRule(category, "", name, dtype, closed=category == "cast", source="decorated")
 
     @functools.wraps(function)

@@ -235,6 +235,32 @@ def test_errors_say_what_is_there(extension: Any) -> None:
             amp.half_function(value)  # type: ignore[type-var]
 
 
+def test_what_runs_after_its_call_or_cannot_be_replaced_is_refused(extension: Any) -> None:
+    def generator(x: Tensor) -> Iterator[Tensor]:
+        yield x
+
+    async def later(x: Tensor) -> Tensor:
+        return x
+
+    class Slots:
+        __slots__ = ()
+
+        def run(self, x: Tensor) -> Tensor:
+            return x
+
+    for function in (generator, later):
+        with pytest.raises(TypeError, match=r"runs after the call.*amp.disable_casts.*float32"):
+            amp.float_function(function)
+        extension.later = function
+        with pytest.raises(TypeError, match="later is a generator or async"):
+            amp.register_float_function(extension, "later")
+        assert amp.half_function(function).__name__ == function.__name__, "its arguments are cast"
+    with pytest.raises(TypeError, match=r"Slots.run cannot be replaced.*Decorate it instead"):
+        amp.register_float_function(Slots(), "run")
+    with amp.Session("O1") as session:
+        session.initialize(None)
+
+
 def test_float64_and_integers_arrive_as_they_are() -> None:
     with amp.Session("O1") as session:
         session.initialize(None)
