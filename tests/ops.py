@@ -59,9 +59,13 @@ class Row:
         return function(*args, **{key: _map(convert, value) for key, value in self.kwargs.items()})
 
 
+device = "cpu"
+"""Where rows make their calls; tests on a GPU set it."""
+
+
 def _map(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
-        return convert(value.clone())
+        return convert(value.to(device, copy=True))
     if isinstance(value, (list, tuple)):
         return type(value)([_map(convert, item) for item in value])
     return value

@@ -27,12 +27,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(scope="module", params=["O1", "O4"])
+@pytest.fixture(
+    scope="module",
+    params=["O1", "O4", *(pytest.param(f"{level} cuda", marks=pytest.mark.gpu) for level in HALF)],
+)
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Turn op casting on, and say to what."""
-    with amp.Session(request.param) as session:
+    level, _, device = request.param.partition(" ")
+    if device and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    with amp.Session(level) as session, pytest.MonkeyPatch.context() as patch:
         session.initialize(None)
-        yield HALF[request.param]
+        patch.setattr(ops, "device", device or "cpu")
+        yield HALF[level]
 
 
 @pytest.fixture(autouse=True)
@@ -147,9 +154,9 @@ def test_other_ops_follow_their_input(half: torch.dtype, row: Row, from_half: bo
 @pytest.mark.parametrize("from_half", [False, True])
 def test_modules(half: torch.dtype, name: str, from_half: bool, way: str) -> None:
     category, make, x = ops.MODULES[name]
-    x = x.to(half) if from_half else x
+    x = x.to(ops.device, half if from_half else x.dtype)
     expected = {"half": half, "float": torch.float32, "follows": x.dtype}[category]
-    result = WAYS[way](lambda: make()(x))
+    result = WAYS[way](lambda: make().to(ops.device)(x))
     assert {t.dtype for t in floats(result)} == {expected}
 
 
