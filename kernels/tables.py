@@ -51,7 +51,8 @@ class Part(NamedTuple):
         indices: where in the lists they are.
         device: theirs.
         dtypes: theirs, one for each list.
-        rows: int64 `[n, lists + 2]`, each tensor's addresses, number of elements and index.
+        rows: int64 `[n, lists + 2]`, each tensor's addresses, number of elements and index; the address
+            of its number, if the plan has them, is another list's.
         chunks: int32 `[n_chunks, 2]`, each chunk's tensor and its number in that tensor.
         firsts: int32 `[n + 1]`, each tensor's first chunk, and the number of chunks.
     """
@@ -81,27 +82,33 @@ class Plan(NamedTuple):
 
     def is_readable(self) -> bool:
         """Whether the current streams are those that the tables went to the devices on."""
-        return all(_stream(device) == stream for device, stream in self.streams)
+        return all(stream_of(device) == stream for device, stream in self.streams)
 
 
 _plans: dict[object, Plan] = {}
 _plans_lock = threading.Lock()
 
 
-def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Plan:
+def plan(
+    *lists: Sequence[Tensor],
+    block: int,
+    numbers: Sequence[Tensor] | None = None,
+    backend: str | None = None,
+) -> Plan:
     """Return how an operation on parallel lists of tensors runs. The host does not wait.
 
     Args:
         *lists: dense tensors, see `real_values`; the i-th of each list have one shape and one device.
         block: the number of elements of a chunk.
+        numbers: a tensor of one element for each of the list's, on its device.
         backend: see `amp.kernels.backend`.
 
     Raises:
         ValueError: the lists' lengths, shapes or devices differ.
         UnsupportedTensorError: a dtype other than float16, bfloat16, float32 and float64.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return _make_plan(lists, block, backend, keep=False)
+    if is_capturing():
+        return _make_plan(lists, block, numbers, backend, keep=False)
     if not lists[0]:
         check_lists(*lists)
         return Plan((), (), ())
@@ -111,10 +118,12 @@ def plan(*lists: Sequence[Tensor], block: int, backend: str | None = None) -> Pl
     for i, tensors in enumerate(lists):
         in_place = i > 0 and tensors is lists[i - 1]
         signatures.append("same" if in_place else sign(tensors))
+    if numbers is not None:
+        signatures.append(tuple(map(Tensor.data_ptr, numbers)) if in_triton else sign(numbers))
     key = (block, backend, os.environ.get("AMP_KERNELS"), *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
-        known = _make_plan(lists, block, backend, keep=True)
+        known = _make_plan(lists, block, numbers, backend, keep=True)
         if known.parts and not in_triton:
             return known  # a list that begins on one device and goes on on another: addresses matter
         with _plans_lock:
@@ -188,9 +197,21 @@ def _signature_without_addresses(tensors: Sequence[Tensor]) -> tuple[object, ...
 
 
 def _make_plan(
-    lists: Sequence[Sequence[Tensor]], block: int, backend: str | None, *, keep: bool
+    lists: Sequence[Sequence[Tensor]],
+    block: int,
+    numbers: Sequence[Tensor] | None,
+    backend: str | None,
+    *,
+    keep: bool,
 ) -> Plan:
     check_lists(*lists)
+    columns = lists if numbers is None else [*lists, numbers]
+    for i, number in enumerate(numbers or ()):
+        if number.dtype is not torch.float32 or number.device != lists[0][i].device:
+            raise ValueError(
+                f"number {i} is {number.dtype} on {number.device}; it must be float32 on the tensor's "
+                f"device, {lists[0][i].device}"
+            )
     groups: defaultdict[_Kind, list[int]] = defaultdict(list)
     rest: defaultdict[_Kind, list[int]] = defaultdict(list)
     for i, tensors in enumerate(zip(*lists, strict=True)):
@@ -202,18 +223,18 @@ def _make_plan(
     parts = []
     for (device, dtypes), indices in groups.items():
         sizes = tuple(lists[0][i].numel() for i in indices)
-        rows = [[*(t[i].data_ptr() for t in lists), lists[0][i].numel(), i] for i in indices]
+        rows = [[*(t[i].data_ptr() for t in columns), lists[0][i].numel(), i] for i in indices]
         make_chunks = _chunks if keep else _chunks.__wrapped__
         parts.append(
             Part(
                 tuple(indices),
                 device,
                 dtypes,
-                _upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
-                *make_chunks(sizes, block, device, _stream(device)),
+                upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
+                *make_chunks(sizes, block, device, stream_of(device)),
             )
         )
-    streams = {part.device: _stream(part.device) for part in parts}
+    streams = {part.device: stream_of(part.device) for part in parts}
     return Plan(tuple(parts), tuple(map(tuple, rest.values())), tuple(streams.items()))
 
 
@@ -225,16 +246,23 @@ def _chunks(
     firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     tensor = torch.repeat_interleave(counts)
     chunks = torch.stack([tensor, torch.arange(len(tensor), device="cpu") - firsts[tensor]], dim=1)
-    return _upload(chunks.int(), device), _upload(firsts.int(), device)
+    return upload(chunks.int(), device), upload(firsts.int(), device)
 
 
-def _upload(table: Tensor, device: torch.device) -> Tensor:
+def upload(table: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device. The host does not wait."""
     if device.type == "cpu":
         return table
     return table.pin_memory().to(device, non_blocking=True)
 
 
-def _stream(device: torch.device) -> int:
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: what is made now is the graph's, and not to be kept."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the current stream of a device: what is kept was sent there on one, and is read on it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

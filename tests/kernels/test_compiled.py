@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from amp.kernels import axpby, l2norm, master_copy, unscale, update_scale
+from amp.kernels import adam, axpby, l2norm, master_copy, stepping, unscale, update_scale
 from amp.kernels.language import INTERPRETED, tl, triton
 
 if triton is None or INTERPRETED:
@@ -42,8 +42,13 @@ POINTERS = {
     "firsts": "*i32",
     "a": "*fp32",
     **dict.fromkeys(
-        ("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"), "*fp32"
+        (
+            *("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"),
+            "numbers",
+        ),
+        "*fp32",
     ),
+    "ticket": "*i32",
 }
 COUNTS = {"n": "i32", "n_partials": "i32"}
 
@@ -95,6 +100,29 @@ if triton is not None:
             [SIZE[source]],
             [SIZE[target]],
         )
+    for name, rule in {"adam": adam.ADAM}.items():
+        for param, grad, model in (
+            (F32, F32, None),
+            (F32, F16, F16),
+            (F32, BF16, BF16),
+            (BF16, BF16, None),
+        ):
+            moments = [F32 if model else param] * rule.moments
+            constants = {
+                "PREPARE": rule.prepare,
+                "UPDATE": rule.update,
+                **dict(zip(("FIRST", "SECOND"), [*moments, None, None], strict=False)),
+                "PARAM": param,
+                "GRAD": grad,
+                "MODEL": model,
+                "BLOCK": stepping.BLOCK,
+                "LISTS": 2 + rule.moments + (model is not None),
+                "COUNTERS": stepping.COUNTERS,
+            }
+            writes = [SIZE[dtype] for dtype in (param, *moments, model) if dtype]
+            CASES[f"{name} {param} {grad}"] = Case(
+                stepping.step_kernel, constants, [SIZE[grad], *writes][: 2 + len(moments)], writes
+            )
     CASES["l2norm total"] = Case(
         l2norm.norms_kernel, {"EPS": l2norm.CLIP_EPS, "BLOCK": l2norm.FINISH_BLOCK}
     )

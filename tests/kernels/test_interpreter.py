@@ -21,7 +21,10 @@ TESTS = Path(__file__).parent
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter already")
 def test_every_operation_and_a_training_step_in_the_interpreter() -> None:
-    files = [TESTS / "test_operations.py", TESTS / "test_tables.py", TESTS.parent / "test_host_sync.py"]
+    files = [
+        *(TESTS / f"test_{name}.py" for name in ("operations", "tables", "stepping")),
+        TESTS.parent / "test_host_sync.py",
+    ]
     options = ["-q", "-p", "no:cacheprovider", "-m"]
     noise = ["invalid value encountered:RuntimeWarning", "Conversion of an array:DeprecationWarning"]
     warnings = [word for message in noise for word in ("-W", f"ignore:{message}")]

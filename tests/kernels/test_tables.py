@@ -48,13 +48,13 @@ def nothing_is_kept() -> None:
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tables that were sent to a device, in order."""
     sent: list[Tensor] = []
-    upload = tables._upload
+    upload = tables.upload
 
     def counted(table: Tensor, device: torch.device) -> Tensor:
         sent.append(table)
         return upload(table, device)
 
-    monkeypatch.setattr(tables, "_upload", counted)
+    monkeypatch.setattr(tables, "upload", counted)
     return sent
 
 

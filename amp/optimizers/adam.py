@@ -1,0 +1,109 @@
+"""FusedAdam: Adam and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from amp.errors import AmpValueError
+from amp.optimizers.fused import FusedOptimizer, check_betas, check_range
+
+if TYPE_CHECKING:
+    from amp.kernels.stepping import Rule
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam, or AdamW, with apex's arguments and defaults.
+
+    The formula is that of `torch.optim.Adam` and `AdamW`, whose state dicts it loads and saves; see
+    `amp.kernels.adam`. Moments have the dtype of the parameters.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: the learning rate; a tensor on the device can change in a replayed CUDA graph.
+        bias_correction: whether the moments are corrected for having started at 0.
+        betas: how much of the moments is kept at each step.
+        eps: added to the root of the second moment.
+        adam_w_mode: whether the weight decay is decoupled, as in AdamW, or added to the gradient.
+        weight_decay: the weight decay.
+        amsgrad: must be False, as in apex.
+        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
+        capturable: accepted for apex's sake: every step can be captured where Triton runs.
+        master_weights: must be False: masters are the session's.
+        maximize: whether to step along the gradients.
+
+    Raises:
+        AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
+    """
+
+    _moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float | Tensor = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if master_weights:
+            raise AmpValueError(
+                "FusedAdam(master_weights=True): FP32 masters come from amp.initialize(model, "
+                "optimizer, opt_level='O2'), or 'O5' for bfloat16. Leave the argument out"
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bool(bias_correction),
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            # torch.optim.AdamW's names for what is the same in every group here
+            "decoupled_weight_decay": bool(adam_w_mode),
+            "capturable": bool(capturable),
+            "foreach": None,
+            "differentiable": False,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    @property
+    def _required(self) -> set[str]:
+        return {"params", "lr", "betas", "eps", "weight_decay"}
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_range(name, group[name])
+        check_betas(group["betas"])
+        if group["amsgrad"]:
+            raise AmpValueError(
+                "FusedAdam does not support amsgrad=True: use torch.optim.Adam(..., amsgrad=True)"
+            )
+
+    def _rule(self) -> Rule:
+        from amp.kernels.adam import ADAM  # loads Triton
+
+        return ADAM
+
+    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
+        from amp.kernels.adam import adam_numbers  # loads Triton
+
+        return adam_numbers(
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
+            bias_correction=group["bias_correction"],
+        )

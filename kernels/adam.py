@@ -1,0 +1,149 @@
+"""Adam and AdamW.
+
+    p = p - lr * decay * p                            decoupled weight decay (AdamW)
+    g = sign * g + l2 * p                             sign is -1 to maximize; l2 is Adam's weight decay
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Kingma and Ba 2015,
+Loshchilov and Hutter 2019; the order of the operations is that of `torch.optim.Adam`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.kernels.language import jit, tl
+from amp.kernels.stepping import Rule, expm1_of_negative
+
+
+class AdamNumbers(NamedTuple):
+    """What the kernel reads, in its order.
+
+    1 - beta and log(beta) come from the host, in FP64: beta in FP32 is too coarse to tell how far it is
+    from 1.
+    """
+
+    lr: float | Tensor
+    beta1: float | Tensor
+    beta2: float | Tensor
+    one_minus_beta1: float | Tensor
+    one_minus_beta2: float | Tensor
+    log_beta1: float | Tensor
+    log_beta2: float | Tensor
+    eps: float | Tensor
+    decay: float | Tensor
+    l2: float | Tensor
+    sign: float
+    corrects_bias: float
+
+
+def adam_numbers(
+    lr: float | Tensor,
+    betas: tuple[float | Tensor, float | Tensor],
+    eps: float | Tensor,
+    weight_decay: float | Tensor,
+    *,
+    decoupled: bool,
+    maximize: bool,
+    bias_correction: bool,
+) -> AdamNumbers:
+    """Return the numbers of `ADAM`. The host does not wait for the device.
+
+    Args:
+        lr: a number, or a tensor of one element, as are all of these.
+        betas: how much of the two moments is kept.
+        eps: added to the root.
+        weight_decay: AdamW's or Adam's.
+        decoupled: whether the weight decay is AdamW's.
+        maximize: whether to step along the gradient.
+        bias_correction: whether the moments are corrected for having started at 0.
+    """
+    beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
+    return AdamNumbers(
+        lr,
+        beta1,
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        _log(beta1),
+        _log(beta2),
+        eps,
+        weight_decay if decoupled else 0.0,
+        0.0 if decoupled else weight_decay,
+        -1.0 if maximize else 1.0,
+        float(bias_correction),
+    )
+
+
+def _log(beta: float | Tensor) -> float | Tensor:
+    if isinstance(beta, Tensor):
+        return beta.log()
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+@jit
+def _prepare(numbers, t):
+    lr = tl.load(numbers)
+    corrects_bias = tl.load(numbers + 11)
+    correction1 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 5)))
+    correction2 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 6)))
+    return (
+        1.0 - lr * tl.load(numbers + 8),
+        tl.load(numbers + 9),
+        tl.load(numbers + 10),
+        tl.load(numbers + 1),
+        tl.load(numbers + 3),
+        tl.load(numbers + 2),
+        tl.load(numbers + 4),
+        lr / correction1,
+        1.0 / tl.sqrt_rn(correction2),
+        tl.load(numbers + 7),
+    )
+
+
+@jit
+def _update(p, g, m, v, prepared):
+    keep, l2, sign, beta1, new1, beta2, new2, size, correction2, eps = prepared
+    p *= keep
+    g = sign * g + l2 * p
+    m = beta1 * m + new1 * g
+    v = beta2 * v + new2 * g * g
+    p -= size * m / (tl.sqrt_rn(v) * correction2 + eps)  # sqrt would take subnormal squares for 0
+    return p, m, v
+
+
+def _reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: list[list[Tensor]],
+    steps: list[float],
+    numbers: list[float],
+) -> None:
+    lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, sign, corrects_bias = numbers
+    exp_avgs, exp_avg_sqs = moments
+    if decay:
+        torch._foreach_mul_(params, 1 - lr * decay)
+    if sign < 0:
+        torch._foreach_neg_(grads)
+    if l2:
+        torch._foreach_add_(grads, params, alpha=l2)
+    torch._foreach_lerp_(exp_avgs, grads, new1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, new2)
+    correction1, correction2 = [
+        [1 - beta**t if corrects_bias else 1.0 for t in steps] for beta in (beta1, beta2)
+    ]
+    roots = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(roots, [math.sqrt(c) for c in correction2])
+    torch._foreach_add_(roots, eps)
+    torch._foreach_addcdiv_(params, exp_avgs, roots, [-lr / c for c in correction1])
+
+
+ADAM = Rule(2, _prepare, _update, _reference)
+"""Adam: its moments are the running means of gradients and of their squares."""

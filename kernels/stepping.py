@@ -1,0 +1,321 @@
+"""One optimizer step for a list of tensors, in one launch: what every element-wise optimizer shares.
+
+    g = gradient * inv_scale * clip
+    parameter, moments = rule(parameter, g, moments, t)       with t = step + 1
+    model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
+    step = t
+
+Nothing at all is written where `found_inf` is not 0: a skipped step does not count. Nor does one of a
+tensor without elements. A `Rule` is the
+formula of one optimizer, twice: for Triton and for plain torch.
+
+Shapes: a parameter, its gradient, moments and model have one shape, of any size; each has its own
+`step`, float32 `[]`. Dtypes: float16, bfloat16 or float32 each; the arithmetic is FP32, and each result
+is rounded once. Where one is float64, plain torch does all in FP64. Launches: one for each device and
+combination of dtypes. Memory traffic: each tensor that is read is read once, and each that is written
+is written once: for AdamW with FP32 masters of 16-bit weights, 28 bytes a parameter.
+
+Plain torch reads `found_inf` and the steps on the host, so there the host waits for a device other than
+the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from amp.kernels.language import (
+    ALIGNMENT,
+    STEP,
+    dtype_of,
+    jit,
+    launch,
+    locate,
+    narrow,
+    tl,
+    vector_length,
+    wide,
+)
+from amp.kernels.tables import is_capturing, plan, stream_of, to_device, upload
+
+BLOCK = 2048
+COUNTERS = 256
+WARPS = 8
+
+
+class Rule(NamedTuple):
+    """The formula of one optimizer.
+
+    Attributes:
+        moments: how many moments it has, at most 2.
+        prepare: for Triton, from a pointer to the numbers and t to what `update` needs of them.
+        update: for Triton, from a parameter, gradient, two moments and what `prepare` gave to the new
+            parameter and moments; a moment that the rule does not have comes and goes as 0.
+        reference: in plain torch, from parameters, gradients, lists of moments, each t and the numbers,
+            in place. It may write to the gradients.
+    """
+
+    moments: int
+    prepare: Any
+    update: Any
+    reference: Callable[
+        [list[Tensor], list[Tensor], list[list[Tensor]], list[float], list[float]], None
+    ]
+
+
+@torch.no_grad()
+def step(
+    rule: Rule,
+    numbers: Sequence[float | Tensor],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    moments: Sequence[Sequence[Tensor]],
+    steps: Sequence[Tensor],
+    *,
+    models: Sequence[Tensor] | None = None,
+    inv_scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Step parameters in place. On a device with Triton the host does not wait.
+
+    Args:
+        rule: the optimizer's formula.
+        numbers: the hyper-parameters, in the order that the rule has them; a tensor has one element.
+        params: what is stepped: FP32 masters, or the model's parameters.
+        grads: their gradients, scaled or not.
+        moments: one list for each moment of the rule.
+        steps: how many steps each parameter has taken, float32 `[]`, on its device.
+        models: the weights of the model that `params` are masters of.
+        inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
+        clip: the same again.
+        found_inf: float32 `[1]`; the step is skipped where it is not 0.
+        backend: see `amp.kernels.backend`.
+
+    Raises:
+        ValueError: the lists do not match.
+        UnsupportedTensorError: a dtype that is not listed above.
+    """
+    lists = [
+        list(params),
+        list(grads),
+        *map(list, moments),
+        *([] if models is None else [list(models)]),
+    ]
+    todo = plan(*lists, block=BLOCK, numbers=steps, backend=backend)
+    rest = list(todo.rest)
+    for part in todo.parts:
+        if torch.float64 in part.dtypes:
+            rest.append(part.indices)
+            continue
+        dtypes = iter(map(dtype_of, part.dtypes))
+        launch(
+            step_kernel,
+            len(part.chunks),
+            part.device,
+            part.rows,
+            part.chunks,
+            len(part.indices),
+            _on_device(tuple(numbers), part.device),
+            *(None if x is None else to_device(x, part.device) for x in (inv_scale, clip, found_inf)),
+            (_ticket.__wrapped__ if is_capturing() else _ticket)(part.device, stream_of(part.device)),
+            PREPARE=rule.prepare,
+            UPDATE=rule.update,
+            PARAM=next(dtypes),
+            GRAD=next(dtypes),
+            FIRST=next(dtypes) if rule.moments > 0 else None,
+            SECOND=next(dtypes) if rule.moments > 1 else None,
+            MODEL=next(dtypes) if models is not None else None,
+            LISTS=len(lists),
+            BLOCK=BLOCK,
+            COUNTERS=COUNTERS,
+            num_warps=WARPS,
+        )
+    if rest and (found_inf is None or not found_inf.item()):
+        indices = list(itertools.chain.from_iterable(rest))
+        counters = [steps[i] for i in indices]
+        torch._foreach_add_(counters, 1.0)
+        for same in rest:
+            factors = [x for x in (inv_scale, clip) if x is not None]
+            _step_in_plain_torch(
+                rule,
+                list(map(float, numbers)),
+                [[tensors[i] for i in same] for tensors in lists],
+                [float(steps[i]) for i in same],
+                factors,
+            )
+    increment_version([*lists[0], *itertools.chain.from_iterable(lists[2:])])
+
+
+def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tensor:
+    """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
+    if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
+        there = [torch.as_tensor(number, dtype=torch.float32).to(device) for number in numbers]
+        return torch.stack([number.reshape(()) for number in there])
+    make = _uploaded.__wrapped__ if is_capturing() else _uploaded
+    return make(tuple(map(float, numbers)), device, stream_of(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _uploaded(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
+    return upload(torch.tensor(numbers, dtype=torch.float32, device="cpu"), device)
+
+
+@functools.cache
+def _ticket(device: torch.device, stream: int) -> Tensor:
+    """Return the count of programs that have finished, int32 `[1]`; a launch leaves it at 0."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@jit
+def _step_block(param, grad, first, second, model, i, mask, scale, prepared, UPDATE: tl.constexpr):
+    p = wide(tl.load(param + i, mask=mask, other=0.0), tl.float32)
+    g = wide(tl.load(grad + i, mask=mask, other=0.0), tl.float32) * scale
+    m = 0.0
+    v = 0.0
+    if first is not None:
+        m = wide(tl.load(first + i, mask=mask, other=0.0), tl.float32)
+    if second is not None:
+        v = wide(tl.load(second + i, mask=mask, other=0.0), tl.float32)
+    p, m, v = UPDATE(p, g, m, v, prepared)
+    tl.store(param + i, narrow(p, param.dtype.element_ty), mask=mask)
+    if first is not None:
+        tl.store(first + i, narrow(m, first.dtype.element_ty), mask=mask)
+    if second is not None:
+        tl.store(second + i, narrow(v, second.dtype.element_ty), mask=mask)
+    if model is not None:
+        tl.store(model + i, narrow(p, model.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["n", "numbers", "inv_scale", "clip", "found_inf", "ticket"])
+def step_kernel(
+    rows,
+    chunks,
+    n,
+    numbers,
+    inv_scale,
+    clip,
+    found_inf,
+    ticket,
+    PREPARE: tl.constexpr,
+    UPDATE: tl.constexpr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    MODEL: tl.constexpr,
+    LISTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNTERS: tl.constexpr,
+):
+    """Step one chunk. The program that finishes last counts the step of each tensor.
+
+    LISTS: how many lists of tensors there are; after their addresses comes that of the step.
+    """
+    row, start, length = locate(chunks, rows, LISTS + 1, BLOCK)
+    taken = 1.0
+    if found_inf is not None:
+        taken = tl.where(tl.load(found_inf) == 0.0, 1.0, 0.0)
+        length = tl.where(taken == 1.0, length, 0)
+    scale = 1.0
+    if inv_scale is not None:
+        scale *= tl.load(inv_scale)
+    if clip is not None:
+        scale *= tl.load(clip)
+    t = tl.load(tl.load(row + LISTS).to(tl.pointer_type(tl.float32))) + 1.0
+    prepared = PREPARE(numbers, t)
+
+    param, grad = tl.load(row), tl.load(row + 1)
+    addresses = param | grad
+    if FIRST is not None:
+        first = tl.load(row + 2)
+        addresses |= first
+    if SECOND is not None:
+        second = tl.load(row + 3)
+        addresses |= second
+    if MODEL is not None:
+        model = tl.load(row + LISTS - 1)
+        addresses |= model
+    vectors = vector_length(addresses, length)
+    i = tl.arange(0, BLOCK)
+    _step_block(
+        tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
+        tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
+        None if FIRST is None else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
+        None
+        if SECOND is None
+        else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
+        None if MODEL is None else tl.multiple_of(model.to(tl.pointer_type(MODEL)), ALIGNMENT) + start,
+        i,
+        i < vectors,
+        scale,
+        prepared,
+        UPDATE,
+    )
+    for tail in range(vectors, length, STEP):
+        j = tail + tl.arange(0, STEP)
+        _step_block(
+            param.to(tl.pointer_type(PARAM)) + start,
+            grad.to(tl.pointer_type(GRAD)) + start,
+            None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
+            None if SECOND is None else second.to(tl.pointer_type(SECOND)) + start,
+            None if MODEL is None else model.to(tl.pointer_type(MODEL)) + start,
+            j,
+            j < length,
+            scale,
+            prepared,
+            UPDATE,
+        )
+
+    tl.debug_barrier()  # every thread has read its step
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        for at in range(0, n, COUNTERS):
+            k = at + tl.arange(0, COUNTERS)
+            counter = tl.load(rows + k * (LISTS + 3) + LISTS, mask=k < n, other=0)
+            counter = counter.to(tl.pointer_type(tl.float32))
+            tl.store(counter, tl.load(counter, mask=k < n, other=0.0) + taken, mask=k < n)
+        tl.store(ticket, 0)
+
+
+@jit
+def expm1_of_negative(x):
+    """Return e^x - 1 for x <= 0, to FP32 rounding also near 0."""
+    near = 1.0 + x / 8.0
+    near = 1.0 + x / 7.0 * near
+    near = 1.0 + x / 6.0 * near
+    near = 1.0 + x / 5.0 * near
+    near = 1.0 + x / 4.0 * near
+    near = 1.0 + x / 3.0 * near
+    near = 1.0 + x / 2.0 * near
+    return tl.where(x > -0.4, x * near, tl.exp(x) - 1.0)
+
+
+def _step_in_plain_torch(
+    rule: Rule,
+    numbers: list[float],
+    lists: list[list[Tensor]],
+    steps: list[float],
+    factors: Sequence[Tensor],
+) -> None:
+    """Do `step` on tensors of one device and combination of dtypes, in FP32 or FP64."""
+    dtypes = [tensors[0].dtype for tensors in lists]
+    to = torch.float64 if torch.float64 in dtypes else torch.float32
+    params, grads, *moments = [
+        tensors if dtype is to else [tensor.to(to) for tensor in tensors]
+        for tensors, dtype in zip(lists[: 2 + rule.moments], dtypes, strict=False)
+    ]
+    if grads is lists[1]:
+        grads = [grad.clone() for grad in grads]
+    for factor in factors:
+        torch._foreach_mul_(grads, to_device(factor, grads[0].device)[0].to(to))
+    rule.reference(params, grads, moments, steps, numbers)
+    for tensors, result in zip([lists[0], *lists[2:]], [params, *moments, params], strict=False):
+        if tensors is not result:
+            torch._foreach_copy_(tensors, result)

@@ -1,0 +1,193 @@
+"""Optimizer steps against torch.optim in FP64, on every backend at hand; see test_operations.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp.kernels.adam import ADAM, adam_numbers
+from amp.kernels.language import INTERPRETED
+from amp.kernels.stepping import Rule, step
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LR = 1e-2
+SHAPES = ((), (0,), (7,), (33, 65), (2048 + 9,))
+STEPS = 4 if INTERPRETED else 300
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
+]
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda reference", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    name, _, backend = request.param.partition(" ")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if backend:
+        monkeypatch.setenv("AMP_KERNELS", backend)
+    elif not INTERPRETED:
+        monkeypatch.delenv("AMP_KERNELS", raising=False)
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+class Case(NamedTuple):
+    """An optimizer's rule and numbers, and what it must agree with."""
+
+    rule: Rule
+    numbers: Callable[..., Any]
+    reference: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adam(lr: Any = LR, decay: float = 0.1, **options: Any) -> Any:
+    options = {"decoupled": True, "maximize": False, "bias_correction": True, **options}
+    return adam_numbers(lr, (0.9, 0.999), 1e-8, decay, **options)
+
+
+CASES = {
+    "adamw": Case(ADAM, adam, lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1)),
+    "adam": Case(
+        ADAM, lambda: adam(decoupled=False), lambda ps: torch.optim.Adam(ps, lr=LR, weight_decay=0.1)
+    ),
+    "adamw, maximize": Case(
+        ADAM,
+        lambda: adam(maximize=True),
+        lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1, maximize=True),
+    ),
+}
+
+
+class Tensors:
+    """What a step works on."""
+
+    def __init__(self, device: torch.device, rule: Rule, dtype: torch.dtype = F32) -> None:
+        torch.manual_seed(0)
+        self.rule = rule
+        self.params = [torch.randn(shape, device=device).to(dtype) for shape in SHAPES]
+        self.moments = [[torch.zeros_like(p) for p in self.params] for _ in range(rule.moments)]
+        self.steps = [torch.zeros((), device=device) for _ in self.params]
+
+    def grads(self, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+        return [(torch.randn_like(p, dtype=F32) * scale).to(dtype) for p in self.params]
+
+    def step(self, numbers: Any, grads: list[Tensor], **options: Any) -> None:
+        step(self.rule, numbers, self.params, grads, self.moments, self.steps, **options)
+
+    def counts(self) -> list[float]:
+        return [float(t) for t in self.steps]
+
+    def copies(self) -> list[Tensor]:
+        moments = [tensor for moment in self.moments for tensor in moment]
+        return [tensor.clone() for tensor in (*self.params, *moments, *self.steps)]
+
+
+def scalar(device: torch.device, value: float) -> Tensor:
+    return torch.tensor([value], dtype=F32, device=device)
+
+
+@pytest.mark.parametrize("half", [None, F16, BF16])
+@pytest.mark.parametrize("name", CASES)
+def test_many_steps_stay_beside_fp64(device: torch.device, name: str, half: torch.dtype | None) -> None:
+    """With scaled 16-bit gradients and 16-bit weights to write, and without both."""
+    case = CASES[name]
+    tensors = Tensors(device, case.rule)
+    exact = [nn.Parameter(p.double()) for p in tensors.params]
+    reference = case.reference(exact)
+    models = None if half is None else [torch.empty_like(p, dtype=half) for p in tensors.params]
+    inv_scale = None if half is None else scalar(device, 1 / 64)
+    for _ in range(STEPS):
+        grads = tensors.grads(half or F32, scale=1.0 if half is None else 64.0)
+        tensors.step(case.numbers(), grads, models=models, inv_scale=inv_scale)
+        for p, g in zip(exact, grads, strict=True):
+            p.grad = g.double() / (1 if half is None else 64)
+        reference.step()
+    for p, e in zip(tensors.params, exact, strict=True):
+        torch.testing.assert_close(p.double(), e.detach(), rtol=1e-4, atol=1e-4 * LR * STEPS)
+    for p, m in zip(tensors.params, models or [], strict=False):
+        assert torch.equal(p.to(m.dtype), m)
+    assert tensors.counts() == [STEPS * (p.numel() > 0) for p in tensors.params]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F64])
+def test_parameters_of_other_dtypes_are_computed_in_fp32_or_fp64(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    tensors = Tensors(device, ADAM, dtype)
+    before = [p.to(F64, copy=True) for p in tensors.params]
+    grads = tensors.grads(dtype)
+    tensors.step(adam(decay=0.0), grads)
+    for p, b, g in zip(tensors.params, before, grads, strict=True):
+        exact = b - LR * g.double() / (g.double().abs() + 1e-8)
+        torch.testing.assert_close(p.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_a_skipped_step_writes_nothing_and_does_not_count(device: torch.device) -> None:
+    tensors = Tensors(device, ADAM)
+    models = [torch.zeros_like(p, dtype=F16) for p in tensors.params]
+    grads = tensors.grads(F32)
+    tensors.step(adam(), grads, found_inf=scalar(device, 0))
+    before = tensors.copies()
+    bad = [torch.full_like(g, torch.inf) for g in grads]
+    tensors.step(adam(), bad, found_inf=scalar(device, 1), models=models)
+    assert all(map(torch.equal, tensors.copies(), before))
+    assert not any(m.any() for m in models)
+    tensors.step(adam(), grads, found_inf=scalar(device, 0))
+    assert tensors.counts() == [2 * (p.numel() > 0) for p in tensors.params]
+
+
+def test_scale_and_clip_multiply_the_gradients_and_leave_them_alone(device: torch.device) -> None:
+    plain, scaled = Tensors(device, ADAM), Tensors(device, ADAM)
+    grads = plain.grads(F32)
+    larger = [g * 8 for g in grads]
+    copies = [g.clone() for g in larger]
+    numbers = adam(decoupled=False)  # whose weight decay is not scaled
+    plain.step(numbers, grads)
+    scaled.step(numbers, larger, inv_scale=scalar(device, 1 / 4), clip=scalar(device, 1 / 2))
+    assert all(map(torch.equal, plain.params, scaled.params))
+    assert all(map(torch.equal, larger, copies))
+
+
+def test_each_tensor_counts_its_own_steps(device: torch.device) -> None:
+    """Bias correction goes by it: one that comes late starts at its own first step."""
+    late, fresh = Tensors(device, ADAM), Tensors(device, ADAM)
+    late.steps[3].fill_(1e6)  # no correction left
+    grads = late.grads(F32)
+    late.step(adam(decay=0.0), grads)
+    fresh.step(adam(decay=0.0), grads)
+    assert torch.equal(late.params[4], fresh.params[4])
+    assert not torch.allclose(late.params[3], fresh.params[3], atol=LR / 10)
+    assert float(late.steps[3]) == 1e6 + 1
+
+
+def test_numbers_may_be_tensors(device: torch.device) -> None:
+    plain, tensors = Tensors(device, ADAM), Tensors(device, ADAM)
+    grads = plain.grads(F32)
+    plain.step(adam(), grads)
+    tensors.step(adam(torch.tensor(LR, device=device)), grads)
+    assert all(map(torch.equal, plain.params, tensors.params))
+
+
+def test_lists_that_do_not_match_are_refused(device: torch.device) -> None:
+    tensors = Tensors(device, ADAM)
+    before = tensors.copies()
+    grads = tensors.grads(F32)
+    with pytest.raises(ValueError, match="tensors 3 have shapes"):
+        tensors.step(adam(), [*grads[:3], grads[3].T, grads[4]])
+    with pytest.raises(TypeError, match="tensor 2 .* is torch.int64"):
+        tensors.step(adam(), [*grads[:2], grads[2].long(), *grads[3:]])
+    tensors.steps[1] = tensors.steps[1].double()
+    with pytest.raises(ValueError, match="number 1 is torch.float64"):
+        tensors.step(adam(), grads)
+    tensors.steps[1] = tensors.steps[1].float()
+    assert all(map(torch.equal, tensors.copies(), before))

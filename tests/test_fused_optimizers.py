@@ -1,0 +1,287 @@
+"""The fused optimizers as a user of torch.optim sees them, with a session and without."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+from amp.optimizers import FusedAdam
+
+LR = 1e-2
+STEPS = 60
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+
+
+def batches(dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(4, 8).to(dtype), torch.randn(4, 2).to(dtype)) for _ in range(STEPS)]
+
+
+def train(
+    net: nn.Module, optimizer: Any, dtype: torch.dtype = torch.float32, steps: int = STEPS
+) -> Any:
+    for x, y in batches(dtype)[:steps]:
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def two_groups(net: nn.Module) -> list[dict[str, Any]]:
+    weights = [p for p in net.parameters() if p.dim() > 1]
+    return [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.dim() == 1], "lr": LR / 2, "betas": (0.8, 0.99)},
+    ]
+
+
+def assert_near(net: nn.Module, exact: nn.Module, tolerance: float = 1e-4) -> None:
+    for p, e in zip(net.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), e.double(), rtol=0, atol=tolerance * LR * STEPS)
+
+
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"eps": 1e-4}])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_is_torchs_over_groups(decoupled: bool, options: dict[str, Any]) -> None:
+    net, exact = model(), model(torch.float64)
+    train(net, FusedAdam(two_groups(net), lr=LR, adam_w_mode=decoupled, **options))
+    reference = torch.optim.AdamW if decoupled else torch.optim.Adam
+    train(exact, reference(two_groups(exact), lr=LR, weight_decay=0.0, **options), torch.float64)
+    assert_near(net, exact)
+
+
+def test_without_bias_correction_the_first_steps_are_larger() -> None:
+    """By (1 - beta1) / sqrt(1 - beta2), as the moments start at 0."""
+    net, start = model(), model()
+    train(net, FusedAdam(net.parameters(), lr=LR, bias_correction=False, eps=0.0), steps=1)
+    expected = LR * (1 - 0.9) / math.sqrt(1 - 0.999)
+    for p, s in zip(net.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close((p - s).abs(), torch.full_like(p, expected), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_every_level_trains_with_it(level: str) -> None:
+    """Beside the same level with torch's own: the same decisions, the same weights."""
+    weights, scales = [], []
+    for make in (FusedAdam, torch.optim.AdamW):
+        net = model()
+        optimizer: Any = make(net.parameters(), lr=LR, eps=1e-3, weight_decay=0.0)
+        session = amp.Session(level, loss_scale="dynamic", verbosity=0)
+        net, optimizer = session.initialize(net, optimizer)
+        for i, (x, y) in enumerate(batches()):
+            loss = (net(x).float() - y).square().mean() * (1e38 if i == 5 else 1.0)
+            with session.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scales.append(session.loss_scale())
+        session.close()
+        weights.append(net.float())
+    assert scales[0] == scales[1] < 65536
+    tolerance = 0.3 if level == "O3" else 1e-2
+    assert_near(weights[0], weights[1], tolerance)
+
+
+def test_grad_scaler_of_torch_lets_it_unscale_and_skip() -> None:
+    net, exact = model(), model(torch.float64)
+    optimizer = FusedAdam(net.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for i, (x, y) in enumerate(batches()):
+        loss = (net(x) - y).square().mean() * (math.inf if i == 3 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    reference = torch.optim.AdamW(exact.parameters(), lr=LR, weight_decay=0.0)
+    for i, (x, y) in enumerate(batches(torch.float64)):
+        (exact(x) - y).square().mean().backward()
+        if i != 3:
+            reference.step()
+        reference.zero_grad()
+    assert scaler.get_scale() == 512.0
+    assert_near(net, exact)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {STEPS - 1}
+
+
+# State dicts.
+
+
+def continued(net: nn.Module, optimizer: Any) -> nn.Module:
+    torch.manual_seed(2)
+    for _ in range(10):
+        for p in net.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_state_goes_to_torchs_optimizer_and_comes_back(decoupled: bool) -> None:
+    theirs = torch.optim.AdamW if decoupled else torch.optim.Adam
+    ours = FusedAdam if decoupled else lambda ps: FusedAdam(ps, adam_w_mode=False)
+    net = model()
+    optimizer = FusedAdam(net.parameters(), lr=LR, adam_w_mode=decoupled, weight_decay=0.1)
+    train(net, optimizer)
+    there = copy.deepcopy(net)
+    at_torch = theirs(there.parameters())
+    at_torch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    back = copy.deepcopy(net)
+    returned = ours(back.parameters())
+    returned.load_state_dict(copy.deepcopy(at_torch.state_dict()))
+    assert returned.param_groups[0]["weight_decay"] == 0.1
+    continued(net, optimizer)
+    assert_near(continued(there, at_torch), net)
+    for p, b in zip(net.parameters(), continued(back, returned).parameters(), strict=True):
+        assert torch.equal(p, b)
+
+
+def test_what_torch_saved_before_it_fused_loads() -> None:
+    """Steps on the host, and none of our hyper-parameters."""
+    net = model()
+    theirs = torch.optim.AdamW(net.parameters(), lr=LR, foreach=False)
+    train(net, theirs)
+    saved = copy.deepcopy(theirs.state_dict())
+    for group in saved["param_groups"]:
+        for name in ("fused", "decoupled_weight_decay", "maximize"):
+            group.pop(name, None)
+    mine = copy.deepcopy(net)
+    optimizer = FusedAdam(mine.parameters())
+    optimizer.load_state_dict(saved)
+    assert_near(continued(mine, optimizer), continued(net, theirs))
+
+
+def test_a_checkpoint_of_apex_loads() -> None:
+    """It counts the steps of a group, not of a parameter."""
+    net = model()
+    optimizer = FusedAdam(net.parameters(), lr=LR)
+    train(net, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        del entry["step"]
+    keep = ("lr", "bias_correction", "betas", "eps", "weight_decay", "params")
+    saved["param_groups"] = [
+        {"step": STEPS, **{k: group[k] for k in keep}} for group in saved["param_groups"]
+    ]
+    mine = copy.deepcopy(net)
+    loaded = FusedAdam(mine.parameters())
+    loaded.load_state_dict(saved)
+    assert "step" not in loaded.param_groups[0]
+    continued(mine, loaded)
+    for p, e in zip(mine.parameters(), continued(net, optimizer).parameters(), strict=True):
+        assert torch.equal(p, e)
+
+
+def test_it_pickles_and_schedulers_move_its_rate() -> None:
+    net = model()
+    weight = next(net.parameters())
+    optimizer = FusedAdam(net.parameters(), lr=LR, set_grad_none=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    train(net, optimizer, steps=1)
+    weight.grad = torch.ones_like(weight)
+    copied = pickle.loads(pickle.dumps(optimizer))
+    for each in (optimizer, copied):
+        first = each.param_groups[0]["params"][0]
+        first.grad = torch.ones_like(first)
+        each.zero_grad()
+        assert first.grad is not None, "set_grad_none=False writes zeros"
+        assert not first.grad.any()
+    before = weight.clone()
+    scheduler.step()
+    weight.grad.fill_(1.0)
+    optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_a_closure_is_evaluated_with_gradients() -> None:
+    net = model()
+    optimizer = FusedAdam(net.parameters(), lr=LR)
+    x, y = batches()[0]
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"lr=-1 must be at least 0 and finite"),
+        ({"lr": math.nan}, r"lr=nan must be"),
+        ({"lr": torch.tensor(-0.5)}, r"lr=-0.5 must be"),
+        ({"lr": torch.ones(2)}, r"lr has shape \(2,\); give it one element"),
+        ({"eps": "1e-8"}, r"eps='1e-8' is no number"),
+        ({"weight_decay": math.inf}, r"weight_decay=inf must be"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\]=1 must be at least 0 and below 1"),
+        ({"betas": 0.9}, r"betas=0.9 must be two numbers"),
+        ({"amsgrad": True}, r"use torch.optim.Adam\(..., amsgrad=True\)"),
+        ({"master_weights": True}, r"amp.initialize\(model, optimizer, opt_level='O2'\)"),
+    ],
+)
+def test_hyper_parameters_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FusedAdam(model().parameters(), **options)
+
+
+def assert_step_is_refused(optimizer: Any, net: nn.Module, error: type, message: str) -> None:
+    before = [p.clone() for p in net.parameters()]
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert all(map(torch.equal, net.parameters(), before)), "nothing was written"
+
+
+def test_a_rate_that_became_nan_is_refused_before_any_group_steps() -> None:
+    net = model()
+    optimizer = FusedAdam(two_groups(net), lr=LR)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.param_groups[1]["lr"] = math.nan
+    assert_step_is_refused(optimizer, net, ValueError, "lr=nan")
+
+
+def test_gradients_that_no_kernel_takes_are_named() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True))
+    optimizer = FusedAdam(net.named_parameters(), lr=LR)
+    net[1](net[0](torch.ones(2, 4)).argmax(-1)).sum().backward()
+    next(net.parameters()).grad = torch.ones(4, 4)
+    message = (
+        r"gradient of '1.weight', param_groups\[0\]\['params'\]\[2\], of shape \(4, 4\), is sparse"
+    )
+    assert_step_is_refused(optimizer, net, TypeError, message)
+
+
+def test_the_state_of_another_optimizer_is_refused_and_changes_nothing() -> None:
+    net = model()
+    optimizer = FusedAdam(net.parameters(), lr=LR)
+    train(net, optimizer, steps=3)
+    before = copy.deepcopy(optimizer.state_dict())
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
+    with pytest.raises(ValueError, match=r"group 0 in the state dict has no betas, eps"):
+        optimizer.load_state_dict(sgd.state_dict())
+    other = copy.deepcopy(before)
+    del other["state"][1]["exp_avg_sq"]
+    with pytest.raises(ValueError, match="state of parameter 1 .* no exp_avg_sq, only step, exp_avg"):
+        optimizer.load_state_dict(other)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, entry in before["state"].items():
+        assert all(torch.equal(entry[name], after["state"][key][name]) for name in entry)
