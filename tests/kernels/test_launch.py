@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import axpby, l2norm, master_copy, tables, unscale, update_scale
+from amp.kernels import adam, axpby, l2norm, master_copy, stepping, tables, unscale, update_scale
 from amp.kernels.language import INTERPRETED, triton
 
 if triton is None or INTERPRETED:
@@ -43,6 +43,7 @@ KERNELS = (
     l2norm.norms_kernel,
     l2norm.squares_kernel,
     master_copy.copy_kernel,
+    stepping.step_kernel,
     unscale.check_kernel,
     unscale.unscale_kernel,
     update_scale.update_kernel,
@@ -58,7 +59,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert kernel.warmup(*args, grid=(programs,), **options) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
-    for module in (axpby, l2norm, master_copy, unscale, update_scale):
+    for module in (axpby, l2norm, master_copy, stepping, unscale, update_scale):
         monkeypatch.setattr(module, "launch", compile_only)
     for module in (tables, update_scale):
         monkeypatch.setattr(module, "uses_triton", lambda *_: True)
@@ -77,6 +78,15 @@ def tensors(n: int, dtype: torch.dtype) -> list[Tensor]:
 FLAGS = torch.zeros(8)
 
 
+def adam_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
+    numbers = adam.adam_numbers(
+        1e-3, (0.9, 0.999), 1e-8, 0.0, decoupled=True, maximize=False, bias_correction=True
+    )
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in params]
+    stepping.step(adam.ADAM, numbers, params, grads, moments, steps, **options)
+
+
 def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]) -> None:
     """Neither numbers of tensors nor the alignment of single numbers is worth another compilation."""
     for n in (1, 2, 16, 17):
@@ -87,6 +97,7 @@ def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]
             axpby.axpby(one, halves, 1.0, floats, floats, flag, check="x")
             l2norm.l2norm(halves, one, found_inf=flag, max_norm=2)
             master_copy.master_copy(floats, halves)
+            adam_step(floats, halves, models=halves, inv_scale=one, clip=one, found_inf=flag)
     lists = [kernel.__name__ for kernel in KERNELS if kernel is not update_scale.update_kernel]
     assert variants == dict.fromkeys(lists, 1)
 
@@ -101,6 +112,9 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     axpby.axpby(2.0, halves, 3.0, floats, doubles)
     l2norm.l2norm(halves + floats + doubles)
     master_copy.master_copy(doubles, tensors(3, torch.bfloat16))
+    adam_step(floats, floats)
+    adam_step(halves, floats, inv_scale=one)
+    assert variants["step_kernel"] == 2
     for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0]), FLAGS[1:7]):
         for reset_each_step in (False, True):
             update_scale.update_scale(
