@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from amp.optimizers import FusedAdam
+from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
 
 LR = 1e-2
 STEPS = 60
@@ -60,6 +60,77 @@ def test_adam_is_torchs_over_groups(decoupled: bool, options: dict[str, Any]) ->
     reference = torch.optim.AdamW if decoupled else torch.optim.Adam
     train(exact, reference(two_groups(exact), lr=LR, weight_decay=0.0, **options), torch.float64)
     assert_near(net, exact)
+
+
+PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "sgd": (FusedSGD, torch.optim.SGD, {}),
+    "sgd, momentum": (FusedSGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "sgd, nesterov": (FusedSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adagrad": (
+        FusedAdagrad,
+        torch.optim.Adagrad,
+        {"lr_decay": 0.01, "initial_accumulator_value": 0.1},
+    ),
+    "adamw": (FusedAdam, torch.optim.AdamW, {"betas": (0.8, 0.99)}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_is_torchs_and_state_goes_there_and_back(name: str) -> None:
+    ours, theirs, options = PAIRS[name]
+    options = {"lr": LR, "weight_decay": 0.1, **options}
+    net, exact = model(), model(torch.float64)
+    optimizer = ours(net.parameters(), **options)
+    train(net, optimizer)
+    train(exact, theirs(exact.parameters(), **options), torch.float64)
+    assert_near(net, exact)
+    there, back = copy.deepcopy(net), copy.deepcopy(net)
+    at_torch = theirs(there.parameters(), lr=1.0)
+    at_torch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    returned = ours(back.parameters(), lr=1.0)
+    returned.load_state_dict(copy.deepcopy(at_torch.state_dict()))
+    continued(net, optimizer)
+    assert_near(continued(there, at_torch), net)
+    for p, b in zip(net.parameters(), continued(back, returned).parameters(), strict=True):
+        assert torch.equal(p, b)
+
+
+def test_what_torchs_sgd_saved_loads_with_momentum_and_without() -> None:
+    for momentum in (0.0, 0.9):
+        net = model()
+        theirs = torch.optim.SGD(net.parameters(), lr=LR, momentum=momentum, dampening=0.5)
+        train(net, theirs, steps=3)
+        mine = copy.deepcopy(net)
+        optimizer = FusedSGD(mine.parameters(), lr=1.0)
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        assert_near(continued(mine, optimizer), continued(net, theirs))
+
+
+def test_lion_moves_every_weight_by_the_rate() -> None:
+    net, start = model(), model()
+    optimizer = FusedLion(net.parameters(), lr=LR)
+    train(net, optimizer, steps=1)
+    for p, s in zip(net.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close((p - s).abs(), torch.full_like(p, LR), rtol=1e-4, atol=0)
+    other = FusedLion(model().parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == LR
+
+
+def test_options_of_apex_that_torch_does_not_have() -> None:
+    """With a zero gradient the decay alone moves a weight, and no moment hears of it."""
+    for make, moved in (
+        (lambda ps: FusedSGD(ps, lr=0.5, momentum=0.9, weight_decay=0.1, wd_after_momentum=True), 0.95),
+        (lambda ps: FusedAdagrad(ps, lr=0.5, weight_decay=0.1, adagrad_w_mode=True), 0.95),
+    ):
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = make([weight])
+        for i in range(1, 3):
+            weight.grad = torch.zeros(4)
+            optimizer.step()
+            torch.testing.assert_close(weight.detach(), torch.full((4,), moved**i))
+        (moment,) = [v for k, v in optimizer.state[weight].items() if k != "step"]
+        assert not moment.any()
 
 
 def test_without_bias_correction_the_first_steps_are_larger() -> None:
@@ -240,6 +311,15 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
 def test_hyper_parameters_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FusedAdam(model().parameters(), **options)
+
+
+def test_sgd_says_what_it_needs() -> None:
+    with pytest.raises(TypeError, match=r"needs a learning rate: FusedSGD\(params, lr=0.1\)"):
+        FusedSGD(model().parameters())
+    with pytest.raises(ValueError, match="nesterov=True with momentum=0.0 and dampening=0.0: it needs"):
+        FusedSGD(model().parameters(), lr=LR, nesterov=True)
+    with pytest.raises(ValueError, match="dampening=2 must be"):
+        FusedSGD(model().parameters(), lr=LR, dampening=2.0)
 
 
 def assert_step_is_refused(optimizer: Any, net: nn.Module, error: type, message: str) -> None:

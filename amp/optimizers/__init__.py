@@ -1,5 +1,8 @@
 """Optimizers that do a whole step in one launch of a kernel: unscale, clip, skip, update."""
 
+from amp.optimizers.adagrad import FusedAdagrad
 from amp.optimizers.adam import FusedAdam
+from amp.optimizers.lion import FusedLion
+from amp.optimizers.sgd import FusedSGD
 
-__all__ = ["FusedAdam"]
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLion", "FusedSGD"]

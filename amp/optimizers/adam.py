@@ -38,8 +38,6 @@ class FusedAdam(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
     """
 
-    _moments = ("exp_avg", "exp_avg_sq")
-
     def __init__(
         self,
         params: Any,
@@ -90,7 +88,10 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam does not support amsgrad=True: use torch.optim.Adam(..., amsgrad=True)"
             )
 
-    def _rule(self) -> Rule:
+    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
         from amp.kernels.adam import ADAM  # loads Triton
 
         return ADAM

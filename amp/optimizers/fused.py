@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class _Work(NamedTuple):
     """What one group's step is given."""
 
+    group: dict[str, Any]
     numbers: Sequence[float | Tensor]
     params: list[Tensor]
     grads: list[Tensor]
@@ -45,17 +46,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    _moments: tuple[str, ...] = ()
-    """The names of the moments in a parameter's state, in the order of the rule."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         super().__init__(params, {**defaults, "fused": True, "set_grad_none": set_grad_none})
 
     # What an optimizer has of its own.
 
-    def _rule(self) -> Rule:
-        """Return the formula."""
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        """Return a group's formula."""
         raise NotImplementedError
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the moments in the state of a group's parameters, in the rule's order."""
+        raise NotImplementedError
+
+    def _first_moment(self, group: Mapping[str, Any]) -> float:
+        """Return what moments start at."""
+        return 0.0
+
+    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
+        """Return the steps of a saved state that does not count them, or None."""
+        return None
 
     def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
         """Return a group's hyper-parameters as the formula takes them."""
@@ -97,11 +108,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_group({**self.defaults, **group})
             steps = group.pop("step", None)  # apex counts the steps of a group
             for key in group["params"]:
-                entry = state.get(key)
-                if entry is None:
+                entry = {name: v for name, v in state.pop(key, {}).items() if v is not None}
+                if not entry:
                     continue
-                entry = state[key] = {"step": steps, **entry}
-                missing = {name for name in ("step", *self._moments) if entry.get(name) is None}
+                taken = self._steps_taken(entry) if steps is None else steps
+                entry = state[key] = {"step": taken, **entry}
+                names = ("step", *self._moments({**self.defaults, **group}))
+                missing = {name for name in names if entry.get(name) is None}
                 if missing:
                     raise self._is_foreign(f"the state of parameter {key}", missing, entry)
                 entry["step"] = torch.as_tensor(entry["step"], dtype=torch.float32)
@@ -152,14 +165,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)  # as torch.amp.GradScaler gives them
         found_inf = getattr(self, "found_inf", None)
         inv_scale = None if scale is None else scale.double().reciprocal().float().reshape(1)
-        for numbers, params, grads in work:
-            states = [self._state_of(parameter) for parameter in params]
+        for group, numbers, params, grads in work:
+            states = [self._state_of(parameter, group) for parameter in params]
             step(
-                self._rule(),
+                self._rule(group),
                 numbers,
                 params,
                 grads,
-                [[state[name] for state in states] for name in self._moments],
+                [[state[name] for state in states] for name in self._moments(group)],
                 [state["step"] for state in states],
                 inv_scale=inv_scale,
                 found_inf=None if found_inf is None else found_inf.reshape(1),
@@ -178,14 +191,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"the gradient of {_name(parameter, index, group)} is {kind}; "
                     f"{type(self).__name__} takes dense float16, bfloat16, float32 and float64"
                 )
-        return _Work(self._numbers(group), params, grads)
+        return _Work(group, self._numbers(group), params, grads)
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name in self._moments:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            for name in self._moments(group):
+                state[name] = torch.full_like(
+                    parameter, self._first_moment(group), memory_format=torch.preserve_format
+                )
         elif state["step"].device != parameter.device:  # a loaded one
             state["step"] = state["step"].to(parameter.device, non_blocking=True)
         return state

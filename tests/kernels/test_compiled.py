@@ -17,7 +17,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from amp.kernels import adam, axpby, l2norm, master_copy, stepping, unscale, update_scale
+from amp.kernels import (
+    adagrad,
+    adam,
+    axpby,
+    l2norm,
+    lion,
+    master_copy,
+    sgd,
+    stepping,
+    unscale,
+    update_scale,
+)
 from amp.kernels.language import INTERPRETED, tl, triton
 
 if triton is None or INTERPRETED:
@@ -100,7 +111,14 @@ if triton is not None:
             [SIZE[source]],
             [SIZE[target]],
         )
-    for name, rule in {"adam": adam.ADAM}.items():
+    rules = {
+        "adam": adam.ADAM,
+        "momentum sgd": sgd.MOMENTUM_SGD,
+        "sgd": sgd.SGD,
+        "lion": lion.LION,
+        "adagrad": adagrad.ADAGRAD,
+    }
+    for name, rule in rules.items():
         for param, grad, model in (
             (F32, F32, None),
             (F32, F16, F16),

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amp.kernels.adagrad import ADAGRAD, adagrad_numbers
 from amp.kernels.adam import ADAM, adam_numbers
 from amp.kernels.language import INTERPRETED
+from amp.kernels.lion import LION, lion_numbers
+from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
 from amp.kernels.stepping import Rule, step
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -55,7 +58,63 @@ def adam(lr: Any = LR, decay: float = 0.1, **options: Any) -> Any:
     return adam_numbers(lr, (0.9, 0.999), 1e-8, decay, **options)
 
 
+def sgd(momentum: float = 0.9, dampening: float = 0.0, decay: float = 0.1, **options: Any) -> Any:
+    options = {"nesterov": False, "after_momentum": False, "maximize": False, **options}
+    return sgd_numbers(LR, momentum, dampening, decay, **options)
+
+
+def torch_sgd(**options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    options = {"lr": LR, "momentum": 0.9, "weight_decay": 0.1, **options}
+    return lambda ps: torch.optim.SGD(ps, **options)
+
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of the paper, line by line."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            update = (0.9 * m + (1 - 0.9) * p.grad).sign() + 0.1 * p
+            p -= LR * update
+            m.copy_(0.99 * m + (1 - 0.99) * p.grad)
+
+
+class SGDWithDecayAfterMomentum(torch.optim.SGD):
+    """The momentum knows nothing of the weight decay."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        decays = [LR * 0.1 * p for p in params]
+        super().step()
+        for p, decay in zip(params, decays, strict=True):
+            p -= decay
+
+
 CASES = {
+    "sgd": Case(SGD, lambda: sgd(0.0), torch_sgd(momentum=0.0)),
+    "sgd, momentum": Case(MOMENTUM_SGD, sgd, torch_sgd()),
+    "sgd, dampening, maximize": Case(
+        MOMENTUM_SGD,
+        lambda: sgd(dampening=0.5, decay=0.0, maximize=True),
+        torch_sgd(dampening=0.5, weight_decay=0.0, maximize=True),
+    ),
+    "sgd, nesterov": Case(MOMENTUM_SGD, lambda: sgd(nesterov=True), torch_sgd(nesterov=True)),
+    "sgd, decay after momentum": Case(
+        MOMENTUM_SGD,
+        lambda: sgd(after_momentum=True),
+        lambda ps: SGDWithDecayAfterMomentum(ps, lr=LR, momentum=0.9),
+    ),
+    "lion": Case(LION, lambda: lion_numbers(LR, (0.9, 0.99), 0.1, maximize=False), Lion),
+    "adagrad": Case(
+        ADAGRAD,
+        lambda: adagrad_numbers(LR, 0.01, 1e-10, 0.1, decoupled=False, maximize=False),
+        lambda ps: torch.optim.Adagrad(ps, lr=LR, lr_decay=0.01, weight_decay=0.1),
+    ),
     "adamw": Case(ADAM, adam, lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1)),
     "adam": Case(
         ADAM, lambda: adam(decoupled=False), lambda ps: torch.optim.Adam(ps, lr=LR, weight_decay=0.1)

@@ -1,0 +1,95 @@
+"""FusedAdagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from amp.optimizers.fused import FusedOptimizer, check_range
+
+if TYPE_CHECKING:
+    from amp.kernels.stepping import Rule
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad, with apex's arguments and defaults.
+
+    The formula is that of `torch.optim.Adagrad`, whose state dicts it loads and saves; see
+    `amp.kernels.adagrad`. The sum of squares has the dtype of the parameters.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: the learning rate.
+        eps: added to the root of the sum.
+        weight_decay: the weight decay.
+        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
+        adagrad_w_mode: whether the weight decay is decoupled, as in AdamW.
+        lr_decay: how fast the rate falls with the steps.
+        initial_accumulator_value: what the sum starts at.
+        maximize: whether to step along the gradients.
+
+    Raises:
+        AmpValueError: a hyper-parameter is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float | Tensor = 1e-10,
+        weight_decay: float | Tensor = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        *,
+        lr_decay: float | Tensor = 0.0,
+        initial_accumulator_value: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "adagrad_w_mode": bool(adagrad_w_mode),
+            "maximize": maximize,
+            "foreach": None,
+            "differentiable": False,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    @property
+    def _required(self) -> set[str]:
+        return {"params", "lr", "eps", "weight_decay"}
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"):
+            check_range(name, group[name])
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("sum",)
+
+    def _first_moment(self, group: Mapping[str, Any]) -> float:
+        return float(group["initial_accumulator_value"])
+
+    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
+        return 0  # apex's does not count: it knows no lr_decay
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        from amp.kernels.adagrad import ADAGRAD  # loads Triton
+
+        return ADAGRAD
+
+    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
+        from amp.kernels.adagrad import adagrad_numbers  # loads Triton
+
+        return adagrad_numbers(
+            group["lr"],
+            group["lr_decay"],
+            group["eps"],
+            group["weight_decay"],
+            decoupled=group["adagrad_w_mode"],
+            maximize=group["maximize"],
+        )

@@ -1,0 +1,71 @@
+"""FusedLion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from amp.optimizers.fused import FusedOptimizer, check_betas, check_range
+
+if TYPE_CHECKING:
+    from amp.kernels.stepping import Rule
+
+
+class FusedLion(FusedOptimizer):
+    """Lion, with the defaults of its paper.
+
+    See `amp.kernels.lion` for the formula. Its moment, `exp_avg`, has the dtype of the parameters.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: the learning rate; a third to a tenth of AdamW's.
+        betas: how much of the mean is kept, for the step and after it.
+        weight_decay: decoupled, as in AdamW; three to ten times AdamW's.
+        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
+        maximize: whether to step along the gradients.
+
+    Raises:
+        AmpValueError: a hyper-parameter is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float | Tensor = 0.0,
+        set_grad_none: bool = True,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, set_grad_none)
+
+    @property
+    def _required(self) -> set[str]:
+        return {"params", "lr", "betas", "weight_decay"}
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        check_range("lr", group["lr"])
+        check_range("weight_decay", group["weight_decay"])
+        check_betas(group["betas"])
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
+        return 0  # nothing depends on it, and others do not count
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        from amp.kernels.lion import LION  # loads Triton
+
+        return LION
+
+    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
+        from amp.kernels.lion import lion_numbers  # loads Triton
+
+        return lion_numbers(
+            group["lr"], group["betas"], group["weight_decay"], maximize=group["maximize"]
+        )

@@ -1,0 +1,110 @@
+"""FusedSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from amp.errors import AmpTypeError, AmpValueError
+from amp.optimizers.fused import FusedOptimizer, check_range
+
+if TYPE_CHECKING:
+    from amp.kernels.stepping import Rule
+
+
+class FusedSGD(FusedOptimizer):
+    """Stochastic gradient descent, with apex's arguments and defaults.
+
+    The formula is that of `torch.optim.SGD`, whose state dicts it loads and saves; see
+    `amp.kernels.sgd`. The momentum has the dtype of the parameters.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: the learning rate, required.
+        momentum: how much of the momentum is kept at each step; 0 keeps none.
+        dampening: how much of a gradient does not enter the momentum.
+        weight_decay: how much of the parameter is added to the gradient.
+        nesterov: whether to look ahead; needs a momentum and no dampening.
+        wd_after_momentum: whether the weight decay stays out of the momentum.
+        materialize_master_grads: accepted for apex's sake.
+        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
+        maximize: whether to step along the gradients.
+
+    Raises:
+        AmpValueError: a hyper-parameter is out of its range, or they do not fit together.
+        AmpTypeError: there is no `lr`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor | None = None,
+        momentum: float | Tensor = 0.0,
+        dampening: float | Tensor = 0.0,
+        weight_decay: float | Tensor = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if lr is None:
+            raise AmpTypeError("FusedSGD needs a learning rate: FusedSGD(params, lr=0.1)")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": bool(nesterov),
+            "wd_after_momentum": bool(wd_after_momentum),
+            "maximize": maximize,
+            "foreach": None,
+            "differentiable": False,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    @property
+    def _required(self) -> set[str]:
+        return {"params", "lr", "momentum", "dampening", "nesterov", "weight_decay"}
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in ("lr", "momentum", "weight_decay"):
+            check_range(name, group[name])
+        check_range("dampening", group["dampening"], below=1.0 + 1e-12)
+        if group["nesterov"] and (not _has_momentum(group) or group["dampening"] != 0):
+            raise AmpValueError(
+                f"nesterov=True with momentum={group['momentum']} and dampening={group['dampening']}: "
+                "it needs a momentum above 0 and a dampening of 0"
+            )
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if _has_momentum(group) else ()
+
+    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
+        # torch counts no steps, and its first one makes the momentum.
+        return None if entry.get("momentum_buffer") is None else 1
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        from amp.kernels.sgd import MOMENTUM_SGD, SGD  # loads Triton
+
+        return MOMENTUM_SGD if _has_momentum(group) else SGD
+
+    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
+        from amp.kernels.sgd import sgd_numbers  # loads Triton
+
+        return sgd_numbers(
+            group["lr"],
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            nesterov=group["nesterov"],
+            after_momentum=group["wd_after_momentum"],
+            maximize=group["maximize"],
+        )
+
+
+def _has_momentum(group: Mapping[str, Any]) -> bool:
+    return isinstance(group["momentum"], Tensor) or group["momentum"] != 0

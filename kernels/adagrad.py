@@ -1,0 +1,107 @@
+"""Adagrad.
+
+    g = sign * g + l2 * p                             sign is -1 to maximize; l2: weight decay
+    s = s + g * g
+    p = p - rate * (g / (sqrt(s) + eps) + decay * p)  rate = lr / (1 + (t - 1) * lr_decay)
+
+`decay` is the decoupled weight decay of apex's `adagrad_w_mode`.
+
+Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Duchi et al. 2011,
+`torch.optim.Adagrad`; decoupled weight decay: NVIDIA apex `FusedAdagrad`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.kernels.language import jit, tl
+from amp.kernels.stepping import Rule
+
+
+class AdagradNumbers(NamedTuple):
+    """What the kernel reads, in its order."""
+
+    lr: float | Tensor
+    lr_decay: float | Tensor
+    eps: float | Tensor
+    l2: float | Tensor
+    decay: float | Tensor
+    sign: float
+
+
+def adagrad_numbers(
+    lr: float | Tensor,
+    lr_decay: float | Tensor,
+    eps: float | Tensor,
+    weight_decay: float | Tensor,
+    *,
+    decoupled: bool,
+    maximize: bool,
+) -> AdagradNumbers:
+    """Return the numbers of `ADAGRAD`. The host does not wait for the device.
+
+    Args:
+        lr: a number, or a tensor of one element, as are the next three.
+        lr_decay: how fast the rate falls with the steps.
+        eps: added to the root.
+        weight_decay: the weight decay.
+        decoupled: whether it stays out of the sum of squares.
+        maximize: whether to step along the gradient.
+    """
+    return AdagradNumbers(
+        lr,
+        lr_decay,
+        eps,
+        0.0 if decoupled else weight_decay,
+        weight_decay if decoupled else 0.0,
+        -1.0 if maximize else 1.0,
+    )
+
+
+@jit
+def _prepare(numbers, t):
+    return (
+        tl.load(numbers) / (1.0 + (t - 1.0) * tl.load(numbers + 1)),
+        tl.load(numbers + 2),
+        tl.load(numbers + 3),
+        tl.load(numbers + 4),
+        tl.load(numbers + 5),
+    )
+
+
+@jit
+def _update(p, g, m, v, prepared):
+    rate, eps, l2, decay, sign = prepared
+    g = sign * g + l2 * p
+    m += g * g
+    p -= rate * (g / (tl.sqrt_rn(m) + eps) + decay * p)
+    return p, m, v
+
+
+def _reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: list[list[Tensor]],
+    steps: list[float],
+    numbers: list[float],
+) -> None:
+    lr, lr_decay, eps, l2, decay, sign = numbers
+    (sums,) = moments
+    if sign < 0:
+        torch._foreach_neg_(grads)
+    if l2:
+        torch._foreach_add_(grads, params, alpha=l2)
+    torch._foreach_addcmul_(sums, grads, grads)
+    roots = torch._foreach_sqrt(sums)
+    torch._foreach_add_(roots, eps)
+    rates = [lr / (1 + (t - 1) * lr_decay) for t in steps]
+    if decay:
+        torch._foreach_mul_(params, [1 - rate * decay for rate in rates])
+    torch._foreach_addcdiv_(params, grads, roots, [-rate for rate in rates])
+
+
+ADAGRAD = Rule(1, _prepare, _update, _reference)
+"""Adagrad: its moment is the sum of squared gradients."""
