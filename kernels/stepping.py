@@ -6,14 +6,15 @@
     step = t
 
 Nothing at all is written where `found_inf` is not 0: a skipped step does not count. Nor does one of a
-tensor without elements. A `Rule` is the
-formula of one optimizer, twice: for Triton and for plain torch.
+tensor without elements. A `Rule` is the formula of one optimizer, twice: for Triton and for plain
+torch.
 
 Shapes: a parameter, its gradient, moments and model have one shape, of any size; each has its own
-`step`, float32 `[]`. Dtypes: float16, bfloat16 or float32 each; the arithmetic is FP32, and each result
-is rounded once. Where one is float64, plain torch does all in FP64. Launches: one for each device and
-combination of dtypes. Memory traffic: each tensor that is read is read once, and each that is written
-is written once: for AdamW with FP32 masters of 16-bit weights, 28 bytes a parameter.
+`step`, float32 `[]`. DTensors go through their local shards. Dtypes: float16, bfloat16 or float32 each;
+the arithmetic is FP32, and each result is rounded once. Where one is float64, plain torch does all in
+FP64. Launches: one for each device and combination of dtypes. Memory traffic: each tensor that is read
+is read once, and each that is written is written once: for AdamW with FP32 masters of 16-bit weights,
+28 bytes a parameter.
 
 Plain torch reads `found_inf` and the steps on the host, so there the host waits for a device other than
 the CPU.
@@ -42,7 +43,7 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import is_capturing, plan, stream_of, to_device, upload
+from amp.kernels.tables import is_capturing, plan, real_values, stream_of, to_device, upload
 
 BLOCK = 2048
 COUNTERS = 256
@@ -103,12 +104,8 @@ def step(
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    lists = [
-        list(params),
-        list(grads),
-        *map(list, moments),
-        *([] if models is None else [list(models)]),
-    ]
+    written = [params, *moments, *([] if models is None else [models])]
+    lists = [real_values(tensors) for tensors in (params, grads, *written[1:])]
     todo = plan(*lists, block=BLOCK, numbers=steps, backend=backend)
     rest = list(todo.rest)
     for part in todo.parts:
@@ -151,7 +148,7 @@ def step(
                 [float(steps[i]) for i in same],
                 factors,
             )
-    increment_version([*lists[0], *itertools.chain.from_iterable(lists[2:])])
+    increment_version(itertools.chain.from_iterable(written))
 
 
 def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tensor:

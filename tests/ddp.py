@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ import amp
 import amp.distributed
 from amp.frontend import _Default
 from amp.kernels.l2norm import l2norm
+from amp.optimizers import FusedSGD
 from tests.models import LEVELS, initialize
 
 
@@ -120,10 +122,10 @@ def overflow_on_one_rank_without_ddp(rank: int, level: str, fused: bool) -> None
 def overflow_in_one_shard(rank: int) -> None:
     """A DTensor's gradient is checked shard by shard, and its ranks know each other without help."""
     mesh = init_device_mesh("cpu", (2,))
-    for sharded in (True, False):
+    for sharded, make in itertools.product((True, False), (torch.optim.SGD, FusedSGD)):
         placements = [Shard(0)] if sharded else [Replicate()]
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, placements))
-        optimizer = torch.optim.SGD([weight], lr=0.5)
+        optimizer: Any = make([weight], lr=0.5)
         model = nn.Module()
         model.register_parameter("weight", weight)
         model, optimizer = initialize(model, optimizer, "O1", verbosity=0)
