@@ -361,6 +361,9 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing() -> None
     del other["state"][1]["exp_avg_sq"]
     with pytest.raises(ValueError, match="state of parameter 1 .* no exp_avg_sq, only step, exp_avg"):
         optimizer.load_state_dict(other)
+    amsgrad = torch.optim.AdamW(net.parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match=r"use torch.optim.Adam\(..., amsgrad=True\)"):
+        optimizer.load_state_dict(amsgrad.state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for key, entry in before["state"].items():
