@@ -71,10 +71,12 @@ class FusedSGD(FusedOptimizer):
         return {"params", "lr", "momentum", "dampening", "nesterov", "weight_decay"}
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
+        for name in ("lr", "momentum", "dampening", "weight_decay"):
             check_range(name, group[name])
-        check_range("dampening", group["dampening"], below=1.0 + 1e-12)
-        if group["nesterov"] and (not _has_momentum(group) or group["dampening"] != 0):
+        dampening = group["dampening"]
+        if not isinstance(dampening, Tensor) and dampening > 1:
+            raise AmpValueError(f"dampening={dampening:g} must be at most 1")
+        if group["nesterov"] and (not _has_momentum(group) or not _is_zero(dampening)):
             raise AmpValueError(
                 f"nesterov=True with momentum={group['momentum']} and dampening={group['dampening']}: "
                 "it needs a momentum above 0 and a dampening of 0"
@@ -107,4 +109,9 @@ class FusedSGD(FusedOptimizer):
 
 
 def _has_momentum(group: Mapping[str, Any]) -> bool:
-    return isinstance(group["momentum"], Tensor) or group["momentum"] != 0
+    return not _is_zero(group["momentum"])
+
+
+def _is_zero(value: float | Tensor) -> bool:
+    """Whether a number is 0. A tensor is not: the host would wait to know."""
+    return not isinstance(value, Tensor) and value == 0
