@@ -1,6 +1,6 @@
 """Adagrad.
 
-    g = sign * g + l2 * p                             sign is -1 to maximize; l2: weight decay
+    g = g + l2 * p                                    l2: weight decay
     s = s + g * g
     p = p - rate * (g / (sqrt(s) + eps) + decay * p)  rate = lr / (1 + (t - 1) * lr_decay)
 
@@ -29,7 +29,6 @@ class AdagradNumbers(NamedTuple):
     eps: float | Tensor
     l2: float | Tensor
     decay: float | Tensor
-    sign: float
 
 
 def adagrad_numbers(
@@ -39,7 +38,6 @@ def adagrad_numbers(
     weight_decay: float | Tensor,
     *,
     decoupled: bool,
-    maximize: bool,
 ) -> AdagradNumbers:
     """Return the numbers of `ADAGRAD`. The host does not wait for the device.
 
@@ -49,7 +47,6 @@ def adagrad_numbers(
         eps: added to the root.
         weight_decay: the weight decay.
         decoupled: whether it stays out of the sum of squares.
-        maximize: whether to step along the gradient.
     """
     return AdagradNumbers(
         lr,
@@ -57,7 +54,6 @@ def adagrad_numbers(
         eps,
         0.0 if decoupled else weight_decay,
         weight_decay if decoupled else 0.0,
-        -1.0 if maximize else 1.0,
     )
 
 
@@ -68,14 +64,13 @@ def _prepare(numbers, t):
         tl.load(numbers + 2),
         tl.load(numbers + 3),
         tl.load(numbers + 4),
-        tl.load(numbers + 5),
     )
 
 
 @jit
 def _update(p, g, m, v, prepared):
-    rate, eps, l2, decay, sign = prepared
-    g = sign * g + l2 * p
+    rate, eps, l2, decay = prepared
+    g += l2 * p
     m += g * g
     p -= rate * (g / (tl.sqrt_rn(m) + eps) + decay * p)
     return p, m, v
@@ -88,10 +83,8 @@ def _reference(
     steps: list[float],
     numbers: list[float],
 ) -> None:
-    lr, lr_decay, eps, l2, decay, sign = numbers
+    lr, lr_decay, eps, l2, decay = numbers
     (sums,) = moments
-    if sign < 0:
-        torch._foreach_neg_(grads)
     if l2:
         torch._foreach_add_(grads, params, alpha=l2)
     torch._foreach_addcmul_(sums, grads, grads)

@@ -1,7 +1,7 @@
 """Adam and AdamW.
 
     p = p - lr * decay * p                            decoupled weight decay (AdamW)
-    g = sign * g + l2 * p                             sign is -1 to maximize; l2 is Adam's weight decay
+    g = g + l2 * p                                    l2: Adam's weight decay
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
     p = p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
@@ -39,7 +39,6 @@ class AdamNumbers(NamedTuple):
     eps: float | Tensor
     decay: float | Tensor
     l2: float | Tensor
-    sign: float
     corrects_bias: float
 
 
@@ -50,7 +49,6 @@ def adam_numbers(
     weight_decay: float | Tensor,
     *,
     decoupled: bool,
-    maximize: bool,
     bias_correction: bool,
 ) -> AdamNumbers:
     """Return the numbers of `ADAM`. The host does not wait for the device.
@@ -61,7 +59,6 @@ def adam_numbers(
         eps: added to the root.
         weight_decay: AdamW's or Adam's.
         decoupled: whether the weight decay is AdamW's.
-        maximize: whether to step along the gradient.
         bias_correction: whether the moments are corrected for having started at 0.
     """
     beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
@@ -76,7 +73,6 @@ def adam_numbers(
         eps,
         weight_decay if decoupled else 0.0,
         0.0 if decoupled else weight_decay,
-        -1.0 if maximize else 1.0,
         float(bias_correction),
     )
 
@@ -90,13 +86,12 @@ def _log(beta: float | Tensor) -> float | Tensor:
 @jit
 def _prepare(numbers, t):
     lr = tl.load(numbers)
-    corrects_bias = tl.load(numbers + 11)
+    corrects_bias = tl.load(numbers + 10)
     correction1 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 5)))
     correction2 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 6)))
     return (
         1.0 - lr * tl.load(numbers + 8),
         tl.load(numbers + 9),
-        tl.load(numbers + 10),
         tl.load(numbers + 1),
         tl.load(numbers + 3),
         tl.load(numbers + 2),
@@ -109,9 +104,9 @@ def _prepare(numbers, t):
 
 @jit
 def _update(p, g, m, v, prepared):
-    keep, l2, sign, beta1, new1, beta2, new2, size, correction2, eps = prepared
+    keep, l2, beta1, new1, beta2, new2, size, correction2, eps = prepared
     p *= keep
-    g = sign * g + l2 * p
+    g += l2 * p
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
     p -= size * m / (tl.sqrt_rn(v) * correction2 + eps)  # sqrt would take subnormal squares for 0
@@ -125,12 +120,10 @@ def _reference(
     steps: list[float],
     numbers: list[float],
 ) -> None:
-    lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, sign, corrects_bias = numbers
+    lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias = numbers
     exp_avgs, exp_avg_sqs = moments
     if decay:
         torch._foreach_mul_(params, 1 - lr * decay)
-    if sign < 0:
-        torch._foreach_neg_(grads)
     if l2:
         torch._foreach_add_(grads, params, alpha=l2)
     torch._foreach_lerp_(exp_avgs, grads, new1)

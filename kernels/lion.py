@@ -1,7 +1,6 @@
 """Lion: the sign of a running mean.
 
     p = p - lr * decay * p
-    g = sign * g                                      sign is -1 to maximize
     p = p - lr * signum(beta1 * m + (1 - beta1) * g)  signum(0) = 0
     m = beta2 * m + (1 - beta2) * g
 
@@ -29,15 +28,12 @@ class LionNumbers(NamedTuple):
     one_minus_beta1: float | Tensor
     one_minus_beta2: float | Tensor
     decay: float | Tensor
-    sign: float
 
 
 def lion_numbers(
     lr: float | Tensor,
     betas: tuple[float | Tensor, float | Tensor],
     weight_decay: float | Tensor,
-    *,
-    maximize: bool,
 ) -> LionNumbers:
     """Return the numbers of `LION`. The host does not wait for the device.
 
@@ -45,10 +41,9 @@ def lion_numbers(
         lr: a number, or a tensor of one element, as are the next two.
         betas: how much of the mean is kept, for the step and after it.
         weight_decay: decoupled, as in AdamW.
-        maximize: whether to step along the gradient.
     """
     beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
-    return LionNumbers(lr, beta1, beta2, 1 - beta1, 1 - beta2, weight_decay, -1.0 if maximize else 1.0)
+    return LionNumbers(lr, beta1, beta2, 1 - beta1, 1 - beta2, weight_decay)
 
 
 @jit
@@ -57,7 +52,6 @@ def _prepare(numbers, t):
     return (
         lr,
         1.0 - lr * tl.load(numbers + 5),
-        tl.load(numbers + 6),
         tl.load(numbers + 1),
         tl.load(numbers + 3),
         tl.load(numbers + 2),
@@ -67,8 +61,7 @@ def _prepare(numbers, t):
 
 @jit
 def _update(p, g, m, v, prepared):
-    lr, keep, sign, beta1, new1, beta2, new2 = prepared
-    g *= sign
+    lr, keep, beta1, new1, beta2, new2 = prepared
     direction = beta1 * m + new1 * g
     p = p * keep - lr * ((direction > 0.0).to(tl.float32) - (direction < 0.0).to(tl.float32))
     m = beta2 * m + new2 * g
@@ -82,12 +75,10 @@ def _reference(
     steps: list[float],
     numbers: list[float],
 ) -> None:
-    lr, beta1, beta2, new1, new2, decay, sign = numbers
+    lr, beta1, beta2, new1, new2, decay = numbers
     (means,) = moments
     if decay:
         torch._foreach_mul_(params, 1 - lr * decay)
-    if sign < 0:
-        torch._foreach_neg_(grads)
     directions = torch._foreach_mul(means, beta1)
     torch._foreach_add_(directions, grads, alpha=new1)
     torch._foreach_sign_(directions)

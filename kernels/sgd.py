@@ -1,6 +1,6 @@
 """Stochastic gradient descent, with momentum or without.
 
-    g = sign * g + before * p                         sign is -1 to maximize; before: weight decay
+    g = g + before * p                                before: weight decay
     m = g                                             at t = 1
     m = momentum * m + (1 - dampening) * g            later
     d = g + momentum * m with nesterov, else m        without momentum: d = g
@@ -27,7 +27,6 @@ class SGDNumbers(NamedTuple):
     lr: float | Tensor
     before: float | Tensor
     after: float | Tensor
-    sign: float
     momentum: float | Tensor
     fresh: float | Tensor
     nesterov: float
@@ -41,7 +40,6 @@ def sgd_numbers(
     *,
     nesterov: bool,
     after_momentum: bool,
-    maximize: bool,
 ) -> SGDNumbers:
     """Return the numbers of `SGD` and `MOMENTUM_SGD`. The host does not wait for the device.
 
@@ -52,13 +50,11 @@ def sgd_numbers(
         weight_decay: how much of the parameter is added to the gradient.
         nesterov: whether to look ahead.
         after_momentum: whether the weight decay stays out of the momentum.
-        maximize: whether to step along the gradient.
     """
     return SGDNumbers(
         lr,
         0.0 if after_momentum else weight_decay,
         weight_decay if after_momentum else 0.0,
-        -1.0 if maximize else 1.0,
         momentum,
         1 - dampening,
         float(nesterov),
@@ -67,24 +63,23 @@ def sgd_numbers(
 
 @jit
 def _prepare(numbers, t):
-    momentum = tl.load(numbers + 4)
+    momentum = tl.load(numbers + 3)
     return (
         tl.load(numbers),
         tl.load(numbers + 1),
         tl.load(numbers + 2),
-        tl.load(numbers + 3),
         tl.where(t == 1.0, 0.0, momentum),
-        tl.where(t == 1.0, 1.0, tl.load(numbers + 5)),
+        tl.where(t == 1.0, 1.0, tl.load(numbers + 4)),
         # d = along_g * g + along_m * m
-        tl.where(tl.load(numbers + 6) != 0.0, 1.0, 0.0),
-        tl.where(tl.load(numbers + 6) != 0.0, momentum, 1.0),
+        tl.where(tl.load(numbers + 5) != 0.0, 1.0, 0.0),
+        tl.where(tl.load(numbers + 5) != 0.0, momentum, 1.0),
     )
 
 
 @jit
 def _update(p, g, m, v, prepared):
-    lr, before, after, sign, keep, fresh, along_g, along_m = prepared
-    g = sign * g + before * p
+    lr, before, after, keep, fresh, along_g, along_m = prepared
+    g += before * p
     m = keep * m + fresh * g
     p -= lr * (along_g * g + along_m * m + after * p)
     return p, m, v
@@ -92,8 +87,8 @@ def _update(p, g, m, v, prepared):
 
 @jit
 def _update_without_momentum(p, g, m, v, prepared):
-    lr, before, after, sign, _, _, _, _ = prepared
-    p -= lr * (sign * g + (before + after) * p)
+    lr, before, after, _, _, _, _ = prepared
+    p -= lr * (g + (before + after) * p)
     return p, m, v
 
 
@@ -104,9 +99,7 @@ def _reference(
     steps: list[float],
     numbers: list[float],
 ) -> None:
-    lr, before, after, sign, momentum, fresh, nesterov = numbers
-    if sign < 0:
-        torch._foreach_neg_(grads)
+    lr, before, after, momentum, fresh, nesterov = numbers
     if before:
         torch._foreach_add_(grads, params, alpha=before)
     for buffers in moments:

@@ -1,6 +1,6 @@
 """One optimizer step for a list of tensors, in one launch: what every element-wise optimizer shares.
 
-    g = gradient * inv_scale * clip
+    g = gradient * inv_scale * clip                           negated to maximize
     parameter, moments = rule(parameter, g, moments, t)       with t = step + 1
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
     step = t
@@ -22,7 +22,6 @@ the CPU.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import is_capturing, plan, real_values, stream_of, to_device, upload
+from amp.kernels.tables import kept, plan, real_values, stream_of, to_device, upload
 
 BLOCK = 2048
 COUNTERS = 256
@@ -83,6 +82,7 @@ def step(
     inv_scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    maximize: bool = False,
     backend: str | None = None,
 ) -> None:
     """Step parameters in place. On a device with Triton the host does not wait.
@@ -98,6 +98,7 @@ def step(
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
         clip: the same again.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
+        maximize: whether to step along the gradients.
         backend: see `amp.kernels.backend`.
 
     Raises:
@@ -122,9 +123,10 @@ def step(
             len(part.indices),
             _on_device(tuple(numbers), part.device),
             *(None if x is None else to_device(x, part.device) for x in (inv_scale, clip, found_inf)),
-            (_ticket.__wrapped__ if is_capturing() else _ticket)(part.device, stream_of(part.device)),
+            _ticket(part.device, stream_of(part.device)),
             PREPARE=rule.prepare,
             UPDATE=rule.update,
+            MAXIMIZE=maximize,
             PARAM=next(dtypes),
             GRAD=next(dtypes),
             FIRST=next(dtypes) if rule.moments > 0 else None,
@@ -147,6 +149,7 @@ def step(
                 [[tensors[i] for i in same] for tensors in lists],
                 [float(steps[i]) for i in same],
                 factors,
+                maximize,
             )
     increment_version(itertools.chain.from_iterable(written))
 
@@ -156,16 +159,15 @@ def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Ten
     if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
         there = [torch.as_tensor(number, dtype=torch.float32).to(device) for number in numbers]
         return torch.stack([number.reshape(()) for number in there])
-    make = _uploaded.__wrapped__ if is_capturing() else _uploaded
-    return make(tuple(map(float, numbers)), device, stream_of(device))
+    return _uploaded(tuple(map(float, numbers)), device, stream_of(device))
 
 
-@functools.lru_cache(maxsize=64)
+@kept
 def _uploaded(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
     return upload(torch.tensor(numbers, dtype=torch.float32, device="cpu"), device)
 
 
-@functools.cache
+@kept
 def _ticket(device: torch.device, stream: int) -> Tensor:
     """Return the count of programs that have finished, int32 `[1]`; a launch leaves it at 0."""
     return torch.zeros(1, dtype=torch.int32, device=device)
@@ -203,6 +205,7 @@ def step_kernel(
     ticket,
     PREPARE: tl.constexpr,
     UPDATE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     FIRST: tl.constexpr,
@@ -221,7 +224,7 @@ def step_kernel(
     if found_inf is not None:
         taken = tl.where(tl.load(found_inf) == 0.0, 1.0, 0.0)
         length = tl.where(taken == 1.0, length, 0)
-    scale = 1.0
+    scale = -1.0 if MAXIMIZE else 1.0
     if inv_scale is not None:
         scale *= tl.load(inv_scale)
     if clip is not None:
@@ -283,7 +286,7 @@ def step_kernel(
 
 @jit
 def expm1_of_negative(x):
-    """Return e^x - 1 for x <= 0, to FP32 rounding also near 0."""
+    """Return e^x - 1 for x <= 0, to a few units in the last place, also near 0."""
     near = 1.0 + x / 8.0
     near = 1.0 + x / 7.0 * near
     near = 1.0 + x / 6.0 * near
@@ -300,6 +303,7 @@ def _step_in_plain_torch(
     lists: list[list[Tensor]],
     steps: list[float],
     factors: Sequence[Tensor],
+    maximize: bool,
 ) -> None:
     """Do `step` on tensors of one device and combination of dtypes, in FP32 or FP64."""
     dtypes = [tensors[0].dtype for tensors in lists]
@@ -312,6 +316,8 @@ def _step_in_plain_torch(
         grads = [grad.clone() for grad in grads]
     for factor in factors:
         torch._foreach_mul_(grads, to_device(factor, grads[0].device)[0].to(to))
+    if maximize:
+        torch._foreach_neg_(grads)
     rule.reference(params, grads, moments, steps, numbers)
     for tensors, result in zip([lists[0], *lists[2:]], [params, *moments, params], strict=False):
         if tensors is not result:

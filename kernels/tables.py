@@ -12,13 +12,13 @@ pinned memory that torch sets aside for good, and each replay restores the table
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch import Tensor
 from amp.kernels.backend import uses_triton
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+T = TypeVar("T")
 
 _KEPT = 64
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -85,6 +87,23 @@ class Plan(NamedTuple):
         return all(stream_of(device) == stream for device, stream in self.streams)
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: what is made now is the graph's, and not to be kept."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def kept(make: Callable[..., T]) -> Callable[..., T]:
+    """Keep the latest results of a function, except in the capture of a CUDA graph."""
+    keep = functools.lru_cache(maxsize=_KEPT)(make)
+
+    @functools.wraps(make)
+    def get(*args: Any) -> T:
+        return make(*args) if is_capturing() else keep(*args)
+
+    get.cache_clear = keep.cache_clear  # type: ignore[attr-defined]
+    return get
+
+
 _plans: dict[object, Plan] = {}
 _plans_lock = threading.Lock()
 
@@ -108,7 +127,7 @@ def plan(
         UnsupportedTensorError: a dtype other than float16, bfloat16, float32 and float64.
     """
     if is_capturing():
-        return _make_plan(lists, block, numbers, backend, keep=False)
+        return _make_plan(lists, block, numbers, backend)
     if not lists[0]:
         check_lists(*lists)
         return Plan((), (), ())
@@ -123,7 +142,7 @@ def plan(
     key = (block, backend, os.environ.get("AMP_KERNELS"), *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
-        known = _make_plan(lists, block, numbers, backend, keep=True)
+        known = _make_plan(lists, block, numbers, backend)
         if known.parts and not in_triton:
             return known  # a list that begins on one device and goes on on another: addresses matter
         with _plans_lock:
@@ -201,8 +220,6 @@ def _make_plan(
     block: int,
     numbers: Sequence[Tensor] | None,
     backend: str | None,
-    *,
-    keep: bool,
 ) -> Plan:
     check_lists(*lists)
     columns = lists if numbers is None else [*lists, numbers]
@@ -224,21 +241,20 @@ def _make_plan(
     for (device, dtypes), indices in groups.items():
         sizes = tuple(lists[0][i].numel() for i in indices)
         rows = [[*(t[i].data_ptr() for t in columns), lists[0][i].numel(), i] for i in indices]
-        make_chunks = _chunks if keep else _chunks.__wrapped__
         parts.append(
             Part(
                 tuple(indices),
                 device,
                 dtypes,
                 upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
-                *make_chunks(sizes, block, device, stream_of(device)),
+                *_chunks(sizes, block, device, stream_of(device)),
             )
         )
     streams = {part.device: stream_of(part.device) for part in parts}
     return Plan(tuple(parts), tuple(map(tuple, rest.values())), tuple(streams.items()))
 
 
-@lru_cache(maxsize=_KEPT)
+@kept
 def _chunks(
     sizes: tuple[int, ...], block: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Tensor]:
@@ -254,11 +270,6 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return table
     return table.pin_memory().to(device, non_blocking=True)
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: what is made now is the graph's, and not to be kept."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(device: torch.device) -> int:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from amp.optimizers.fused import FusedOptimizer, check_range
-
-if TYPE_CHECKING:
-    from amp.kernels.stepping import Rule
+from amp.optimizers.fused import Formula, FusedOptimizer, check_range
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -33,6 +30,8 @@ class FusedAdagrad(FusedOptimizer):
     Raises:
         AmpValueError: a hyper-parameter is out of its range.
     """
+
+    _required = frozenset({"params", "lr", "eps", "weight_decay"})
 
     def __init__(
         self,
@@ -60,10 +59,6 @@ class FusedAdagrad(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    @property
-    def _required(self) -> set[str]:
-        return {"params", "lr", "eps", "weight_decay"}
-
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"):
             check_range(name, group[name])
@@ -77,19 +72,14 @@ class FusedAdagrad(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # apex's does not count: it knows no lr_decay
 
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        from amp.kernels.adagrad import ADAGRAD  # loads Triton
+    def _formula(self, group: Mapping[str, Any]) -> Formula:
+        from amp.kernels.adagrad import ADAGRAD, adagrad_numbers  # loads Triton
 
-        return ADAGRAD
-
-    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
-        from amp.kernels.adagrad import adagrad_numbers  # loads Triton
-
-        return adagrad_numbers(
+        numbers = adagrad_numbers(
             group["lr"],
             group["lr_decay"],
             group["eps"],
             group["weight_decay"],
             decoupled=group["adagrad_w_mode"],
-            maximize=group["maximize"],
         )
+        return Formula(ADAGRAD, numbers)

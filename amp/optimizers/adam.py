@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from amp.errors import AmpValueError
-from amp.optimizers.fused import FusedOptimizer, check_betas, check_range
-
-if TYPE_CHECKING:
-    from amp.kernels.stepping import Rule
+from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
 
 
 class FusedAdam(FusedOptimizer):
@@ -37,6 +34,8 @@ class FusedAdam(FusedOptimizer):
     Raises:
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
     """
+
+    _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
     def __init__(
         self,
@@ -75,10 +74,6 @@ class FusedAdam(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    @property
-    def _required(self) -> set[str]:
-        return {"params", "lr", "betas", "eps", "weight_decay"}
-
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):
             check_range(name, group[name])
@@ -91,20 +86,15 @@ class FusedAdam(FusedOptimizer):
     def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        from amp.kernels.adam import ADAM  # loads Triton
+    def _formula(self, group: Mapping[str, Any]) -> Formula:
+        from amp.kernels.adam import ADAM, adam_numbers  # loads Triton
 
-        return ADAM
-
-    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
-        from amp.kernels.adam import adam_numbers  # loads Triton
-
-        return adam_numbers(
+        numbers = adam_numbers(
             group["lr"],
             group["betas"],
             group["eps"],
             group["weight_decay"],
             decoupled=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
             bias_correction=group["bias_correction"],
         )
+        return Formula(ADAM, numbers)

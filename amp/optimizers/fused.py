@@ -8,7 +8,7 @@ it unscale there too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -24,11 +24,18 @@ if TYPE_CHECKING:
     from amp.kernels.stepping import Rule
 
 
+class Formula(NamedTuple):
+    """How a group is stepped."""
+
+    rule: Rule
+    numbers: Sequence[float | Tensor]
+
+
 class _Work(NamedTuple):
     """What one group's step is given."""
 
     group: dict[str, Any]
-    numbers: Sequence[float | Tensor]
+    formula: Formula
     params: list[Tensor]
     grads: list[Tensor]
 
@@ -46,14 +53,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _required: frozenset[str]
+    """What every saved group of this optimizer has."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         super().__init__(params, {**defaults, "fused": True, "set_grad_none": set_grad_none})
 
     # What an optimizer has of its own.
 
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        """Return a group's formula."""
+    def _formula(self, group: Mapping[str, Any]) -> Formula:
+        """Return a group's rule, and its hyper-parameters as the rule takes them."""
         raise NotImplementedError
 
     def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -67,10 +76,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         """Return the steps of a saved state that does not count them, or None."""
         return None
-
-    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
-        """Return a group's hyper-parameters as the formula takes them."""
-        raise NotImplementedError
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise AmpValueError if a group's hyper-parameters make no sense."""
@@ -122,12 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
         super().load_state_dict(state_dict)
 
-    @property
-    def _required(self) -> set[str]:
-        """The hyper-parameters that every saved group of this optimizer has."""
-        return {"lr", "params"}
-
-    def _is_foreign(self, what: str, missing: set[str], found: Mapping[str, Any]) -> AmpValueError:
+    def _is_foreign(self, what: str, missing: Set[str], found: Mapping[str, Any]) -> AmpValueError:
         return AmpValueError(
             f"{what} in the state dict has no {', '.join(sorted(missing))}, only "
             f"{', '.join(map(str, found))}: it is not a {type(self).__name__}'s. Load it into an "
@@ -165,17 +165,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)  # as torch.amp.GradScaler gives them
         found_inf = getattr(self, "found_inf", None)
         inv_scale = None if scale is None else scale.double().reciprocal().float().reshape(1)
-        for group, numbers, params, grads in work:
+        for group, formula, params, grads in work:
             states = [self._state_of(parameter, group) for parameter in params]
             step(
-                self._rule(group),
-                numbers,
+                *formula,
                 params,
                 grads,
                 [[state[name] for state in states] for name in self._moments(group)],
                 [state["step"] for state in states],
                 inv_scale=inv_scale,
                 found_inf=None if found_inf is None else found_inf.reshape(1),
+                maximize=group["maximize"],
             )
         return loss
 
@@ -191,7 +191,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"the gradient of {_name(parameter, index, group)} is {kind}; "
                     f"{type(self).__name__} takes dense float16, bfloat16, float32 and float64"
                 )
-        return _Work(group, self._numbers(group), params, grads)
+        return _Work(group, self._formula(group), params, grads)
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]

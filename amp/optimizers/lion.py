@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from amp.optimizers.fused import FusedOptimizer, check_betas, check_range
-
-if TYPE_CHECKING:
-    from amp.kernels.stepping import Rule
+from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
 
 
 class FusedLion(FusedOptimizer):
@@ -30,6 +27,8 @@ class FusedLion(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range.
     """
 
+    _required = frozenset({"params", "lr", "betas", "weight_decay"})
+
     def __init__(
         self,
         params: Any,
@@ -43,10 +42,6 @@ class FusedLion(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, set_grad_none)
 
-    @property
-    def _required(self) -> set[str]:
-        return {"params", "lr", "betas", "weight_decay"}
-
     def _check_group(self, group: Mapping[str, Any]) -> None:
         check_range("lr", group["lr"])
         check_range("weight_decay", group["weight_decay"])
@@ -58,14 +53,8 @@ class FusedLion(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # nothing depends on it, and others do not count
 
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        from amp.kernels.lion import LION  # loads Triton
+    def _formula(self, group: Mapping[str, Any]) -> Formula:
+        from amp.kernels.lion import LION, lion_numbers  # loads Triton
 
-        return LION
-
-    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
-        from amp.kernels.lion import lion_numbers  # loads Triton
-
-        return lion_numbers(
-            group["lr"], group["betas"], group["weight_decay"], maximize=group["maximize"]
-        )
+        numbers = lion_numbers(group["lr"], group["betas"], group["weight_decay"])
+        return Formula(LION, numbers)

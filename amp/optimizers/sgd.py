@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError
-from amp.optimizers.fused import FusedOptimizer, check_range
-
-if TYPE_CHECKING:
-    from amp.kernels.stepping import Rule
+from amp.optimizers.fused import Formula, FusedOptimizer, check_range
 
 
 class FusedSGD(FusedOptimizer):
@@ -36,6 +33,8 @@ class FusedSGD(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range, or they do not fit together.
         AmpTypeError: there is no `lr`.
     """
+
+    _required = frozenset({"params", "lr", "momentum", "dampening", "nesterov", "weight_decay"})
 
     def __init__(
         self,
@@ -66,10 +65,6 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    @property
-    def _required(self) -> set[str]:
-        return {"params", "lr", "momentum", "dampening", "nesterov", "weight_decay"}
-
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "momentum", "dampening", "weight_decay"):
             check_range(name, group[name])
@@ -89,23 +84,18 @@ class FusedSGD(FusedOptimizer):
         # torch counts no steps, and its first one makes the momentum.
         return None if entry.get("momentum_buffer") is None else 1
 
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        from amp.kernels.sgd import MOMENTUM_SGD, SGD  # loads Triton
+    def _formula(self, group: Mapping[str, Any]) -> Formula:
+        from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers  # loads Triton
 
-        return MOMENTUM_SGD if _has_momentum(group) else SGD
-
-    def _numbers(self, group: dict[str, Any]) -> Sequence[float | Tensor]:
-        from amp.kernels.sgd import sgd_numbers  # loads Triton
-
-        return sgd_numbers(
+        numbers = sgd_numbers(
             group["lr"],
             group["momentum"],
             group["dampening"],
             group["weight_decay"],
             nesterov=group["nesterov"],
             after_momentum=group["wd_after_momentum"],
-            maximize=group["maximize"],
         )
+        return Formula(MOMENTUM_SGD if _has_momentum(group) else SGD, numbers)
 
 
 def _has_momentum(group: Mapping[str, Any]) -> bool:

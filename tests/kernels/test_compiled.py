@@ -129,6 +129,7 @@ if triton is not None:
             constants = {
                 "PREPARE": rule.prepare,
                 "UPDATE": rule.update,
+                "MAXIMIZE": False,
                 **dict(zip(("FIRST", "SECOND"), [*moments, None, None], strict=False)),
                 "PARAM": param,
                 "GRAD": grad,

@@ -79,9 +79,7 @@ FLAGS = torch.zeros(8)
 
 
 def adam_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
-    numbers = adam.adam_numbers(
-        1e-3, (0.9, 0.999), 1e-8, 0.0, decoupled=True, maximize=False, bias_correction=True
-    )
+    numbers = adam.adam_numbers(1e-3, (0.9, 0.999), 1e-8, 0.0, decoupled=True, bias_correction=True)
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
     steps = [torch.zeros(()) for _ in params]
     stepping.step(adam.ADAM, numbers, params, grads, moments, steps, **options)

@@ -20,7 +20,6 @@ import amp.kernels.unscale as unscale_module
 from amp.kernels import scale_state
 from amp.kernels.axpby import axpby
 from amp.kernels.l2norm import clip_factor, l2norm
-from amp.kernels.language import INTERPRETED
 from amp.kernels.master_copy import master_copy
 from amp.kernels.tables import UnsupportedTensorError
 from amp.kernels.unscale import check, unscale
@@ -47,24 +46,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch 2.11
 ]
-
-
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cuda reference", marks=pytest.mark.gpu),
-    ]
-)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    name, _, backend = request.param.partition(" ")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    if backend:
-        monkeypatch.setenv("AMP_KERNELS", backend)
-    elif not INTERPRETED:
-        monkeypatch.delenv("AMP_KERNELS", raising=False)
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
 def scalar(device: torch.device, value: float) -> Tensor:

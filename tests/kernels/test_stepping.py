@@ -27,39 +27,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cuda reference", marks=pytest.mark.gpu),
-    ]
-)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    name, _, backend = request.param.partition(" ")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    if backend:
-        monkeypatch.setenv("AMP_KERNELS", backend)
-    elif not INTERPRETED:
-        monkeypatch.delenv("AMP_KERNELS", raising=False)
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
 class Case(NamedTuple):
     """An optimizer's rule and numbers, and what it must agree with."""
 
     rule: Rule
     numbers: Callable[..., Any]
     reference: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    maximize: bool = False
 
 
 def adam(lr: Any = LR, decay: float = 0.1, **options: Any) -> Any:
-    options = {"decoupled": True, "maximize": False, "bias_correction": True, **options}
+    options = {"decoupled": True, "bias_correction": True, **options}
     return adam_numbers(lr, (0.9, 0.999), 1e-8, decay, **options)
 
 
 def sgd(momentum: float = 0.9, dampening: float = 0.0, decay: float = 0.1, **options: Any) -> Any:
-    options = {"nesterov": False, "after_momentum": False, "maximize": False, **options}
+    options = {"nesterov": False, "after_momentum": False, **options}
     return sgd_numbers(LR, momentum, dampening, decay, **options)
 
 
@@ -100,8 +83,9 @@ CASES = {
     "sgd, momentum": Case(MOMENTUM_SGD, sgd, torch_sgd()),
     "sgd, dampening, maximize": Case(
         MOMENTUM_SGD,
-        lambda: sgd(dampening=0.5, decay=0.0, maximize=True),
+        lambda: sgd(dampening=0.5, decay=0.0),
         torch_sgd(dampening=0.5, weight_decay=0.0, maximize=True),
+        maximize=True,
     ),
     "sgd, nesterov": Case(MOMENTUM_SGD, lambda: sgd(nesterov=True), torch_sgd(nesterov=True)),
     "sgd, decay after momentum": Case(
@@ -109,10 +93,10 @@ CASES = {
         lambda: sgd(after_momentum=True),
         lambda ps: SGDWithDecayAfterMomentum(ps, lr=LR, momentum=0.9),
     ),
-    "lion": Case(LION, lambda: lion_numbers(LR, (0.9, 0.99), 0.1, maximize=False), Lion),
+    "lion": Case(LION, lambda: lion_numbers(LR, (0.9, 0.99), 0.1), Lion),
     "adagrad": Case(
         ADAGRAD,
-        lambda: adagrad_numbers(LR, 0.01, 1e-10, 0.1, decoupled=False, maximize=False),
+        lambda: adagrad_numbers(LR, 0.01, 1e-10, 0.1, decoupled=False),
         lambda ps: torch.optim.Adagrad(ps, lr=LR, lr_decay=0.01, weight_decay=0.1),
     ),
     "adamw": Case(ADAM, adam, lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1)),
@@ -121,8 +105,9 @@ CASES = {
     ),
     "adamw, maximize": Case(
         ADAM,
-        lambda: adam(maximize=True),
+        adam,
         lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1, maximize=True),
+        maximize=True,
     ),
 }
 
@@ -167,7 +152,8 @@ def test_many_steps_stay_beside_fp64(device: torch.device, name: str, half: torc
     inv_scale = None if half is None else scalar(device, 1 / 64)
     for _ in range(STEPS):
         grads = tensors.grads(half or F32, scale=1.0 if half is None else 64.0)
-        tensors.step(case.numbers(), grads, models=models, inv_scale=inv_scale)
+        options = {"models": models, "inv_scale": inv_scale, "maximize": case.maximize}
+        tensors.step(case.numbers(), grads, **options)
         for p, g in zip(exact, grads, strict=True):
             p.grad = g.double() / (1 if half is None else 64)
         reference.step()
