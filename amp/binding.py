@@ -4,9 +4,12 @@ The optimizer stays the same object; `step`, `zero_grad` and `add_param_group` a
 instance, and `close` gives them back. Gradients move through three places:
 
 - backward leaves scaled gradients in the `.grad` of the model's parameters;
-- `unscale` moves those of 16-bit parameters to their masters and unscales the others where they are,
+- `take` moves those of 16-bit parameters to their masters and unscales the others where they are,
   adding to the unscaled gradients of earlier blocks, which `begin` had set aside;
 - `step` runs on what is there, or is skipped, and writes the masters back to the model.
+
+For an optimizer that takes scaled gradients, `take` only checks them, and keeps them until the step or
+until somebody looks; see `amp.scaledgrads`.
 
 With `delay_unscale` the scaled gradients stay in `.grad` ("pending") and later backwards add to them,
 for as long as the scale is the same. When it changes they are unscaled first.
@@ -17,12 +20,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
 from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
@@ -30,6 +34,7 @@ from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters import Contents, MasterWeights, check_device
 from amp.patching import Patches
 from amp.regions import disable_casts, same_casts
+from amp.scaledgrads import ScaledGrad, ScaledGrads, can_be_kept, watched_class
 from amp.scaler import LossScaler, ScaleSnapshot, Verdict
 
 if TYPE_CHECKING:
@@ -105,6 +110,9 @@ class OptimizerBinding:
         self._patches = Patches()
         self._live = False
         self._knows_found_inf = False
+        self._takes_scaled = False
+        self._watched = watched_class(self._bring_back)
+        self._scaled: ScaledGrads | None = None
         self._block: LossScaler | None = None
         self._pending: Pending | None = None
         self._set_aside: list[tuple[Tensor, Tensor]] = []
@@ -128,10 +136,11 @@ class OptimizerBinding:
         setattr(self.optimizer, _ATTRIBUTE, self)
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
-        self._knows_found_inf = (  # itself: an attribute that a wrapper passes on is not its own
-            inspect.getattr_static(self.optimizer, "_step_supports_amp_scaling", False) is True
+        self._knows_found_inf = (
+            self._declares("_step_supports_amp_scaling")
             and "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
         )
+        self._takes_scaled = self._declares("_step_takes_scaled_grads")
         for name, method in (
             ("step", self._step),
             ("zero_grad", self._zero_grad),
@@ -140,6 +149,10 @@ class OptimizerBinding:
             if hasattr(self.optimizer, name):
                 make = functools.partial(_bound_wrapper, self, method)
                 self._patches.wrap(self.optimizer, name, make)
+
+    def _declares(self, capability: str) -> bool:
+        """Whether the optimizer itself says so: what a wrapper passes on is not the wrapper's own."""
+        return inspect.getattr_static(self.optimizer, capability, False) is True
 
     def close(self) -> None:
         """Give the optimizer its methods and the model's parameters back. Idempotent.
@@ -150,6 +163,7 @@ class OptimizerBinding:
             return
         try:
             self._unscale_pending()
+            self._bring_back()
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self._forget_gradients()
         self._live = False
@@ -233,6 +247,7 @@ class OptimizerBinding:
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
+        self._bring_back()
         for master, _ in self._pairs():
             self._masters.drop_stepped_grad(master)
         if self._pending is None:
@@ -303,13 +318,44 @@ class OptimizerBinding:
             "optimizer, or use a loss_scale of 1."
         )
 
-    def unscale(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> None:
-        """Unscale what is in `.grad` into where the optimizer reads it. No host sync.
+    def take(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> ScaledGrads | None:
+        """Check what is in `.grad`, and unscale it unless the optimizer does. No host sync.
 
         Args:
             moves: what the method of this name returned.
             scale: what the losses were scaled by; its scaler's `found_inf` is set on overflow.
+
+        Returns:
+            What the optimizer will unscale.
         """
+        scaled = self._left_scaled(moves, scale)
+        if scaled is None:
+            self._unscale(moves, scale)
+        elif scale.scaler.found_inf is not None:
+            scaled.check(scale.scaler.found_inf, None)
+        return scaled
+
+    def _left_scaled(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> ScaledGrads | None:
+        """Return the gradients for an optimizer that takes them scaled, if each is all there is.
+
+        Earlier blocks may have left some to add to, and other optimizers may share a master.
+        """
+        if not self._takes_scaled or self._set_aside:
+            return None
+        pairs = list(self._pairs())
+        if any(master.grad is not None or self._masters.is_shared(master) for master, _ in pairs):
+            return None
+        if scale.scaler.is_identity:  # then the others' are what they are without amp
+            kept = [ScaledGrad(m, p, p.grad) for m, p in pairs if p.grad is not None]
+            for entry in kept:
+                check_device(entry.stepped, entry.parameter)
+        else:
+            kept = [ScaledGrad(move.stepped, move.parameter, move.source) for move in moves]
+        if not all(map(can_be_kept, kept)):
+            return None
+        return ScaledGrads(kept, self._watched, None if scale.scaler.is_identity else scale.inv_scale)
+
+    def _unscale(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> None:
         from amp.kernels.axpby import axpby  # load Triton
         from amp.kernels.unscale import unscale
 
@@ -333,10 +379,26 @@ class OptimizerBinding:
         self._set_aside = [(p, kept) for p, kept in self._set_aside if p not in moved]
         self._take_back()
 
-    def settle(self) -> None:
-        """Leave the block: no gradient is scaled any more."""
+    def settle(self, scaled: ScaledGrads | None) -> None:
+        """Leave the block: no gradient that can be seen is scaled any more.
+
+        Args:
+            scaled: what `take` returned.
+        """
         self._block = None
         self._pending = None
+        self._scaled = scaled
+        if scaled is not None:
+            scaled.hide()
+
+    def _bring_back(self) -> None:
+        """Unscale what is kept for an optimizer that would have done it: somebody looks at it."""
+        scaled, self._scaled = self._scaled, None
+        if scaled is not None:
+            for stepped, grad in scaled.unscale():
+                new, stepped.grad = stepped.grad, grad
+                if new is not None:  # of a backward outside of any block
+                    _add_grad(stepped, new)
 
     def process_groups(self) -> list[ProcessGroup]:
         """Return the process groups over which the parameters are cut into shards."""
@@ -401,24 +463,71 @@ class OptimizerBinding:
             )
         if closure is not None:
             return self._step_with_closure(step, closure, *args, **kwargs)
-        self._settle()
+        self._unscale_pending()
+        scaled = self._for_optimizer()
+        if scaled is None:
+            self._settle()
         self._follow_parameters()
         self._step_verdicts, self._verdicts = self._verdicts, []
+        try:
+            result = self._step_or_skip(scaled, functools.partial(step, *args, **kwargs))
+        except BaseException:
+            self._verdicts = self._step_verdicts  # the step is still to be taken
+            raise
+        torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
+        self._drop_master_grads()
+        self._report_all(self._step_verdicts)  # last: a warning may be an error
+        return result
+
+    def _step_or_skip(self, scaled: ScaledGrads | None, step: Callable[[], Any]) -> Any:
+        if scaled is not None:
+            return self._step_on_scaled(scaled, step)
         result = None
         if self._skips_on_device():
             with disable_casts(), self._found_inf_for_optimizer():
-                result = step(*args, **kwargs)
+                result = step()
             self._write_back()
         elif self.step_was_skipped:
             # A scheduler made before `initialize` would otherwise warn that it was stepped first.
             self.optimizer._opt_called = True
         else:
             with disable_casts():
-                result = step(*args, **kwargs)
+                result = step()
             self._write_back()
-        torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
-        self._drop_master_grads()
-        self._report_all(self._step_verdicts)  # last: a warning may be an error
+        return result
+
+    def _for_optimizer(self) -> ScaledGrads | None:
+        """Return the kept gradients if the optimizer can step on them, and nobody sees it before."""
+        scaled = self._scaled
+        if scaled is None or _has_hooks(self.optimizer):
+            return None
+        scaled.show()
+        others = [parameter for _, parameter in self._pairs()]
+        if scaled.inv_scale is not None:
+            others += self._direct()
+        if any(parameter.grad is not None for parameter in others):
+            return None  # a backward outside of any block
+        return scaled
+
+    def _step_on_scaled(self, scaled: ScaledGrads, step: Callable[[], Any]) -> Any:
+        """Step, with the masters' model written by the optimizer.
+
+        Gradients of parameters without a master stay, for who looks after the step.
+        """
+        self.optimizer.scaled_grads = scaled.for_step(self._found_inf())
+        try:
+            with disable_casts():
+                result = step()
+        except BaseException:
+            scaled.hide()
+            raise
+        finally:
+            del self.optimizer.scaled_grads
+        masters = {entry.stepped for entry in scaled.kept if entry.stepped is not entry.parameter}
+        self._masters.were_written_back(masters)
+        self._write_back(without=masters)
+        self._scaled = scaled.without(masters)
+        self._scaled.hide()
         return result
 
     def _skips_on_device(self) -> bool:
@@ -438,13 +547,18 @@ class OptimizerBinding:
             if parameter.grad is not None
         )
 
+    def _found_inf(self) -> Tensor | None:
+        """Return what the checks since the last step found, `[]`; None if there were none."""
+        found = [verdict.found_inf.reshape(()) for verdict in self._step_verdicts]
+        if not found:
+            return None
+        return functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
+
     @contextmanager
     def _found_inf_for_optimizer(self) -> Iterator[None]:
         """Show the optimizer what was found, in the way that `torch.amp.GradScaler` does."""
-        found = [verdict.found_inf.reshape(()) for verdict in self._step_verdicts]
-        together = functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
         self.optimizer.grad_scale = None
-        self.optimizer.found_inf = together
+        self.optimizer.found_inf = self._found_inf()
         try:
             yield
         finally:
@@ -492,11 +606,14 @@ class OptimizerBinding:
     def _settle(self) -> None:
         """Bring every gradient, unscaled, to where the optimizer reads it."""
         self._unscale_pending()
+        self._bring_back()
         self._gather_unscaled()
 
-    def _write_back(self) -> None:
+    def _write_back(self, without: Collection[Tensor] = ()) -> None:
         self._masters.write_back(
-            master for master, parameter in self._pairs() if parameter.requires_grad
+            master
+            for master, parameter in self._pairs()
+            if (parameter.requires_grad or master.grad is not None) and master not in without
         )
 
     def _follow_parameters(self) -> None:
@@ -509,6 +626,8 @@ class OptimizerBinding:
             self._masters.drop_grad(master)
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._scaled is not None:
+            self._scaled.put_back()
         result = zero_grad(*args, **kwargs)
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         for _, parameter in self._pairs():
@@ -520,6 +639,8 @@ class OptimizerBinding:
         return result
 
     def _forget_gradients(self) -> None:
+        if self._scaled is not None:
+            self._scaled.show()
         for master, parameter in self._pairs():
             master.grad = parameter.grad = None
         for parameter in self._direct():
@@ -529,6 +650,7 @@ class OptimizerBinding:
     def _forget_history(self) -> None:
         """No gradient is left: none is pending, set aside, or known to be inf."""
         self._pending = None
+        self._scaled = None
         self._set_aside = []
         self._verdicts = []
 
@@ -545,8 +667,9 @@ def unscale_and_update(
     moves = _moves_of(bindings, scale)
     found_inf = scaler.found_inf
     try:
-        for binding, of_binding in zip(bindings, moves, strict=True):
-            binding.unscale(of_binding, scale)
+        scaled = [
+            binding.take(of_binding, scale) for binding, of_binding in zip(bindings, moves, strict=True)
+        ]
         if found_inf is not None:
             groups = dict.fromkeys(scaler.process_groups)
             for binding in bindings:
@@ -556,8 +679,8 @@ def unscale_and_update(
         if found_inf is not None:
             found_inf.zero_()
         raise
-    for binding in bindings:
-        binding.settle()
+    for binding, of_binding in zip(bindings, scaled, strict=True):
+        binding.settle(of_binding)
     verdict = scaler.verdict()
     if verdict is not None:
         for binding in bindings:
@@ -578,6 +701,12 @@ def _moves_of(bindings: list[OptimizerBinding], scale: ScaleSnapshot) -> list[li
     """Return each optimizer's moves, each parameter with the first optimizer that has it."""
     done: set[Tensor] = set()
     return [[] if scale.scaler.is_identity else binding.moves(done) for binding in bindings]
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether somebody asked to be called around the step, and may look at gradients there."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def _bound_wrapper(

@@ -92,13 +92,17 @@ class MasterWeights:
             del self._holders[master], self._version[master]
             del self._master_of[self._model_of.pop(master)]
 
+    def is_shared(self, master: Tensor) -> bool:
+        """Whether several optimizers step a master."""
+        return self._holders[master] > 1
+
     def drop_grad(self, master: Tensor) -> None:
         """Free the gradient of a master that was stepped on.
 
         Another optimizer that shares the master may still want to step on it; then it goes when the
         next block of any of them begins.
         """
-        if self._holders[master] > 1:
+        if self.is_shared(master):
             self._stepped.add(master)
         else:
             master.grad = None
@@ -115,7 +119,11 @@ class MasterWeights:
 
         sources = list(masters)
         master_copy(sources, [self._model_of[master] for master in sources])
-        for master in sources:
+        self.were_written_back(sources)
+
+    def were_written_back(self, masters: Iterable[Tensor]) -> None:
+        """Note that the model's parameters are rounded masters, so that `follow` looks no closer."""
+        for master in masters:
             self._version[master] = self._model_of[master]._version
 
     @torch.no_grad()

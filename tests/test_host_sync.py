@@ -90,6 +90,7 @@ def test_the_count_sees_what_it_should() -> None:
     assert waits == {"aten::_local_scalar_dense": 2, "aten::equal": 1}
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("kind", FUSED)
 def test_a_step_that_can_skip_on_the_device_never_waits(level: str, kind: str) -> None:

@@ -1,14 +1,14 @@
 """What the fused optimizers share: groups and state as `torch.optim` keeps them, and the one step.
 
 State dicts are those of the `torch.optim` counterpart, in both directions. `step` follows the protocol
-of torch's own fused optimizers: a session lets it skip on the device, and `torch.amp.GradScaler` lets
-it unscale there too.
+of torch's own fused optimizers: `torch.amp.GradScaler` lets it unscale and skip on the device. So does
+a session, which lets it write the model's 16-bit weights too; see `amp.scaledgrads`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError, AmpValueError
+from amp.scaledgrads import StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,12 +33,13 @@ class Formula(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What one group's step is given."""
+    """What one launch of a group's step is given."""
 
     group: dict[str, Any]
     formula: Formula
     params: list[Tensor]
     grads: list[Tensor]
+    models: list[Tensor] | None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -53,11 +55,19 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _step_takes_scaled_grads = True
+    scaled_grads: StepInputs | None = None
     _required: frozenset[str]
     """What every saved group of this optimizer has."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         super().__init__(params, {**defaults, "fused": True, "set_grad_none": set_grad_none})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Take it that a subclass's own `step` looks at gradients, unless it says that it does not."""
+        super().__init_subclass__(**kwargs)
+        if "step" in vars(cls) and "_step_takes_scaled_grads" not in vars(cls):
+            cls._step_takes_scaled_grads = False
 
     # What an optimizer has of its own.
 
@@ -161,11 +171,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [self._work_of(i, group) for i, group in enumerate(self.param_groups)]
-        scale = getattr(self, "grad_scale", None)  # as torch.amp.GradScaler gives them
-        found_inf = getattr(self, "found_inf", None)
-        inv_scale = None if scale is None else scale.double().reciprocal().float().reshape(1)
-        for group, formula, params, grads in work:
+        inputs = self._inputs()
+        work = [
+            launch
+            for i, group in enumerate(self.param_groups)
+            for launch in self._work_of(i, group, inputs.grads)
+        ]
+        for group, formula, params, grads, models in work:
             states = [self._state_of(parameter, group) for parameter in params]
             step(
                 *formula,
@@ -173,25 +185,53 @@ class FusedOptimizer(torch.optim.Optimizer):
                 grads,
                 [[state[name] for state in states] for name in self._moments(group)],
                 [state["step"] for state in states],
-                inv_scale=inv_scale,
-                found_inf=None if found_inf is None else found_inf.reshape(1),
+                models=models,
+                inv_scale=inputs.inv_scale,
+                found_inf=inputs.found_inf,
                 maximize=group["maximize"],
             )
         return loss
 
-    def _work_of(self, index: int, group: dict[str, Any]) -> _Work:
-        """Return what a group's step is given, and change nothing."""
+    def _inputs(self) -> StepInputs:
+        """Return what a session or a GradScaler shows, or nothing."""
+        inputs = self.scaled_grads
+        if inputs is not None:
+            return inputs
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        return StepInputs(
+            {},
+            None if scale is None else scale.double().reciprocal().float().reshape(1),
+            None if found_inf is None else found_inf.reshape(1),
+            None,
+        )
+
+    def _work_of(
+        self,
+        index: int,
+        group: dict[str, Any],
+        scaled: Mapping[Tensor, tuple[Tensor, Tensor | None]],
+    ) -> Iterator[_Work]:
+        """Return what a group's launches are given, and change nothing."""
         self._check_group(group)
-        params = [parameter for parameter in group["params"] if parameter.grad is not None]
-        grads = [parameter.grad for parameter in params]
-        for parameter, grad in zip(params, grads, strict=True):
+        alone: list[tuple[Tensor, Tensor, Any]] = []
+        masters: list[tuple[Tensor, Tensor, Any]] = []
+        for parameter in group["params"]:
+            grad, model = scaled.get(parameter) or (parameter.grad, None)
+            if grad is None:
+                continue
             if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
                 kind = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"
                 raise AmpTypeError(
                     f"the gradient of {_name(parameter, index, group)} is {kind}; "
                     f"{type(self).__name__} takes dense float16, bfloat16, float32 and float64"
                 )
-        return _Work(group, self._formula(group), params, grads)
+            (alone if model is None else masters).append((parameter, grad, model))
+        formula = self._formula(group)
+        for entries in (alone, masters):
+            if entries:
+                params, grads, models = map(list, zip(*entries, strict=True))
+                yield _Work(group, formula, params, grads, models if entries is masters else None)
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]

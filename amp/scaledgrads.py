@@ -1,0 +1,169 @@
+"""Gradients that stay scaled until the step, and that nobody sees before they are unscaled.
+
+An optimizer that says `_step_takes_scaled_grads = True` is shown a `StepInputs` as `scaled_grads` while
+it steps: gradients as backward left them, what to multiply them by, and where the 16-bit weights are.
+No FP32 gradient is ever written. Between `scale_loss` and the step such gradients are kept here, out of
+`.grad`, and the parameters are of a class whose `.grad` first brings them back, unscaled: whoever looks
+sees what any other optimizer would have shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class ScaledGrad(NamedTuple):
+    """One gradient that is still scaled.
+
+    Attributes:
+        stepped: what the optimizer steps, a master or a parameter.
+        parameter: the model's parameter.
+        grad: its gradient, as backward left it.
+    """
+
+    stepped: Tensor
+    parameter: Tensor
+    grad: Tensor
+
+
+class StepInputs(NamedTuple):
+    """What an optimizer that takes scaled gradients is shown for one step.
+
+    Attributes:
+        grads: by what is stepped: the scaled gradient, and the 16-bit weights of the model to write,
+            if what is stepped is their master.
+        inv_scale: what to multiply the gradients by, float32 `[1]`; None is 1.
+        found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
+        clip: the same for clipping to the optimizer's `max_grad_norm`; None where it has none.
+    """
+
+    grads: dict[Tensor, tuple[Tensor, Tensor | None]]
+    inv_scale: Tensor | None
+    found_inf: Tensor | None
+    clip: Tensor | None
+
+
+def can_be_kept(entry: ScaledGrad) -> bool:
+    """Whether a gradient is dense, and its parameter of no class of its own."""
+    return type(entry.stepped) is nn.Parameter and entry.grad.layout is torch.strided
+
+
+def watched_class(look: Callable[[], None]) -> type[nn.Parameter]:
+    """Return a class for parameters whose gradient is kept.
+
+    Args:
+        look: called before `.grad` is read or written; the gradients have to be back after it.
+    """
+
+    def bring_back(parameter: nn.Parameter) -> None:
+        look()
+        parameter.__class__ = nn.Parameter  # a copy of a parameter is nothing that `look` knows
+
+    class Watched(nn.Parameter):
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            copied.__class__ = nn.Parameter
+            return copied
+
+        @property
+        def grad(self) -> Tensor | None:
+            bring_back(self)
+            return self.grad
+
+        @grad.setter
+        def grad(self, value: Tensor | None) -> None:
+            bring_back(self)
+            self.grad = value
+
+        @grad.deleter
+        def grad(self) -> None:
+            bring_back(self)
+            del self.grad
+
+    return Watched
+
+
+class ScaledGrads:
+    """The gradients of one loss for one optimizer.
+
+    Args:
+        kept: the gradients, each of its own parameter.
+        watched: what `watched_class` returned for the optimizer.
+        inv_scale: float32 `[1]`, what they are to be multiplied by; None is 1.
+    """
+
+    def __init__(
+        self, kept: list[ScaledGrad], watched: type[nn.Parameter], inv_scale: Tensor | None
+    ) -> None:
+        self.kept = kept
+        self.inv_scale = inv_scale
+        self._watched = watched
+        self._clip: Tensor | None = None
+
+    def check(self, found_inf: Tensor, max_norm: float | None) -> None:
+        """Set `found_inf`, float32 `[1]`, on overflow, and find out what clipping does. No host sync.
+
+        Args:
+            found_inf: never cleared.
+            max_norm: what to clip the norm of all gradients to; None does not clip.
+        """
+        from amp.kernels.l2norm import l2norm  # load Triton
+        from amp.kernels.unscale import check
+
+        assert self.inv_scale is not None
+        grads = [entry.grad for entry in self.kept]
+        if max_norm is None:
+            check(grads, self.inv_scale, found_inf)
+        else:
+            norms = l2norm(grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm)
+            self._clip = norms.clip
+
+    def hide(self) -> None:
+        """Keep the gradients from sight."""
+        for stepped, parameter, _ in self.kept:
+            parameter.grad = None
+            stepped.__class__ = self._watched
+
+    def show(self) -> None:
+        """Let `.grad` be what it is without any of this. The gradients are still not there."""
+        for entry in self.kept:
+            entry.stepped.__class__ = nn.Parameter
+
+    def put_back(self) -> None:
+        """Put the gradients, scaled as they are, back into the `.grad` of the model's parameters."""
+        self.show()
+        for _, parameter, grad in self.kept:
+            parameter.grad = grad
+
+    def unscale(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return what is stepped and its unscaled gradient, FP32 for a master. No host sync."""
+        from amp.kernels.unscale import unscale  # loads Triton
+
+        self.show()
+        sources = [entry.grad for entry in self.kept]
+        targets = [
+            grad if stepped is parameter else torch.empty_like(grad, dtype=torch.float32)
+            for stepped, parameter, grad in self.kept
+        ]
+        if self.inv_scale is not None:
+            unscale(sources, targets, self.inv_scale, None)
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+        return zip([entry.stepped for entry in self.kept], targets, strict=True)
+
+    def for_step(self, found_inf: Tensor | None) -> StepInputs:
+        """Return what the optimizer is shown."""
+        grads = {
+            stepped: (grad, None if stepped is parameter else parameter)
+            for stepped, parameter, grad in self.kept
+        }
+        return StepInputs(grads, self.inv_scale, found_inf, self._clip)
+
+    def without(self, stepped: Collection[Tensor]) -> ScaledGrads:
+        """Return those of other parameters, to be looked at and not to be clipped."""
+        kept = [entry for entry in self.kept if entry.stepped not in stepped]
+        return ScaledGrads(kept, self._watched, self.inv_scale)

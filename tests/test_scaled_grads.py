@@ -1,0 +1,378 @@
+"""What an optimizer that takes scaled gradients does, and what anybody sees, is what without it is."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import amp
+from amp.errors import AmpValueError
+from amp.kernels import unscale
+from amp.optimizers import FusedAdam, FusedSGD
+from tests.models import initialize
+
+LEVELS = ["O1", "O2", "O3", "O4", "O5"]
+SCALES: dict[str, Any] = {"dynamic": {"init": 2.0**10, "growth_interval": 3}, "static": 128.0}
+
+
+class Plain(FusedAdam):
+    """The same optimizer, which does not take scaled gradients."""
+
+    _step_takes_scaled_grads = False
+
+
+def make(level: str, optimizer_class: Any = FusedAdam, **kwargs: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    kwargs.setdefault("loss_scale", SCALES["dynamic"])
+    optimizer = optimizer_class(
+        [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.02}], lr=0.01
+    )
+    return initialize(model, optimizer, level, **kwargs)
+
+
+def loss_of(model: nn.Module, i: int = 0) -> Tensor:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
+    return model(x).float().square().mean()
+
+
+def block(model: nn.Module, optimizer: Any, i: int = 0, **kwargs: Any) -> None:
+    with amp.scale_loss(loss_of(model, i), optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+def overflow(model: nn.Module, optimizer: Any, i: int = 0) -> None:
+    with amp.scale_loss(loss_of(model, i), optimizer) as scaled_loss:
+        (scaled_loss * torch.inf).backward()
+
+
+def assert_same(one: tuple[nn.Module, Any], other: tuple[nn.Module, Any]) -> None:
+    for p, q in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0, equal_nan=True)
+    for p, q in zip(amp.master_params(one[1]), amp.master_params(other[1]), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0, equal_nan=True)
+        assert one[1].state[p].keys() == other[1].state[q].keys()
+        for name, value in one[1].state[p].items():
+            assert torch.equal(value.nan_to_num(), other[1].state[q][name].nan_to_num()), name
+
+
+@pytest.fixture
+def no_gradient_is_unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sources: Any, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a gradient was written")
+
+    monkeypatch.setattr(unscale, "unscale", refuse)
+
+
+@pytest.mark.usefixtures("no_gradient_is_unscaled")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_scale", SCALES)
+def test_no_gradient_is_written_between_backward_and_step(level: str, loss_scale: str) -> None:
+    model, optimizer = make(level, loss_scale=SCALES[loss_scale])
+    for i in range(5):
+        block(model, optimizer, i)
+        optimizer.step()
+        optimizer.zero_grad()
+    if loss_scale == "dynamic":
+        assert amp.loss_scale() == SCALES["dynamic"]["init"] * 2
+
+
+def look(model: nn.Module, optimizer: Any) -> None:
+    for p in amp.master_params(optimizer):
+        assert p.grad is not None
+
+
+def clip(model: nn.Module, optimizer: Any) -> None:
+    clip_grad_norm_(amp.master_params(optimizer), 0.1)
+
+
+def clip_values(model: nn.Module, optimizer: Any) -> None:
+    with_gradient = [p for p in amp.master_params(optimizer) if p.grad is not None]
+    if with_gradient:
+        torch.nn.utils.clip_grad_value_(with_gradient, 0.01)
+
+
+def write_data(model: nn.Module, optimizer: Any) -> None:
+    """As apex's LARC does, in a way that leaves no trace in version counters."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.data.add_(p.data, alpha=0.1)
+
+
+def replace(model: nn.Module, optimizer: Any) -> None:
+    p = next(iter(amp.master_params(optimizer)))
+    p.grad = torch.full_like(p, 0.5)
+
+
+def delete(model: nn.Module, optimizer: Any) -> None:
+    del next(iter(amp.master_params(optimizer))).grad
+
+
+def clear(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def zero(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def clear_model(model: nn.Module, optimizer: Any) -> None:
+    model.zero_grad()
+
+
+def stray_backward(model: nn.Module, optimizer: Any) -> None:
+    loss_of(model, 7).backward()
+
+
+def another_block(model: nn.Module, optimizer: Any) -> None:
+    block(model, optimizer, 3)
+
+
+def delayed_block(model: nn.Module, optimizer: Any) -> None:
+    block(model, optimizer, 5, delay_unscale=True)
+
+
+def overflowing_block(model: nn.Module, optimizer: Any) -> None:
+    overflow(model, optimizer, 2)
+
+
+def skipped_step(model: nn.Module, optimizer: Any) -> None:
+    overflow(model, optimizer, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def failing_block(model: nn.Module, optimizer: Any) -> None:
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise ZeroDivisionError
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def failing_step(model: nn.Module, optimizer: Any) -> None:
+    lr, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], float("nan")
+    with pytest.raises(AmpValueError, match="lr=nan"):
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = lr
+
+
+def closure(model: nn.Module, optimizer: Any) -> None:
+    def evaluate() -> float:
+        optimizer.zero_grad()
+        block(model, optimizer, 4)
+        return 0.0
+
+    optimizer.step(evaluate)
+
+
+def forward(model: nn.Module, optimizer: Any) -> None:
+    loss_of(model)
+
+
+def freeze(model: nn.Module, optimizer: Any) -> None:
+    model[3].weight.requires_grad_(not model[3].weight.requires_grad)
+
+
+ACTIONS: list[Callable[[nn.Module, Any], None]] = [
+    look,
+    clip,
+    clip_values,
+    write_data,
+    replace,
+    delete,
+    clear,
+    zero,
+    clear_model,
+    stray_backward,
+    another_block,
+    delayed_block,
+    overflowing_block,
+    failing_block,
+    step,
+    failing_step,
+    closure,
+    forward,
+    freeze,
+]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_scale", SCALES)
+@pytest.mark.parametrize("action", [a for a in ACTIONS if a is not look], ids=lambda a: a.__name__)
+def test_whatever_is_done_in_between(
+    action: Callable[[nn.Module, Any], None], loss_scale: str, level: str
+) -> None:
+    """Gradients can be seen, changed, added to and forgotten as if they had been unscaled."""
+    ends = []
+    for optimizer_class in (Plain, FusedAdam):
+        model, optimizer = make(level, optimizer_class, loss_scale=SCALES[loss_scale])
+        for i in range(4):
+            block(model, optimizer, i)
+            if action is not delete or i:
+                action(model, optimizer)
+            optimizer.step()
+            if i % 2:
+                optimizer.zero_grad()
+        ends.append((model, optimizer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_any_sequence_of_actions(level: str, seed: int) -> None:
+    actions = [action for action in ACTIONS if action is not overflowing_block]  # to be stepped once
+    choices = random.Random(seed).choices([*actions, skipped_step, *[another_block, step] * 6], k=30)
+    ends = []
+    for optimizer_class in (Plain, FusedAdam):
+        model, optimizer = make(level, optimizer_class)
+        for action in choices:
+            if action is not look or all(p.grad is not None for p in amp.master_params(optimizer)):
+                action(model, optimizer)
+        ends.append((model, optimizer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_who_looks_sees_unscaled_gradients(level: str, when: str) -> None:
+    seen = []
+    for optimizer_class in (Plain, FusedAdam):
+        model, optimizer = make(level, optimizer_class)
+        block(model, optimizer)
+        if when == "after the step":
+            optimizer.step()
+        seen += [[p.grad for p in ps] for ps in (model.parameters(), amp.master_params(optimizer))]
+        assert all(type(p) is nn.Parameter for p in amp.master_params(optimizer))
+    for plain, fused in ((seen[0], seen[2]), (seen[1], seen[3])):
+        for expected, grad in zip(plain, fused, strict=True):
+            assert (expected is None) == (grad is None)
+            assert expected is None or torch.equal(expected, grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hooks_and_steps_of_subclasses_see_unscaled_gradients(level: str) -> None:
+    norms: list[Tensor] = []
+
+    def measure(optimizer: Any) -> None:
+        norms.append(torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]))
+
+    class Subclass(FusedAdam):
+        def step(self, closure: Any = None) -> Any:
+            measure(self)
+            return super().step(closure)
+
+    for optimizer_class, hook in ((FusedAdam, "pre"), (FusedAdam, "post"), (Subclass, None)):
+        model, optimizer = make(level, optimizer_class)
+        if hook is not None:
+            register = getattr(optimizer, f"register_step_{hook}_hook")
+            register(lambda optimizer, args, kwargs: measure(optimizer))
+        block(model, optimizer)
+        optimizer.step()
+    expected, *others = norms
+    assert expected.max() < 10
+    assert len(others) == 2
+    for other in others:
+        assert torch.equal(expected, other)
+
+
+def test_a_copy_made_in_between_is_an_ordinary_model() -> None:
+    model, optimizer = make("O1")
+    block(model, optimizer)
+    copied = copy.deepcopy(model)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in copied.parameters())
+    assert torch.save(model.state_dict(), "/dev/null") is None
+    amp.get_session().close()
+    assert all(p.grad is not None and p.grad.abs().max() < 10 for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_that_share_parameters(level: str) -> None:
+    """Neither counts a gradient twice, nor takes a scaled one of the other's for an unscaled one."""
+    ends = []
+    for optimizer_class in (Plain, FusedAdam):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        first = optimizer_class(model.parameters(), lr=0.01)
+        second = FusedSGD(model[1].parameters(), lr=0.01)
+        model, (first, second) = initialize(model, [first, second], level, loss_scale=SCALES["dynamic"])
+        for i in range(4):
+            for optimizers in ([first, second], [first], [second]):
+                with amp.scale_loss(loss_of(model, i), optimizers) as scaled_loss:
+                    scaled_loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                if i % 2:
+                    model.zero_grad()
+        ends.append((model, first))
+    assert_same(*ends)
+
+
+def test_parameters_of_a_class_of_their_own_keep_it() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    model = nn.Linear(4, 2)
+    model.weight = Special(model.weight.data)
+    model, optimizer = initialize(
+        model, FusedAdam(model.parameters()), "O1", loss_scale=SCALES["dynamic"]
+    )
+    block(model, optimizer)
+    assert type(model.weight) is Special
+    assert model.weight.grad is not None
+    assert model.weight.grad.abs().max() < 10
+    optimizer.step()
+
+
+def test_an_optimizer_of_a_users_own_may_take_them_too() -> None:
+    """All that counts is what it says of itself, and what it reads."""
+
+    class Sgd(torch.optim.SGD):
+        _step_takes_scaled_grads = True
+        scaled_grads: Any = None
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            inputs = self.scaled_grads
+            assert inputs.found_inf == 0
+            for master, (grad, model) in inputs.grads.items():
+                master.sub_(grad.float() * inputs.inv_scale, alpha=0.1)
+                if model is not None:
+                    model.copy_(master)
+
+    ends = []
+    for optimizer_class in (Sgd, torch.optim.SGD):
+        model = nn.Linear(4, 2)
+        nn.init.constant_(model.weight, 0.3)
+        nn.init.constant_(model.bias, 0.3)
+        model, optimizer = initialize(
+            model, optimizer_class(model.parameters(), lr=0.1), "O2", loss_scale=SCALES["dynamic"]
+        )
+        block(model, optimizer)
+        optimizer.step()
+        ends.append((model, optimizer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("optimizer_class", [Plain, FusedAdam])
+def test_an_overflow_is_not_forgotten_by_a_step_that_is_refused(optimizer_class: Any) -> None:
+    model, optimizer = make("O1", optimizer_class)
+    block(model, optimizer)
+    optimizer.step()
+    overflow(model, optimizer)
+    failing_step(model, optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert all(p.isfinite().all() for p in model.parameters())
