@@ -34,7 +34,7 @@ from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters import Contents, MasterWeights, check_device
 from amp.patching import Patches
 from amp.regions import disable_casts, same_casts
-from amp.scaledgrads import ScaledGrad, ScaledGrads, can_be_kept, watched_class
+from amp.scaledgrads import ScaledGrad, ScaledGrads, can_be_kept
 from amp.scaler import LossScaler, ScaleSnapshot, Verdict
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ class OptimizerBinding:
         self._live = False
         self._knows_found_inf = False
         self._takes_scaled = False
-        self._watched = watched_class(self._bring_back)
         self._scaled: ScaledGrads | None = None
         self._block: LossScaler | None = None
         self._pending: Pending | None = None
@@ -189,7 +188,9 @@ class OptimizerBinding:
             if not isinstance(parameter, Tensor):  # some optimizers keep their own things there
                 continue
             for key, value in entries.items():
-                if isinstance(value, Tensor) and key != "step" and value.dtype in CASTABLE:
+                if not isinstance(value, Tensor) or key == "step" or value.dtype not in CASTABLE:
+                    continue
+                if value.dim() or not parameter.dim():  # a number for a whole tensor stays what it is
                     entries[key] = value.to(parameter.dtype)
 
     def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
@@ -332,7 +333,7 @@ class OptimizerBinding:
         if scaled is None:
             self._unscale(moves, scale)
         elif scale.scaler.found_inf is not None:
-            scaled.check(scale.scaler.found_inf, None)
+            scaled.check(scale.scaler.found_inf, getattr(self.optimizer, "max_grad_norm", None))
         return scaled
 
     def _left_scaled(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> ScaledGrads | None:
@@ -353,7 +354,9 @@ class OptimizerBinding:
             kept = [ScaledGrad(move.stepped, move.parameter, move.source) for move in moves]
         if not all(map(can_be_kept, kept)):
             return None
-        return ScaledGrads(kept, self._watched, None if scale.scaler.is_identity else scale.inv_scale)
+        return ScaledGrads(
+            kept, self._bring_back, None if scale.scaler.is_identity else scale.inv_scale
+        )
 
     def _unscale(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> None:
         from amp.kernels.axpby import axpby  # load Triton

@@ -30,18 +30,32 @@ class ScaledGrad(NamedTuple):
     grad: Tensor
 
 
+class Incoming(NamedTuple):
+    """What an optimizer that takes scaled gradients is shown for one parameter.
+
+    Attributes:
+        grad: the scaled gradient, dense.
+        model: if what is stepped is a master, the 16-bit weights of the model.
+        low: if the master's bits have no other place, the low half that makes it of the weights; see
+            `amp.kernels.split`. What is stepped then has a shape and nothing else.
+    """
+
+    grad: Tensor
+    model: Tensor | None
+    low: Tensor | None
+
+
 class StepInputs(NamedTuple):
     """What an optimizer that takes scaled gradients is shown for one step.
 
     Attributes:
-        grads: by what is stepped: the scaled gradient, and the 16-bit weights of the model to write,
-            if what is stepped is their master.
+        grads: by what is stepped.
         inv_scale: what to multiply the gradients by, float32 `[1]`; None is 1.
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
         clip: the same for clipping to the optimizer's `max_grad_norm`; None where it has none.
     """
 
-    grads: dict[Tensor, tuple[Tensor, Tensor | None]]
+    grads: dict[Tensor, Incoming]
     inv_scale: Tensor | None
     found_inf: Tensor | None
     clip: Tensor | None
@@ -52,39 +66,39 @@ def can_be_kept(entry: ScaledGrad) -> bool:
     return type(entry.stepped) is nn.Parameter and entry.grad.layout is torch.strided
 
 
-def watched_class(look: Callable[[], None]) -> type[nn.Parameter]:
-    """Return a class for parameters whose gradient is kept.
+class Watched(nn.Parameter):
+    """A parameter whose gradient is kept: before anything is done to `.grad`, it is brought back.
 
-    Args:
-        look: called before `.grad` is read or written; the gradients have to be back after it.
+    Attributes:
+        _amp_look: brings it back, and makes this an ordinary parameter.
     """
 
-    def bring_back(parameter: nn.Parameter) -> None:
-        look()
-        parameter.__class__ = nn.Parameter  # a copy of a parameter is nothing that `look` knows
+    _amp_look: Callable[[], None]
 
-    class Watched(nn.Parameter):
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-            copied.__class__ = nn.Parameter
-            return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = nn.Parameter
+        return copied
 
-        @property
-        def grad(self) -> Tensor | None:
-            bring_back(self)
-            return self.grad
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._amp_look()
+        return self.__reduce_ex__(protocol)
 
-        @grad.setter
-        def grad(self, value: Tensor | None) -> None:
-            bring_back(self)
-            self.grad = value
+    @property
+    def grad(self) -> Tensor | None:
+        """The unscaled gradient."""
+        self._amp_look()
+        return self.grad
 
-        @grad.deleter
-        def grad(self) -> None:
-            bring_back(self)
-            del self.grad
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._amp_look()
+        self.grad = value  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    return Watched
+    @grad.deleter
+    def grad(self) -> None:
+        self._amp_look()
+        del self.grad
 
 
 class ScaledGrads:
@@ -92,16 +106,16 @@ class ScaledGrads:
 
     Args:
         kept: the gradients, each of its own parameter.
-        watched: what `watched_class` returned for the optimizer.
+        look: called before a gradient that is kept is seen; it has to be back after that.
         inv_scale: float32 `[1]`, what they are to be multiplied by; None is 1.
     """
 
     def __init__(
-        self, kept: list[ScaledGrad], watched: type[nn.Parameter], inv_scale: Tensor | None
+        self, kept: list[ScaledGrad], look: Callable[[], None], inv_scale: Tensor | None
     ) -> None:
         self.kept = kept
         self.inv_scale = inv_scale
-        self._watched = watched
+        self._look = look
         self._clip: Tensor | None = None
 
     def check(self, found_inf: Tensor, max_norm: float | None) -> None:
@@ -124,14 +138,20 @@ class ScaledGrads:
 
     def hide(self) -> None:
         """Keep the gradients from sight."""
-        for stepped, parameter, _ in self.kept:
-            parameter.grad = None
-            stepped.__class__ = self._watched
+        for entry in self.kept:
+            stepped: Any = entry.stepped
+            entry.parameter.grad = None
+            stepped._amp_look = self._look
+            stepped.__class__ = Watched
 
     def show(self) -> None:
         """Let `.grad` be what it is without any of this. The gradients are still not there."""
         for entry in self.kept:
-            entry.stepped.__class__ = nn.Parameter
+            stepped: Any = entry.stepped
+            kind: Any = type(stepped)
+            if kind is Watched:
+                stepped.__class__ = nn.Parameter
+                del stepped._amp_look
 
     def put_back(self) -> None:
         """Put the gradients, scaled as they are, back into the `.grad` of the model's parameters."""
@@ -158,7 +178,7 @@ class ScaledGrads:
     def for_step(self, found_inf: Tensor | None) -> StepInputs:
         """Return what the optimizer is shown."""
         grads = {
-            stepped: (grad, None if stepped is parameter else parameter)
+            stepped: Incoming(grad, None if stepped is parameter else parameter, None)
             for stepped, parameter, grad in self.kept
         }
         return StepInputs(grads, self.inv_scale, found_inf, self._clip)
@@ -166,4 +186,4 @@ class ScaledGrads:
     def without(self, stepped: Collection[Tensor]) -> ScaledGrads:
         """Return those of other parameters, to be looked at and not to be clipped."""
         kept = [entry for entry in self.kept if entry.stepped not in stepped]
-        return ScaledGrads(kept, self._watched, self.inv_scale)
+        return ScaledGrads(kept, self._look, self.inv_scale)

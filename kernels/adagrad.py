@@ -58,7 +58,7 @@ def adagrad_numbers(
 
 
 @jit
-def _prepare(numbers, t):
+def _prepare(numbers, t, of_tensor, n):
     return (
         tl.load(numbers) / (1.0 + (t - 1.0) * tl.load(numbers + 1)),
         tl.load(numbers + 2),
@@ -82,6 +82,7 @@ def _reference(
     moments: list[list[Tensor]],
     steps: list[float],
     numbers: list[float],
+    of_tensor: list[float],
 ) -> None:
     lr, lr_decay, eps, l2, decay = numbers
     (sums,) = moments

@@ -68,8 +68,8 @@ def adam_numbers(
         beta2,
         1 - beta1,
         1 - beta2,
-        _log(beta1),
-        _log(beta2),
+        log_of(beta1),
+        log_of(beta2),
         eps,
         weight_decay if decoupled else 0.0,
         0.0 if decoupled else weight_decay,
@@ -77,14 +77,15 @@ def adam_numbers(
     )
 
 
-def _log(beta: float | Tensor) -> float | Tensor:
+def log_of(beta: float | Tensor) -> float | Tensor:
+    """Return the logarithm of a beta, -inf for 0."""
     if isinstance(beta, Tensor):
         return beta.log()
     return math.log(beta) if beta > 0 else -math.inf
 
 
 @jit
-def _prepare(numbers, t):
+def _prepare(numbers, t, of_tensor, n):
     lr = tl.load(numbers)
     corrects_bias = tl.load(numbers + 10)
     correction1 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 5)))
@@ -119,6 +120,7 @@ def _reference(
     moments: list[list[Tensor]],
     steps: list[float],
     numbers: list[float],
+    of_tensor: list[float],
 ) -> None:
     lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias = numbers
     exp_avgs, exp_avg_sqs = moments

@@ -145,27 +145,57 @@ def _launch(
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-    for part, sums in zip(parts, of_part, strict=True):
-        is_last = part is parts[-1]
-        launch(
-            norms_kernel,
-            len(part.indices) + is_last,
-            device,
-            part.rows,
-            part.firsts,
-            sums,
-            each,
-            partials,
-            len(partials),
-            None if max_norm is None else float(max_norm),
-            total,
-            clip,
-            len(part.indices),
-            EPS=CLIP_EPS,
-            BLOCK=FINISH_BLOCK,
-            num_warps=WARPS,
-        )
+    for part, sums in zip(parts[:-1], of_part, strict=False):
+        norms_of_chunks(part, sums, each)
+    norms_of_chunks(parts[-1], of_part[-1], each, Total(partials, total, clip, max_norm))
     return Norms(total, each, clip)
+
+
+class Total(NamedTuple):
+    """What the norm of all tensors together is made of, and where it goes.
+
+    Attributes:
+        partials: float32, the sums of squares of all chunks.
+        norm: float32 `[1]`, the norm.
+        clip: float32 `[1]`, the factor that brings it down to `max_norm`.
+        max_norm: None does not clip.
+    """
+
+    partials: Tensor
+    norm: Tensor
+    clip: Tensor
+    max_norm: float | None
+
+
+def norms_of_chunks(part: Part, sums: Tensor, each: Tensor, total: Total | None = None) -> None:
+    """Write the norms of tensors from the sums of squares of their chunks. The host does not wait.
+
+    Args:
+        part: the tensors.
+        sums: float32 `[chunks]`.
+        each: float32, where the norm of each goes, at its index.
+        total: the norm of all together, too.
+    """
+    partials, norm, clip, max_norm = total or Total(sums, sums, sums, None)
+    launch(
+        norms_kernel,
+        len(part.indices) + (total is not None),
+        part.device,
+        part.rows,
+        part.firsts,
+        sums,
+        each,
+        partials,
+        len(partials),
+        None if max_norm is None else float(max_norm),
+        norm,
+        clip,
+        len(part.indices),
+        COLUMNS=part.rows.shape[1],
+        EPS=CLIP_EPS,
+        BLOCK=FINISH_BLOCK,
+        num_warps=WARPS,
+    )
 
 
 @jit
@@ -220,6 +250,7 @@ def norms_kernel(
     total,
     clip,
     n,
+    COLUMNS: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -227,7 +258,7 @@ def norms_kernel(
     program = tl.program_id(0)
     if program < n:
         square = _sum_of(sums, tl.load(firsts + program), tl.load(firsts + program + 1), BLOCK)
-        index = tl.load(rows + program * 3 + 2)
+        index = tl.load(rows + program * COLUMNS + COLUMNS - 1)
         tl.store(each + index, tl.sqrt_rn(square))
     else:
         norm = tl.sqrt_rn(_sum_of(partials, 0, n_partials, BLOCK))

@@ -37,14 +37,15 @@ def jit(function: Any = None, **options: Any) -> Any:
     return function or (lambda undecorated: undecorated)
 
 
-def _constant(value: int) -> Any:
+def constant(value: float) -> Any:
+    """Return a number that kernels may read from their module."""
     return value if triton is None else tl.constexpr(value)
 
 
-_INTERPRETED = _constant(INTERPRETED)
-VECTOR = _constant(8)
-STEP = _constant(1024)
-ALIGNMENT = _constant(16)
+_INTERPRETED = constant(INTERPRETED)
+VECTOR = constant(8)
+STEP = constant(1024)
+ALIGNMENT = constant(16)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **options: Any) -> None:

@@ -47,7 +47,7 @@ def lion_numbers(
 
 
 @jit
-def _prepare(numbers, t):
+def _prepare(numbers, t, of_tensor, n):
     lr = tl.load(numbers)
     return (
         lr,
@@ -74,6 +74,7 @@ def _reference(
     moments: list[list[Tensor]],
     steps: list[float],
     numbers: list[float],
+    of_tensor: list[float],
 ) -> None:
     lr, beta1, beta2, new1, new2, decay = numbers
     (means,) = moments

@@ -62,7 +62,7 @@ def sgd_numbers(
 
 
 @jit
-def _prepare(numbers, t):
+def _prepare(numbers, t, of_tensor, n):
     momentum = tl.load(numbers + 3)
     return (
         tl.load(numbers),
@@ -98,6 +98,7 @@ def _reference(
     moments: list[list[Tensor]],
     steps: list[float],
     numbers: list[float],
+    of_tensor: list[float],
 ) -> None:
     lr, before, after, momentum, fresh, nesterov = numbers
     if before:

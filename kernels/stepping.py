@@ -5,6 +5,10 @@
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
     step = t
 
+Instead of having a model, a parameter may itself be a 16-bit weight that is a master together with its
+`low` half; see `amp.kernels.split`. Moments in bfloat16 may be rounded stochastically: up with the
+probability that makes the mean right. The same seed, step and tensor give the same bits again.
+
 Nothing at all is written where `found_inf` is not 0: a skipped step does not count. Nor does one of a
 tensor without elements. A `Rule` is the formula of one optimizer, twice: for Triton and for plain
 torch.
@@ -12,9 +16,10 @@ torch.
 Shapes: a parameter, its gradient, moments and model have one shape, of any size; each has its own
 `step`, float32 `[]`. DTensors go through their local shards. Dtypes: float16, bfloat16 or float32 each;
 the arithmetic is FP32, and each result is rounded once. Where one is float64, plain torch does all in
-FP64. Launches: one for each device and combination of dtypes. Memory traffic: each tensor that is read
-is read once, and each that is written is written once: for AdamW with FP32 masters of 16-bit weights,
-28 bytes a parameter.
+FP64. Launches: one for each device and combination of dtypes, and three before it for a rule that goes
+by the norms of its own direction. Memory traffic: each tensor that is read is read once, and each that
+is written is written once: for AdamW with FP32 masters of 16-bit weights, 28 bytes a parameter. Norms
+of a direction read all but the models once more.
 
 Plain torch reads `found_inf` and the steps on the host, so there the host waits for a device other than
 the CPU.
@@ -30,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -42,7 +48,8 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import kept, plan, real_values, stream_of, to_device, upload
+from amp.kernels.split import decode, decode_block, encode, encode_block
+from amp.kernels.tables import Part, kept, plan, real_values, stream_of, to_device, upload
 
 BLOCK = 2048
 COUNTERS = 256
@@ -54,19 +61,23 @@ class Rule(NamedTuple):
 
     Attributes:
         moments: how many moments it has, at most 2.
-        prepare: for Triton, from a pointer to the numbers and t to what `update` needs of them.
+        prepare: for Triton, from a pointer to the numbers, t, a pointer to the tensor's own numbers and
+            how far apart they are to what `update` needs of them.
         update: for Triton, from a parameter, gradient, two moments and what `prepare` gave to the new
             parameter and moments; a moment that the rule does not have comes and goes as 0.
-        reference: in plain torch, from parameters, gradients, lists of moments, each t and the numbers,
-            in place. It may write to the gradients.
+        reference: in plain torch, from parameters, gradients, lists of moments, each t, the numbers and
+            the number of each tensor, in place. It may write to the gradients.
+        direction: for Triton, as `update` but to the direction of the step in place of the parameter;
+            then `prepare` finds the norms of parameters and directions.
     """
 
     moments: int
     prepare: Any
     update: Any
     reference: Callable[
-        [list[Tensor], list[Tensor], list[list[Tensor]], list[float], list[float]], None
+        [list[Tensor], list[Tensor], list[list[Tensor]], list[float], list[float], list[float]], None
     ]
+    direction: Any = None
 
 
 @torch.no_grad()
@@ -79,6 +90,9 @@ def step(
     steps: Sequence[Tensor],
     *,
     models: Sequence[Tensor] | None = None,
+    lows: Sequence[Tensor] | None = None,
+    of_tensor: Tensor | None = None,
+    seed: int | None = None,
     inv_scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -90,11 +104,14 @@ def step(
     Args:
         rule: the optimizer's formula.
         numbers: the hyper-parameters, in the order that the rule has them; a tensor has one element.
-        params: what is stepped: FP32 masters, or the model's parameters.
+        params: what is stepped: FP32 masters, or the model's parameters or weights.
         grads: their gradients, scaled or not.
         moments: one list for each moment of the rule.
         steps: how many steps each parameter has taken, float32 `[]`, on its device.
         models: the weights of the model that `params` are masters of.
+        lows: the low halves of the masters whose high halves `params` are; not with `models`.
+        of_tensor: float32 `[n]`, a number for each tensor, for a rule that takes one.
+        seed: for stochastic rounding of moments in bfloat16; None rounds all to nearest even.
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
         clip: the same again.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
@@ -105,7 +122,8 @@ def step(
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    written = [params, *moments, *([] if models is None else [models])]
+    others = [tensors for tensors in (models, lows) if tensors is not None]
+    written = [params, *moments, *others]
     lists = [real_values(tensors) for tensors in (params, grads, *written[1:])]
     todo = plan(*lists, block=BLOCK, numbers=steps, backend=backend)
     rest = list(todo.rest)
@@ -114,44 +132,67 @@ def step(
             rest.append(part.indices)
             continue
         dtypes = iter(map(dtype_of, part.dtypes))
-        launch(
-            step_kernel,
-            len(part.chunks),
-            part.device,
-            part.rows,
-            part.chunks,
-            len(part.indices),
-            _on_device(tuple(numbers), part.device),
-            *(None if x is None else to_device(x, part.device) for x in (inv_scale, clip, found_inf)),
-            _ticket(part.device, stream_of(part.device)),
-            PREPARE=rule.prepare,
-            UPDATE=rule.update,
-            MAXIMIZE=maximize,
-            PARAM=next(dtypes),
-            GRAD=next(dtypes),
-            FIRST=next(dtypes) if rule.moments > 0 else None,
-            SECOND=next(dtypes) if rule.moments > 1 else None,
-            MODEL=next(dtypes) if models is not None else None,
-            LISTS=len(lists),
-            BLOCK=BLOCK,
-            COUNTERS=COUNTERS,
-            num_warps=WARPS,
-        )
+        factors = [
+            None if x is None else to_device(x, part.device) for x in (inv_scale, clip, found_inf)
+        ]
+        arguments: dict[str, Any] = {
+            "rows": part.rows,
+            "chunks": part.chunks,
+            "n": len(part.indices),
+            "numbers": _on_device(tuple(numbers), part.device),
+            "of_tensor": None if of_tensor is None else to_device(of_tensor, part.device),
+            "n_of_tensor": len(params),
+            "seed": seed,
+            **dict(zip(("inv_scale", "clip", "found_inf"), factors, strict=True)),
+            "PREPARE": rule.prepare,
+            "MAXIMIZE": maximize,
+            "PARAM": next(dtypes),
+            "GRAD": next(dtypes),
+            "FIRST": next(dtypes) if rule.moments > 0 else None,
+            "SECOND": next(dtypes) if rule.moments > 1 else None,
+            "MODEL": next(dtypes) if models is not None else None,
+            "LOW": next(dtypes) if lows is not None else None,
+            "LISTS": len(lists),
+            "BLOCK": BLOCK,
+            "COUNTERS": COUNTERS,
+            "num_warps": WARPS,
+        }
+        if rule.direction is not None:
+            arguments["of_tensor"] = _norms_of_direction(rule, part, arguments)
+        ticket = _ticket(part.device, stream_of(part.device))
+        _launch(part, arguments, UPDATE=rule.update, sums=None, ticket=ticket)
     if rest and (found_inf is None or not found_inf.item()):
         indices = list(itertools.chain.from_iterable(rest))
         counters = [steps[i] for i in indices]
         torch._foreach_add_(counters, 1.0)
         for same in rest:
-            factors = [x for x in (inv_scale, clip) if x is not None]
             _step_in_plain_torch(
                 rule,
                 list(map(float, numbers)),
                 [[tensors[i] for i in same] for tensors in lists],
                 [float(steps[i]) for i in same],
-                factors,
-                maximize,
+                [] if of_tensor is None else of_tensor[list(same)].tolist(),
+                factors=[x for x in (inv_scale, clip) if x is not None],
+                has_lows=lows is not None,
+                seeds=None if seed is None else [(seed, i) for i in same],
+                maximize=maximize,
             )
     increment_version(itertools.chain.from_iterable(written))
+
+
+def _launch(part: Part, arguments: dict[str, Any], **more: Any) -> None:
+    launch(step_kernel, len(part.chunks), part.device, **arguments, **more)
+
+
+def _norms_of_direction(rule: Rule, part: Part, arguments: dict[str, Any]) -> Tensor:
+    """Return the norms of parameters, and after them those of their directions, float32 `[2 * n]`."""
+    n, programs = arguments["n_of_tensor"], len(part.chunks)
+    sums = torch.empty(2 * programs, dtype=torch.float32, device=part.device)
+    _launch(part, arguments, UPDATE=rule.direction, sums=sums, ticket=None)
+    norms = torch.empty(2 * n, dtype=torch.float32, device=part.device)
+    for of_kind, of_chunks in zip(norms.split(n), sums.split(programs), strict=True):
+        norms_of_chunks(part, of_chunks, of_kind)
+    return norms
 
 
 def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tensor:
@@ -174,8 +215,10 @@ def _ticket(device: torch.device, stream: int) -> Tensor:
 
 
 @jit
-def _step_block(param, grad, first, second, model, i, mask, scale, prepared, UPDATE: tl.constexpr):
-    p = wide(tl.load(param + i, mask=mask, other=0.0), tl.float32)
+def _load_block(param, grad, first, second, low, i, mask, scale):
+    p = tl.load(param + i, mask=mask, other=0.0)
+    if low is not None:
+        p = decode_block(p, tl.load(low + i, mask=mask, other=0))
     g = wide(tl.load(grad + i, mask=mask, other=0.0), tl.float32) * scale
     m = 0.0
     v = 0.0
@@ -183,25 +226,100 @@ def _step_block(param, grad, first, second, model, i, mask, scale, prepared, UPD
         m = wide(tl.load(first + i, mask=mask, other=0.0), tl.float32)
     if second is not None:
         v = wide(tl.load(second + i, mask=mask, other=0.0), tl.float32)
+    return wide(p, tl.float32), g, m, v
+
+
+@jit
+def _mixed(x):
+    """Return 32 bits that look random, for any 32 bits.
+
+    Source: the hash `triple32` of Wellons' hash-prospector (public domain).
+    """
+    x ^= x >> 17
+    x *= 0xED5AD4BB
+    x ^= x >> 11
+    x *= 0xAC4C1B51
+    x ^= x >> 15
+    x *= 0x31848BAB
+    return x ^ (x >> 14)
+
+
+@jit
+def _narrow_moment(x, dtype: tl.constexpr, noise):
+    """Return a moment in its dtype, rounded by 16 random bits if there are any."""
+    result = narrow(x, dtype)
+    if noise is not None:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.uint32, bitcast=True)
+            high = ((bits + noise) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            result = tl.where((bits & 0x7F800000) == 0x7F800000, result, high)  # inf, NaN
+    return result
+
+
+@jit
+def _step_block(
+    param,
+    grad,
+    first,
+    second,
+    model,
+    low,
+    i,
+    mask,
+    scale,
+    prepared,
+    start,
+    key,
+    UPDATE: tl.constexpr,
+):
+    p, g, m, v = _load_block(param, grad, first, second, low, i, mask, scale)
     p, m, v = UPDATE(p, g, m, v, prepared)
-    tl.store(param + i, narrow(p, param.dtype.element_ty), mask=mask)
+    if low is not None:
+        high, rest = encode_block(p, param.dtype.element_ty, low.dtype.element_ty)
+        tl.store(param + i, high, mask=mask)
+        tl.store(low + i, rest, mask=mask)
+    else:
+        tl.store(param + i, narrow(p, param.dtype.element_ty), mask=mask)
+    noise1 = None
+    noise2 = None
+    if key is not None:
+        random = _mixed(_mixed((start + i).to(tl.uint32) ^ key) + key)
+        noise1 = random & 0xFFFF
+        noise2 = random >> 16
     if first is not None:
-        tl.store(first + i, narrow(m, first.dtype.element_ty), mask=mask)
+        tl.store(first + i, _narrow_moment(m, first.dtype.element_ty, noise1), mask=mask)
     if second is not None:
-        tl.store(second + i, narrow(v, second.dtype.element_ty), mask=mask)
+        tl.store(second + i, _narrow_moment(v, second.dtype.element_ty, noise2), mask=mask)
     if model is not None:
         tl.store(model + i, narrow(p, model.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["n", "numbers", "inv_scale", "clip", "found_inf", "ticket"])
+@jit
+def _measure_block(param, grad, first, second, low, i, mask, scale, prepared, DIRECTION: tl.constexpr):
+    p, g, m, v = _load_block(param, grad, first, second, low, i, mask, scale)
+    u, m, v = DIRECTION(p, g, m, v, prepared)
+    u = tl.where(mask, u, 0.0)
+    return tl.sum(p * p, axis=0), tl.sum(u * u, axis=0)
+
+
+@jit(
+    do_not_specialize=[
+        *("n", "numbers", "of_tensor", "n_of_tensor", "seed"),
+        *("inv_scale", "clip", "found_inf", "sums", "ticket"),
+    ]
+)
 def step_kernel(
     rows,
     chunks,
     n,
     numbers,
+    of_tensor,
+    n_of_tensor,
+    seed,
     inv_scale,
     clip,
     found_inf,
+    sums,
     ticket,
     PREPARE: tl.constexpr,
     UPDATE: tl.constexpr,
@@ -211,12 +329,14 @@ def step_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     MODEL: tl.constexpr,
+    LOW: tl.constexpr,
     LISTS: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
     """Step one chunk. The program that finishes last counts the step of each tensor.
 
+    With `sums`, `[2, chunks]`, it steps nothing, and sums the squares of parameter and direction.
     LISTS: how many lists of tensors there are; after their addresses comes that of the step.
     """
     row, start, length = locate(chunks, rows, LISTS + 1, BLOCK)
@@ -230,7 +350,13 @@ def step_kernel(
     if clip is not None:
         scale *= tl.load(clip)
     t = tl.load(tl.load(row + LISTS).to(tl.pointer_type(tl.float32))) + 1.0
-    prepared = PREPARE(numbers, t)
+    index = tl.load(row + LISTS + 2)
+    if of_tensor is not None:
+        of_tensor += index
+    prepared = PREPARE(numbers, t, of_tensor, n_of_tensor)
+    key = None
+    if seed is not None:
+        key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) + t.to(tl.uint32)) + index.to(tl.uint32))
 
     param, grad = tl.load(row), tl.load(row + 1)
     addresses = param | grad
@@ -240,48 +366,97 @@ def step_kernel(
     if SECOND is not None:
         second = tl.load(row + 3)
         addresses |= second
-    if MODEL is not None:
-        model = tl.load(row + LISTS - 1)
-        addresses |= model
+    if MODEL is not None or LOW is not None:
+        other = tl.load(row + LISTS - 1)
+        addresses |= other
     vectors = vector_length(addresses, length)
     i = tl.arange(0, BLOCK)
-    _step_block(
-        tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
-        tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
-        None if FIRST is None else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
-        None
-        if SECOND is None
-        else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
-        None if MODEL is None else tl.multiple_of(model.to(tl.pointer_type(MODEL)), ALIGNMENT) + start,
-        i,
-        i < vectors,
-        scale,
-        prepared,
-        UPDATE,
-    )
-    for tail in range(vectors, length, STEP):
-        j = tail + tl.arange(0, STEP)
-        _step_block(
-            param.to(tl.pointer_type(PARAM)) + start,
-            grad.to(tl.pointer_type(GRAD)) + start,
-            None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
-            None if SECOND is None else second.to(tl.pointer_type(SECOND)) + start,
-            None if MODEL is None else model.to(tl.pointer_type(MODEL)) + start,
-            j,
-            j < length,
+    of_param = 0.0
+    of_direction = 0.0
+    if sums is not None:
+        of_param, of_direction = _measure_block(
+            tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
+            tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
+            None
+            if FIRST is None
+            else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
+            None
+            if SECOND is None
+            else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
+            None if LOW is None else tl.multiple_of(other.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
+            i,
+            i < vectors,
             scale,
             prepared,
             UPDATE,
         )
-
-    tl.debug_barrier()  # every thread has read its step
-    if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        for at in range(0, n, COUNTERS):
-            k = at + tl.arange(0, COUNTERS)
-            counter = tl.load(rows + k * (LISTS + 3) + LISTS, mask=k < n, other=0)
-            counter = counter.to(tl.pointer_type(tl.float32))
-            tl.store(counter, tl.load(counter, mask=k < n, other=0.0) + taken, mask=k < n)
-        tl.store(ticket, 0)
+    else:
+        _step_block(
+            tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
+            tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
+            None
+            if FIRST is None
+            else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
+            None
+            if SECOND is None
+            else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
+            None
+            if MODEL is None
+            else tl.multiple_of(other.to(tl.pointer_type(MODEL)), ALIGNMENT) + start,
+            None if LOW is None else tl.multiple_of(other.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
+            i,
+            i < vectors,
+            scale,
+            prepared,
+            start,
+            key,
+            UPDATE,
+        )
+    for tail in range(vectors, length, STEP):
+        j = tail + tl.arange(0, STEP)
+        if sums is not None:
+            more_of_param, more_of_direction = _measure_block(
+                param.to(tl.pointer_type(PARAM)) + start,
+                grad.to(tl.pointer_type(GRAD)) + start,
+                None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
+                None if SECOND is None else second.to(tl.pointer_type(SECOND)) + start,
+                None if LOW is None else other.to(tl.pointer_type(LOW)) + start,
+                j,
+                j < length,
+                scale,
+                prepared,
+                UPDATE,
+            )
+            of_param += more_of_param
+            of_direction += more_of_direction
+        else:
+            _step_block(
+                param.to(tl.pointer_type(PARAM)) + start,
+                grad.to(tl.pointer_type(GRAD)) + start,
+                None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
+                None if SECOND is None else second.to(tl.pointer_type(SECOND)) + start,
+                None if MODEL is None else other.to(tl.pointer_type(MODEL)) + start,
+                None if LOW is None else other.to(tl.pointer_type(LOW)) + start,
+                j,
+                j < length,
+                scale,
+                prepared,
+                start,
+                key,
+                UPDATE,
+            )
+    if sums is not None:
+        tl.store(sums + tl.program_id(0), of_param)
+        tl.store(sums + tl.num_programs(0) + tl.program_id(0), of_direction)
+    else:
+        tl.debug_barrier()  # every thread has read its step
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            for at in range(0, n, COUNTERS):
+                k = at + tl.arange(0, COUNTERS)
+                counter = tl.load(rows + k * (LISTS + 3) + LISTS, mask=k < n, other=0)
+                counter = counter.to(tl.pointer_type(tl.float32))
+                tl.store(counter, tl.load(counter, mask=k < n, other=0.0) + taken, mask=k < n)
+            tl.store(ticket, 0)
 
 
 @jit
@@ -302,7 +477,11 @@ def _step_in_plain_torch(
     numbers: list[float],
     lists: list[list[Tensor]],
     steps: list[float],
+    of_tensor: list[float],
+    *,
     factors: Sequence[Tensor],
+    has_lows: bool,
+    seeds: list[tuple[int, int]] | None,
     maximize: bool,
 ) -> None:
     """Do `step` on tensors of one device and combination of dtypes, in FP32 or FP64."""
@@ -312,13 +491,38 @@ def _step_in_plain_torch(
         tensors if dtype is to else [tensor.to(to) for tensor in tensors]
         for tensors, dtype in zip(lists[: 2 + rule.moments], dtypes, strict=False)
     ]
+    if has_lows:
+        params = [decode(*halves) for halves in zip(lists[0], lists[-1], strict=True)]
     if grads is lists[1]:
         grads = [grad.clone() for grad in grads]
     for factor in factors:
         torch._foreach_mul_(grads, to_device(factor, grads[0].device)[0].to(to))
     if maximize:
         torch._foreach_neg_(grads)
-    rule.reference(params, grads, moments, steps, numbers)
-    for tensors, result in zip([lists[0], *lists[2:]], [params, *moments, params], strict=False):
-        if tensors is not result:
-            torch._foreach_copy_(tensors, result)
+    rule.reference(params, grads, moments, steps, numbers, of_tensor)
+    for i, (tensors, results) in enumerate(zip(lists[2 : 2 + rule.moments], moments, strict=True)):
+        if seeds is not None and tensors[0].dtype is torch.bfloat16:
+            for tensor, result, seed, t in zip(tensors, results, seeds, steps, strict=True):
+                _round_stochastically(result, tensor, hash((*seed, i, t)))
+        elif tensors is not results:
+            torch._foreach_copy_(tensors, results)
+    if has_lows:
+        for master, weight, low in zip(params, lists[0], lists[-1], strict=True):
+            high, rest = encode(master, weight.dtype, low.dtype)
+            weight.copy_(high)
+            low.copy_(rest)
+        return
+    for tensors in (lists[0], *lists[2 + rule.moments :]):
+        if tensors is not params:
+            torch._foreach_copy_(tensors, params)
+
+
+def _round_stochastically(source: Tensor, target: Tensor, seed: int) -> None:
+    """Write float32 to bfloat16, up or down with the probability that makes the mean right."""
+    generator = torch.Generator(source.device).manual_seed(seed)
+    bits = source.view(torch.int32)
+    noise = torch.randint(
+        2**16, source.shape, generator=generator, dtype=torch.int32, device=source.device
+    )
+    rounded = ((bits + noise) >> 16).short().view(torch.bfloat16)
+    target.copy_(torch.where(source.isfinite(), rounded, source.bfloat16()))

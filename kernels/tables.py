@@ -27,6 +27,8 @@ from amp.kernels.backend import uses_triton
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+_TAKEN = {*FLOATING, torch.int16}  # the low bits of masters, see amp.kernels.split
+
 T = TypeVar("T")
 
 _KEPT = 64
@@ -163,7 +165,7 @@ def check_lists(*lists: Sequence[Tensor]) -> None:
         raise ValueError(f"the lists have {', '.join(str(len(t)) for t in lists)} tensors")
     for i, tensors in enumerate(zip(*lists, strict=True)):
         for tensor in tensors:
-            if tensor.dtype not in FLOATING:
+            if tensor.dtype not in _TAKEN:
                 raise UnsupportedTensorError(
                     f"tensor {i} of shape {tuple(tensor.shape)} is {tensor.dtype}; kernels take "
                     "float16, bfloat16, float32 and float64",

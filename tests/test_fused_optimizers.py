@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from amp.errors import AmpRuntimeError, AmpValueError
+from amp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLion,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from tests.models import initialize
 
 LR = 1e-2
 STEPS = 60
@@ -368,3 +377,211 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing() -> None
     assert after["param_groups"] == before["param_groups"]
     for key, entry in before["state"].items():
         assert all(torch.equal(entry[name], after["state"][key][name]) for name in entry)
+
+
+class NovoGrad(torch.optim.Optimizer):
+    """The formula of the paper, with apex's bias correction, tensor by tensor."""
+
+    def __init__(self, params: Any, inside: bool, init_zero: bool, largest: bool) -> None:
+        super().__init__(params, {})
+        self.inside, self.init_zero, self.largest = inside, init_zero, largest
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                norm = p.grad.abs().max() if self.largest else p.grad.norm()
+                first = torch.zeros_like(norm) if self.init_zero else norm
+                state = self.state[p] or {"t": 0, "m": torch.zeros_like(p), "v": first}
+                self.state[p] = state
+                state["t"] += 1
+                if self.largest:
+                    state["v"] = 0.98 * state["v"] + (1 - 0.98) * norm
+                else:
+                    state["v"] = (0.98 * state["v"] ** 2 + (1 - 0.98) * norm**2).sqrt()
+                d = state["v"] / (1 - 0.98 ** state["t"]) ** 0.5 + 1e-8
+                scaled = p.grad / d + 0.1 * p if self.inside else p.grad
+                state["m"] = 0.95 * state["m"] + (1 - 0.95) * scaled
+                mean = state["m"] / (1 - 0.95 ** state["t"])
+                p -= LR * (mean if self.inside else mean / d + 0.1 * p)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("init_zero", [False, True])
+@pytest.mark.parametrize("norm_type", [0, 2])
+def test_novograd(inside: bool, init_zero: bool, norm_type: int) -> None:
+    net, exact = model(), model(torch.float64)
+    optimizer = FusedNovoGrad(
+        net.parameters(),
+        lr=LR,
+        betas=(0.95, 0.98),
+        weight_decay=0.1,
+        reg_inside_moment=inside,
+        init_zero=init_zero,
+        norm_type=norm_type,
+    )
+    train(net, optimizer)
+    train(exact, NovoGrad(exact.parameters(), inside, init_zero, norm_type == 0), torch.float64)
+    assert_near(net, exact)
+    back = copy.deepcopy(net)
+    returned = FusedNovoGrad(back.parameters())
+    returned.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, b in zip(
+        continued(net, optimizer).parameters(), continued(back, returned).parameters(), strict=True
+    ):
+        assert torch.equal(p, b)
+
+
+def test_norms_of_apexs_novograd_load() -> None:
+    """It keeps them in the group, in one tensor for float16 parameters and one for the others."""
+    net = model()
+    optimizer = FusedNovoGrad(net.parameters(), lr=LR)
+    train(net, optimizer, steps=3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    norms = torch.stack([saved["state"][i].pop("exp_avg_sq") for i in range(4)])
+    for entry in saved["state"].values():
+        del entry["step"]
+    saved["param_groups"][0] |= {"step": 3, "exp_avg_sq": [torch.empty(0), norms]}
+    loaded = copy.deepcopy(net)
+    other = FusedNovoGrad(loaded.parameters())
+    other.load_state_dict(saved)
+    for p, b in zip(
+        continued(net, optimizer).parameters(), continued(loaded, other).parameters(), strict=True
+    ):
+        assert torch.equal(p, b)
+    saved["param_groups"][0]["exp_avg_sq"] = [torch.empty(0), norms[:3]]
+    with pytest.raises(AmpValueError, match="3 norms for 4 parameters"):
+        other.load_state_dict(saved)
+
+
+def test_lamb_steps_as_far_as_a_weight_is_long() -> None:
+    net, start = model(), model()
+    train(net, FusedLAMB(net.parameters(), lr=LR, max_grad_norm=None), steps=1)
+    for p, s in zip(net.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close((p - s).norm(), LR * s.norm(), rtol=1e-4, atol=0)
+    net = model()
+    train(net, FusedLAMB(net.parameters(), lr=LR, weight_decay=0.0), steps=1)
+    for p, s in zip(net.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close((p - s).abs(), torch.full_like(p, LR), rtol=1e-2, atol=0)
+    net = model()
+    train(net, FusedLAMB(net.parameters(), lr=LR, weight_decay=0.0, use_nvlamb=True), steps=1)
+    for p, s in zip(net.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close((p - s).norm(), LR * s.norm(), rtol=1e-4, atol=0)
+
+
+MAKERS: dict[str, Any] = {
+    "FusedAdagrad": FusedAdagrad,
+    "FusedAdam": FusedAdam,
+    "FusedLAMB": FusedLAMB,
+    "FusedLion": FusedLion,
+    "FusedNovoGrad": FusedNovoGrad,
+    "FusedSGD": lambda params, **options: FusedSGD(params, **{"lr": LR, "momentum": 0.9, **options}),
+}
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_clipping_inside_is_clipping_before(name: str, level: str | None) -> None:
+    """Over all groups together, with a session and without, whoever looks at the gradients."""
+    ends = []
+    for how in ("inside", "inside, looked at", "before"):
+        net = model()
+        options = {"max_grad_norm": 0.3 if how != "before" else None, "lr": LR}
+        optimizer = MAKERS[name](two_groups_of(net), **options)
+        if level is not None:
+            loss_scale = {"init": 64} if level in ("O1", "O2") else 64.0
+            net, optimizer = initialize(net, optimizer, level, loss_scale=loss_scale)
+        for x, y in batches()[:8]:
+            loss = (net(x) - y).square().mean() * 10
+            if level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            if how == "inside, looked at":
+                assert all(p.grad is not None for p in amp.master_params(optimizer))
+            if how == "before":
+                total = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.3)
+                assert total > 1
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(list(amp.master_params(optimizer)))
+    for inside, looked_at, before in zip(*ends, strict=True):
+        torch.testing.assert_close(inside, before, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(looked_at, before, rtol=1e-4, atol=1e-6)
+
+
+def two_groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    params = list(net.parameters())
+    return [{"params": params[:1]}, {"params": params[1:], "lr": LR / 2}]
+
+
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_moments_in_16_bits_stay_near_and_resume_exactly(name: str, level: str | None) -> None:
+    def make(state_dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
+        torch.manual_seed(3)
+        net = model()
+        optimizer = MAKERS[name](net.parameters(), lr=1e-3, state_dtype=state_dtype)
+        return (net, optimizer) if level is None else initialize(net, optimizer, level)
+
+    def run(net: nn.Module, optimizer: Any, some: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        for x, y in some:
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+        return list(amp.master_params(optimizer))
+
+    exact = run(*make(None), batches())
+    net, optimizer = make(torch.bfloat16)
+    first = run(net, optimizer, batches()[:40])
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    moments = {
+        value.dtype for state in optimizer.state.values() for value in state.values() if value.dim()
+    }
+    assert moments == {torch.bfloat16}
+    last = run(net, optimizer, batches()[40:])
+    for p, e in zip(last, exact, strict=True):
+        torch.testing.assert_close(p, e, rtol=0, atol=0.1 * 1e-3 * STEPS)
+    resumed_net, resumed = make(torch.bfloat16)
+    torch.manual_seed(99)
+    resumed_net.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for p, r in zip(last, run(resumed_net, resumed, batches()[40:]), strict=True):
+        assert torch.equal(p, r)
+    assert len(first) == len(last)
+
+
+def test_moments_change_their_dtype_with_the_optimizer_that_loads_them() -> None:
+    net = model()
+    wide = FusedAdam(net.parameters())
+    train(net, wide, steps=2)
+    narrow = FusedAdam(net.parameters(), state_dtype=torch.bfloat16)
+    narrow.load_state_dict(copy.deepcopy(wide.state_dict()))
+    for p in net.parameters():
+        assert torch.equal(narrow.state[p]["exp_avg"], wide.state[p]["exp_avg"].bfloat16())
+    wide.load_state_dict(copy.deepcopy(narrow.state_dict()))
+    for p in net.parameters():
+        assert torch.equal(narrow.state[p]["exp_avg_sq"].float(), wide.state[p]["exp_avg_sq"])
+    with pytest.raises(AmpValueError, match="state_dtype=torch.float16 is not one of torch.bfloat16"):
+        FusedAdam(net.parameters(), state_dtype=torch.float16)
+
+
+def test_a_parameter_that_changes_between_steps_is_named() -> None:
+    net = model()
+    optimizer = FusedAdam(list(net.named_parameters()), lr=LR)
+    train(net, optimizer, steps=1)
+    net[2].half()
+    before = copy.deepcopy(net)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(
+        AmpRuntimeError, match=r"'2.weight', .* is torch.float16 and its exp_avg torch.fl"
+    ):
+        optimizer.step()
+    assert all(map(torch.equal, net.parameters(), before.parameters()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp.optimizers.fused import Formula, FusedOptimizer, check_range
@@ -26,6 +27,8 @@ class FusedAdagrad(FusedOptimizer):
         lr_decay: how fast the rate falls with the steps.
         initial_accumulator_value: what the sum starts at.
         maximize: whether to step along the gradients.
+        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range.
@@ -45,6 +48,8 @@ class FusedAdagrad(FusedOptimizer):
         lr_decay: float | Tensor = 0.0,
         initial_accumulator_value: float = 0.0,
         maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -57,7 +62,7 @@ class FusedAdagrad(FusedOptimizer):
             "foreach": None,
             "differentiable": False,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
@@ -30,6 +31,8 @@ class FusedAdam(FusedOptimizer):
         capturable: accepted for apex's sake: every step can be captured where Triton runs.
         master_weights: must be False: masters are the session's.
         maximize: whether to step along the gradients.
+        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
@@ -52,6 +55,8 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if master_weights:
             raise AmpValueError(
@@ -72,7 +77,7 @@ class FusedAdam(FusedOptimizer):
             "foreach": None,
             "differentiable": False,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):

@@ -7,6 +7,7 @@ a session, which lets it write the model's 16-bit weights too; see `amp.scaledgr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from copy import copy
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from amp.distributed import groups_of_shards, reduce_norm
 from amp.dtypes import SCALABLE
-from amp.errors import AmpTypeError, AmpValueError
-from amp.scaledgrads import StepInputs
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.scaledgrads import Incoming, StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +34,28 @@ class Formula(NamedTuple):
     numbers: Sequence[float | Tensor]
 
 
-class _Work(NamedTuple):
-    """What one launch of a group's step is given."""
+class Launch(NamedTuple):
+    """What one launch of a group's step is given.
+
+    Attributes:
+        group: the group.
+        formula: how it is stepped.
+        stepped: what is in the group and has the state: parameters or masters.
+        params: the same, or weights that are masters with their `lows`.
+        grads: their gradients, scaled or not.
+        models: 16-bit weights to write, for masters.
+        lows: the low halves of masters that have no other place.
+        seed: for the rounding of moments.
+    """
 
     group: dict[str, Any]
     formula: Formula
+    stepped: list[Tensor]
     params: list[Tensor]
     grads: list[Tensor]
     models: list[Tensor] | None
+    lows: list[Tensor] | None
+    seed: int | None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -49,6 +65,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: parameters, named parameters or groups of them.
         defaults: the hyper-parameters of a group that does not set them.
         set_grad_none: what `zero_grad` does unless it is told.
+        max_grad_norm: what to clip the norm of the gradients of all groups to; 0 or None does not clip.
+            Gradients of DTensors count with all their shards, others once on each rank.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits, rounded stochastically with a seed
+            that comes from `torch.initial_seed()` and is in the state dict; None keeps them in the
+            dtype of what is stepped.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range or not a number.
@@ -60,8 +81,25 @@ class FusedOptimizer(torch.optim.Optimizer):
     _required: frozenset[str]
     """What every saved group of this optimizer has."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
-        super().__init__(params, {**defaults, "fused": True, "set_grad_none": set_grad_none})
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        set_grad_none: bool,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        if max_grad_norm is not None:
+            check_range("max_grad_norm", max_grad_norm)
+        check_state_dtype(state_dtype)
+        of_all = {
+            "fused": True,
+            "set_grad_none": set_grad_none,
+            "max_grad_norm": max_grad_norm,
+            "state_dtype": state_dtype,
+            "seed": torch.initial_seed() % 2**31,
+        }
+        super().__init__(params, {**defaults, **of_all})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take it that a subclass's own `step` looks at gradients, unless it says that it does not."""
@@ -83,6 +121,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return what moments start at."""
         return 0.0
 
+    def _scalars(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of what the state has once for a whole parameter, besides its steps."""
+        return ()
+
+    def _from_group(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:
+        """Move what a saved group holds for its parameters to their state."""
+
+    def _of_tensor(
+        self,
+        launch: Launch,
+        states: Sequence[dict[str, Tensor]],
+        inputs: StepInputs,
+        clip: Tensor | None,
+    ) -> Tensor | None:
+        """Return a number for each parameter, float32 `[n]`, if the rule takes one."""
+        return None
+
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         """Return the steps of a saved state that does not count them, or None."""
         return None
@@ -92,6 +147,32 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     # Groups and state.
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What the norm of all gradients is clipped to; None does not clip."""
+        return self.defaults["max_grad_norm"] or None
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """The dtype of the moments; None for that of what is stepped. Moments there are follow it."""
+        dtype: torch.dtype | None = self.defaults["state_dtype"]
+        return dtype
+
+    @state_dtype.setter
+    def state_dtype(self, dtype: torch.dtype | None) -> None:
+        check_state_dtype(dtype)
+        self.defaults["state_dtype"] = dtype
+        self._cast_moments()
+
+    def _cast_moments(self) -> None:
+        for group in self.param_groups:
+            group["state_dtype"] = self.state_dtype
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                for name in self._moments(group):
+                    if name in state:
+                        state[name] = state[name].to(self.state_dtype or parameter.dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group` does.
@@ -116,11 +197,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"] = [
             {**group, "fused": True} for group in state_dict["param_groups"]
         ]
-        state = state_dict["state"] = dict(state_dict["state"])
+        state = state_dict["state"] = {key: dict(e) for key, e in state_dict["state"].items()}
         for i, group in enumerate(groups):
             if missing := self._required - group.keys():
                 raise self._is_foreign(f"group {i}", missing, group)
             self._check_group({**self.defaults, **group})
+            self._from_group(group, state)
             steps = group.pop("step", None)  # apex counts the steps of a group
             for key in group["params"]:
                 entry = {name: v for name, v in state.pop(key, {}).items() if v is not None}
@@ -128,7 +210,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     continue
                 taken = self._steps_taken(entry) if steps is None else steps
                 entry = state[key] = {"step": taken, **entry}
-                names = ("step", *self._moments({**self.defaults, **group}))
+                of_group = {**self.defaults, **group}
+                names = ("step", *self._moments(of_group), *self._scalars(of_group))
                 missing = {name for name in names if entry.get(name) is None}
                 if missing:
                     raise self._is_foreign(f"the state of parameter {key}", missing, entry)
@@ -136,6 +219,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         super().load_state_dict(state_dict)
+        for loaded, group in zip(self.param_groups, groups, strict=True):
+            for parameter, key in zip(loaded["params"], group["params"], strict=True):
+                for name in self._scalars(group) if key in state else ():  # torch has cast it
+                    scalar = torch.as_tensor(state[key][name], dtype=torch.float32)
+                    self.state[parameter][name] = scalar.to(parameter.device, copy=True)
+        self._cast_moments()
 
     def _is_foreign(self, what: str, missing: Set[str], found: Mapping[str, Any]) -> AmpValueError:
         return AmpValueError(
@@ -172,23 +261,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         inputs = self._inputs()
-        work = [
+        launches = [
             launch
             for i, group in enumerate(self.param_groups)
-            for launch in self._work_of(i, group, inputs.grads)
+            for launch in self._launches_of(i, group, inputs.grads)
         ]
-        for group, formula, params, grads, models in work:
-            states = [self._state_of(parameter, group) for parameter in params]
+        clip = self._clip(launches, inputs)
+        for launch in launches:
+            states = self._states_of(launch)
             step(
-                *formula,
-                params,
-                grads,
-                [[state[name] for state in states] for name in self._moments(group)],
+                *launch.formula,
+                launch.params,
+                launch.grads,
+                [[state[name] for state in states] for name in self._moments(launch.group)],
                 [state["step"] for state in states],
-                models=models,
+                models=launch.models,
+                lows=launch.lows,
+                of_tensor=self._of_tensor(launch, states, inputs, clip),
+                seed=launch.seed,
                 inv_scale=inputs.inv_scale,
+                clip=clip,
                 found_inf=inputs.found_inf,
-                maximize=group["maximize"],
+                maximize=launch.group["maximize"],
             )
         return loss
 
@@ -206,44 +300,102 @@ class FusedOptimizer(torch.optim.Optimizer):
             None,
         )
 
-    def _work_of(
-        self,
-        index: int,
-        group: dict[str, Any],
-        scaled: Mapping[Tensor, tuple[Tensor, Tensor | None]],
-    ) -> Iterator[_Work]:
-        """Return what a group's launches are given, and change nothing."""
+    def _launches_of(
+        self, index: int, group: dict[str, Any], scaled: Mapping[Tensor, Incoming]
+    ) -> Iterator[Launch]:
+        """Return what a group's launches are given. Nothing is written."""
         self._check_group(group)
-        alone: list[tuple[Tensor, Tensor, Any]] = []
-        masters: list[tuple[Tensor, Tensor, Any]] = []
+        kinds: dict[tuple[bool, bool], list[tuple[Tensor, Incoming]]] = {}
         for parameter in group["params"]:
-            grad, model = scaled.get(parameter) or (parameter.grad, None)
-            if grad is None:
-                continue
-            if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
-                kind = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"
-                raise AmpTypeError(
-                    f"the gradient of {_name(parameter, index, group)} is {kind}; "
-                    f"{type(self).__name__} takes dense float16, bfloat16, float32 and float64"
-                )
-            (alone if model is None else masters).append((parameter, grad, model))
+            incoming = scaled.get(parameter)
+            if incoming is None:
+                if parameter.grad is None:
+                    continue
+                incoming = Incoming(parameter.grad, None, None)
+            self._check_gradient(incoming.grad, parameter, index, group)
+            kind = (incoming.model is not None, incoming.low is not None)
+            kinds.setdefault(kind, []).append((parameter, incoming))
         formula = self._formula(group)
-        for entries in (alone, masters):
-            if entries:
-                params, grads, models = map(list, zip(*entries, strict=True))
-                yield _Work(group, formula, params, grads, models if entries is masters else None)
+        for number, ((has_model, has_low), entries) in enumerate(kinds.items()):
+            stepped = [parameter for parameter, _ in entries]
+            models: Any = [incoming.model for _, incoming in entries]
+            yield Launch(
+                group,
+                formula,
+                stepped,
+                models if has_low else stepped,
+                [incoming.grad for _, incoming in entries],
+                models if has_model and not has_low else None,
+                [incoming.low for _, incoming in entries] if has_low else None,  # type: ignore[misc]
+                None if self.state_dtype is None else group["seed"] + 4 * index + number,
+            )
 
-    def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
+    def _check_gradient(
+        self, grad: Tensor, parameter: Tensor, index: int, group: dict[str, Any]
+    ) -> None:
+        """Raise if a gradient, or the state, is not what a step takes."""
+        if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
+            kind = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"
+            raise AmpTypeError(
+                f"the gradient of {_name(parameter, index, group)} is {kind}; "
+                f"{type(self).__name__} takes dense float16, bfloat16, float32 and float64"
+            )
+        state = self.state.get(parameter)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name in self._moments(group):
-                state[name] = torch.full_like(
-                    parameter, self._first_moment(group), memory_format=torch.preserve_format
+            return
+        for name in self._moments(group):
+            moment = state[name]
+            if moment.dtype is not (self.state_dtype or parameter.dtype):
+                raise AmpRuntimeError(
+                    f"{_name(parameter, index, group)} is {parameter.dtype} and its {name} "
+                    f"{moment.dtype}: the parameter's dtype was changed after its first step. Change "
+                    "it before, and make a new optimizer"
                 )
-        elif state["step"].device != parameter.device:  # a loaded one
-            state["step"] = state["step"].to(parameter.device, non_blocking=True)
-        return state
+            if moment.device != grad.device:
+                raise AmpRuntimeError(
+                    f"the gradient of {_name(parameter, index, group)} is on {grad.device} and its "
+                    f"{name} on {moment.device}: the model was moved after its first step. Move it "
+                    "before, or load the optimizer's state dict into a new optimizer"
+                )
+
+    def _clip(self, launches: Sequence[Launch], inputs: StepInputs) -> Tensor | None:
+        """Return what clipping multiplies the unscaled gradients by, float32 `[1]`. No host sync."""
+        max_norm = self.max_grad_norm
+        if max_norm is None or inputs.clip is not None or not launches:
+            return inputs.clip
+        from amp.kernels.l2norm import clip_factor, l2norm  # loads Triton
+
+        by_ranks: dict[tuple[Any, ...], list[Tensor]] = {}
+        for grad in itertools.chain.from_iterable(launch.grads for launch in launches):
+            by_ranks.setdefault(tuple(groups_of_shards([grad])), []).append(grad)
+        if by_ranks.keys() == {()}:
+            return l2norm(by_ranks[()], inputs.inv_scale, max_norm=max_norm).clip
+        norms = [
+            reduce_norm(l2norm(grads, inputs.inv_scale).total, ranks)
+            for ranks, grads in by_ranks.items()
+        ]
+        together = torch.stack([norm.to(norms[0].device) for norm in norms])
+        return clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
+
+    def _states_of(self, launch: Launch) -> list[dict[str, Tensor]]:
+        """Return the state of what is stepped, made now where there is none."""
+        states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in launch.stepped]
+        for state, like in zip(states, launch.params, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=like.device)
+                whole = like.dtype if launch.lows is None else torch.float32
+                for name in self._moments(launch.group):
+                    state[name] = torch.full_like(
+                        like,
+                        self._first_moment(launch.group),
+                        dtype=self.state_dtype or whole,
+                        memory_format=torch.preserve_format,
+                    )
+                for name in self._scalars(launch.group):
+                    state[name] = torch.zeros_like(state["step"])
+            elif state["step"].device != like.device:  # a loaded one
+                state["step"] = state["step"].to(like.device, non_blocking=True)
+        return states
 
 
 def _name(parameter: Tensor, index: int, group: dict[str, Any]) -> str:
@@ -269,6 +421,12 @@ def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf
     if not low <= float(value) < below:
         limits = f"at least {low:g}" + (f" and below {below:g}" if below < math.inf else " and finite")
         raise AmpValueError(f"{name}={float(value):g} must be {limits}")
+
+
+def check_state_dtype(dtype: Any) -> None:
+    """Raise AmpValueError unless moments can be kept in it."""
+    if dtype not in (None, torch.bfloat16):
+        raise AmpValueError(f"state_dtype={dtype!r} is not one of torch.bfloat16, None")
 
 
 def check_betas(betas: Any) -> None:

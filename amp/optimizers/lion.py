@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
@@ -22,6 +23,8 @@ class FusedLion(FusedOptimizer):
         weight_decay: decoupled, as in AdamW; three to ten times AdamW's.
         set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
         maximize: whether to step along the gradients.
+        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range.
@@ -38,9 +41,11 @@ class FusedLion(FusedOptimizer):
         set_grad_none: bool = True,
         *,
         maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         check_range("lr", group["lr"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError
@@ -28,6 +29,8 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: accepted for apex's sake.
         set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
         maximize: whether to step along the gradients.
+        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range, or they do not fit together.
@@ -49,6 +52,8 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
         *,
         maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if lr is None:
             raise AmpTypeError("FusedSGD needs a learning rate: FusedSGD(params, lr=0.1)")
@@ -63,7 +68,7 @@ class FusedSGD(FusedOptimizer):
             "foreach": None,
             "differentiable": False,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "momentum", "dampening", "weight_decay"):

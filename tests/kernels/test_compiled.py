@@ -22,9 +22,12 @@ from amp.kernels import (
     adam,
     axpby,
     l2norm,
+    lamb,
     lion,
     master_copy,
+    novograd,
     sgd,
+    split,
     stepping,
     unscale,
     update_scale,
@@ -55,13 +58,13 @@ POINTERS = {
     **dict.fromkeys(
         (
             *("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"),
-            "numbers",
+            *("numbers", "of_tensor"),
         ),
         "*fp32",
     ),
     "ticket": "*i32",
 }
-COUNTS = {"n": "i32", "n_partials": "i32"}
+COUNTS = {"n": "i32", "n_partials": "i32", "n_of_tensor": "i32", "seed": "i32"}
 
 
 class Case(NamedTuple):
@@ -80,10 +83,39 @@ class Case(NamedTuple):
     writes: Sequence[int] = ()
 
 
+def stepping_case(
+    rule: Any, param: Any, grad: Any, *, model: Any = None, low: Any = None, moment: Any = None
+) -> Case:
+    if moment is None:
+        moment = F32 if model or low else param
+    moments = [moment] * rule.moments
+    constants = {
+        "PREPARE": rule.prepare,
+        "UPDATE": rule.update,
+        "MAXIMIZE": False,
+        **dict(zip(("FIRST", "SECOND"), [*moments, None, None], strict=False)),
+        "PARAM": param,
+        "GRAD": grad,
+        "MODEL": model,
+        "LOW": low,
+        "BLOCK": stepping.BLOCK,
+        "LISTS": 2 + rule.moments + (model is not None) + (low is not None),
+        "COUNTERS": stepping.COUNTERS,
+        "sums": None,
+        "seed": None,
+    }
+    if moment is BF16 and low:
+        del constants["seed"]
+    kept = [SIZE[dtype] for dtype in (param, *moments, low) if dtype]
+    return Case(
+        stepping.step_kernel, constants, [SIZE[grad], *kept], [*kept, *([SIZE[model]] if model else [])]
+    )
+
+
 CASES: dict[str, Case] = {}
 if triton is not None:
     F16, BF16, F32 = tl.float16, tl.bfloat16, tl.float32
-    SIZE = {F16: 2, BF16: 2, F32: 4}
+    SIZE = {F16: 2, BF16: 2, tl.int16: 2, F32: 4}
     for source, target in ((F16, F32), (BF16, BF16), (F32, F32)):
         CASES[f"unscale {source} {target}"] = Case(
             unscale.unscale_kernel,
@@ -117,6 +149,8 @@ if triton is not None:
         "sgd": sgd.SGD,
         "lion": lion.LION,
         "adagrad": adagrad.ADAGRAD,
+        "lamb": lamb.LAMB,
+        "novograd": novograd.NOVOGRAD,
     }
     for name, rule in rules.items():
         for param, grad, model in (
@@ -125,25 +159,22 @@ if triton is not None:
             (F32, BF16, BF16),
             (BF16, BF16, None),
         ):
-            moments = [F32 if model else param] * rule.moments
-            constants = {
-                "PREPARE": rule.prepare,
-                "UPDATE": rule.update,
-                "MAXIMIZE": False,
-                **dict(zip(("FIRST", "SECOND"), [*moments, None, None], strict=False)),
-                "PARAM": param,
-                "GRAD": grad,
-                "MODEL": model,
-                "BLOCK": stepping.BLOCK,
-                "LISTS": 2 + rule.moments + (model is not None),
-                "COUNTERS": stepping.COUNTERS,
-            }
-            writes = [SIZE[dtype] for dtype in (param, *moments, model) if dtype]
-            CASES[f"{name} {param} {grad}"] = Case(
-                stepping.step_kernel, constants, [SIZE[grad], *writes][: 2 + len(moments)], writes
-            )
+            CASES[f"{name} {param} {grad}"] = stepping_case(rule, param, grad, model=model)
+        for weight, low in ((F16, tl.int16), (BF16, tl.int16), (BF16, BF16)):
+            CASES[f"{name} {weight} + {low}"] = stepping_case(rule, weight, weight, low=low)
+        CASES[f"{name}, seeded"] = stepping_case(rule, BF16, BF16, low=tl.int16, moment=BF16)
+    for param, grad, low in ((F32, F16, None), (BF16, BF16, tl.int16)):
+        of_step = stepping_case(lamb.LAMB, param, grad, low=low).constants
+        measuring = {**of_step, "UPDATE": lamb.LAMB.direction, "of_tensor": None, "ticket": None}
+        del measuring["sums"]
+        reads = [SIZE[dtype] for dtype in (param, grad, F32, F32, low) if dtype]
+        CASES[f"lamb, norms {param} {grad}"] = Case(stepping.step_kernel, measuring, reads)
+    for weight, low in ((F16, tl.int16), (BF16, tl.int16), (F16, F16)):
+        constants = {"WEIGHT": weight, "LOW": low, "BLOCK": split.BLOCK}
+        CASES[f"join {weight} {low}"] = Case(split.join_kernel, constants, [2, 2], [4])
+        CASES[f"split {weight} {low}"] = Case(split.split_kernel, constants, [4], [2, 2])
     CASES["l2norm total"] = Case(
-        l2norm.norms_kernel, {"EPS": l2norm.CLIP_EPS, "BLOCK": l2norm.FINISH_BLOCK}
+        l2norm.norms_kernel, {"COLUMNS": 3, "EPS": l2norm.CLIP_EPS, "BLOCK": l2norm.FINISH_BLOCK}
     )
     CASES["update_scale"] = Case(
         update_scale.update_kernel, {"RESET_EACH_STEP": True, **update_scale.LAYOUT}

@@ -13,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import adam, axpby, l2norm, master_copy, stepping, tables, unscale, update_scale
+from amp.kernels import (
+    adam,
+    axpby,
+    l2norm,
+    lamb,
+    master_copy,
+    split,
+    stepping,
+    tables,
+    unscale,
+    update_scale,
+)
 from amp.kernels.language import INTERPRETED, triton
 
 if triton is None or INTERPRETED:
@@ -43,6 +54,8 @@ KERNELS = (
     l2norm.norms_kernel,
     l2norm.squares_kernel,
     master_copy.copy_kernel,
+    split.join_kernel,
+    split.split_kernel,
     stepping.step_kernel,
     unscale.check_kernel,
     unscale.unscale_kernel,
@@ -59,7 +72,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert kernel.warmup(*args, grid=(programs,), **options) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
-    for module in (axpby, l2norm, master_copy, stepping, unscale, update_scale):
+    for module in (axpby, l2norm, master_copy, split, stepping, unscale, update_scale):
         monkeypatch.setattr(module, "launch", compile_only)
     for module in (tables, update_scale):
         monkeypatch.setattr(module, "uses_triton", lambda *_: True)
@@ -85,6 +98,17 @@ def adam_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None
     stepping.step(adam.ADAM, numbers, params, grads, moments, steps, **options)
 
 
+def lamb_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
+    numbers = lamb.lamb_numbers(
+        *(1e-3, (0.9, 0.999), 1e-6, 0.01),
+        **dict.fromkeys(("decoupled", "bias_correction", "averages", "always_adapts"), True),
+    )
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    stepping.step(
+        lamb.LAMB, numbers, params, grads, moments, [torch.zeros(()) for _ in params], **options
+    )
+
+
 def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]) -> None:
     """Neither numbers of tensors nor the alignment of single numbers is worth another compilation."""
     for n in (1, 2, 16, 17):
@@ -96,6 +120,9 @@ def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]
             l2norm.l2norm(halves, one, found_inf=flag, max_norm=2)
             master_copy.master_copy(floats, halves)
             adam_step(floats, halves, models=halves, inv_scale=one, clip=one, found_inf=flag)
+            lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
+            split.split(floats, halves, lows)
+            split.join(halves, lows, floats)
     lists = [kernel.__name__ for kernel in KERNELS if kernel is not update_scale.update_kernel]
     assert variants == dict.fromkeys(lists, 1)
 
@@ -113,6 +140,12 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     adam_step(floats, floats)
     adam_step(halves, floats, inv_scale=one)
     assert variants["step_kernel"] == 2
+    lamb_step(floats, halves, models=halves, inv_scale=one, found_inf=one)
+    assert variants["step_kernel"] == 4
+    lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
+    adam_step(halves, halves, lows=lows, seed=3)
+    adam_step(halves, halves, lows=lows, seed=1)
+    assert variants["step_kernel"] == 5
     for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0]), FLAGS[1:7]):
         for reset_each_step in (False, True):
             update_scale.update_scale(

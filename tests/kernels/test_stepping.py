@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from amp.kernels.adagrad import ADAGRAD, adagrad_numbers
 from amp.kernels.adam import ADAM, adam_numbers
+from amp.kernels.lamb import LAMB, lamb_numbers
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION, lion_numbers
+from amp.kernels.novograd import NOVOGRAD, novograd_numbers
 from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
+from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import Rule, step
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -78,6 +81,35 @@ class SGDWithDecayAfterMomentum(torch.optim.SGD):
             p -= decay
 
 
+class Lamb(torch.optim.Optimizer):
+    """Algorithm 2 of the paper with bias correction, tensor by tensor."""
+
+    def __init__(
+        self, params: Any, decay: float = 0.1, fresh: float = 0.1, decoupled: bool = True
+    ) -> None:
+        super().__init__(params, {})
+        self.decay, self.fresh, self.decoupled = decay, fresh, decoupled
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p] or {"t": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+            self.state[p] = state
+            state["t"] += 1
+            g = p.grad if self.decoupled else p.grad + self.decay * p
+            state["m"] = 0.9 * state["m"] + self.fresh * g
+            state["v"] = 0.999 * state["v"] + (1 - 0.999) * g**2
+            m, v = state["m"] / (1 - 0.9 ** state["t"]), state["v"] / (1 - 0.999 ** state["t"])
+            u = m / (v.sqrt() + 1e-6) + (self.decay * p if self.decoupled else 0)
+            ratio = p.norm() / u.norm() if self.decay and p.any() and u.any() else 1.0
+            p -= LR * ratio * u
+
+
+def lamb(decay: float = 0.1, **options: Any) -> Any:
+    options = {"decoupled": True, "averages": True, "always_adapts": False, **options}
+    return lamb_numbers(LR, (0.9, 0.999), 1e-6, decay, bias_correction=True, **options)
+
+
 CASES = {
     "sgd": Case(SGD, lambda: sgd(0.0), torch_sgd(momentum=0.0)),
     "sgd, momentum": Case(MOMENTUM_SGD, sgd, torch_sgd()),
@@ -102,6 +134,18 @@ CASES = {
     "adamw": Case(ADAM, adam, lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1)),
     "adam": Case(
         ADAM, lambda: adam(decoupled=False), lambda ps: torch.optim.Adam(ps, lr=LR, weight_decay=0.1)
+    ),
+    "lamb": Case(LAMB, lamb, Lamb),
+    "lamb without decay": Case(LAMB, lambda: lamb(0.0), lambda ps: Lamb(ps, decay=0.0)),
+    "nvlamb": Case(
+        LAMB,
+        lambda: lamb(1e-30, always_adapts=True),
+        lambda ps: Lamb(ps, decay=1e-30),
+    ),
+    "lamb, sums, l2": Case(
+        LAMB,
+        lambda: lamb(averages=False, decoupled=False),
+        lambda ps: Lamb(ps, fresh=1.0, decoupled=False),
     ),
     "adamw, maximize": Case(
         ADAM,
@@ -221,6 +265,111 @@ def test_numbers_may_be_tensors(device: torch.device) -> None:
     plain.step(adam(), grads)
     tensors.step(adam(torch.tensor(LR, device=device)), grads)
     assert all(map(torch.equal, plain.params, tensors.params))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd, momentum"])
+def test_masters_in_two_halves_step_as_whole_ones_do(
+    device: torch.device, name: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit: a half and its low bits are the master."""
+    case = CASES[name]
+    whole, halves = Tensors(device, case.rule), Tensors(device, case.rule)
+    masters, halves.params = halves.params, [torch.empty_like(p, dtype=dtype) for p in halves.params]
+    lows = [torch.empty_like(p, dtype=torch.int16) for p in halves.params]
+    split(masters, halves.params, lows)
+    join(halves.params, lows, whole.params)  # without what float16 cannot hold
+    for _ in range(STEPS):
+        grads = [g.clamp(-1, 1) for g in whole.grads(dtype)]
+        whole.step(case.numbers(), grads)
+        if dtype is F16:  # which cannot hold the smallest numbers to every bit
+            other = [torch.empty_like(p, dtype=F16) for p in whole.params]
+            more = list(map(torch.empty_like, lows))
+            split(whole.params, other, more)
+            join(other, more, whole.params)
+        halves.step(case.numbers(), grads, lows=lows)
+    join(halves.params, lows, masters)
+    assert all(map(torch.equal, masters, whole.params))
+    assert all(map(torch.equal, halves.moments[0], whole.moments[0]))
+    before = [t.clone() for t in (*halves.copies(), *lows)]
+    halves.step(case.numbers(), grads, lows=lows, found_inf=scalar(device, 1))
+    assert all(map(torch.equal, before, [*halves.copies(), *lows]))
+
+
+@pytest.mark.parametrize("kind", ["split16", "kahan"])
+def test_small_steps_are_not_lost(device: torch.device, kind: Kind) -> None:
+    """Of a size that bfloat16 alone would round away every time."""
+    tensors = Tensors(device, SGD, BF16)
+    tensors.params = [torch.ones(300, device=device, dtype=BF16)]
+    tensors.moments, tensors.steps = [], tensors.steps[:1]
+    lows = [torch.zeros(300, device=device, dtype=low_dtype(kind, BF16))]
+    for _ in range(STEPS):
+        tensors.step(sgd(0.0, decay=0.0), [torch.full((300,), 1e-2, device=device)], lows=lows)
+    master = torch.empty(300, device=device)
+    join(tensors.params, lows, [master])
+    tolerance = 1e-5 if kind == "split16" else 1e-3  # 16 bits, rounded in each step
+    expected = torch.full_like(master, 1 - STEPS * 1e-4)
+    torch.testing.assert_close(master, expected, rtol=tolerance, atol=0)
+
+
+def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torch.device) -> None:
+    """A mean that moves by far less than half a unit of bfloat16 a step still arrives."""
+    n = 4096
+
+    def run(seed: int | None) -> Tensor:
+        tensors = Tensors(device, LION, F32)
+        tensors.params = [torch.zeros(n, device=device)]
+        tensors.steps = tensors.steps[:1]
+        tensors.moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
+        for _ in range(4):
+            numbers = lion_numbers(LR, (0.9, 0.9995), 0.0)
+            tensors.step(numbers, [torch.zeros(n, device=device)], seed=seed)
+        return tensors.moments[0][0].float()
+
+    exact = 0.9995**4
+    assert bool((run(None) == 1.0).all())
+    one, other = run(7), run(8)
+    assert torch.equal(one, run(7))
+    assert not torch.equal(one, other)
+    for moments in (one, other):
+        assert set(moments.tolist()) <= {1 - i * 2.0**-8 for i in range(5)}
+        deviation = float(moments.std()) / n**0.5
+        assert deviation > 0
+        assert abs(float(moments.mean()) - exact) < 5 * deviation
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0, 3.38e38])
+def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, value: float) -> None:
+    tensors = Tensors(device, LION)
+    tensors.params, tensors.steps = [torch.zeros(64, device=device)], tensors.steps[:1]
+    tensors.moments = [[torch.full((64,), value, device=device, dtype=BF16)]]
+    expected = tensors.moments[0][0].clone()
+    numbers = lion_numbers(LR, (0.9, 1.0 - 2.0**-30), 0.0)
+    tensors.step(numbers, [torch.zeros(64, device=device)], seed=1)
+    torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("averages", [False, True])
+def test_novograd_goes_by_the_norm_of_each_tensor(
+    device: torch.device, averages: bool, inside: bool
+) -> None:
+    tensors = Tensors(device, NOVOGRAD)
+    exact = [p.double() for p in tensors.params]
+    means = [torch.zeros_like(p) for p in exact]
+    options = {"bias_correction": True, "averages": averages, "inside": inside}
+    for t in range(1, STEPS + 1):
+        grads = tensors.grads(F32)
+        norms = torch.arange(1, len(grads) + 1, device=device) / 3
+        numbers = novograd_numbers(LR, (0.95, 0.98), 1e-8, 0.1, **options)
+        tensors.step(numbers, grads, of_tensor=norms)
+        for p, m, g, norm in zip(exact, means, grads, norms.double(), strict=True):
+            d = norm / (1 - 0.98**t) ** 0.5 + 1e-8
+            m *= 0.95
+            m += ((1 - 0.95) if averages else 1.0) * (g / d + 0.1 * p if inside else g)
+            p -= LR * (m / (1 - 0.95**t) / (1 if inside else d) + (0 if inside else 0.1) * p)
+    for p, e in zip(tensors.params, exact, strict=True):
+        torch.testing.assert_close(p.double(), e, rtol=1e-4, atol=1e-4 * LR * STEPS)
 
 
 def test_lists_that_do_not_match_are_refused(device: torch.device) -> None:

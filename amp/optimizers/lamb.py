@@ -1,0 +1,94 @@
+"""LAMB, and NVIDIA's variant of it, with apex's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpValueError
+from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB: Adam whose step is as long as its parameter's norm says, tensor by tensor.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: the rate; each of these may be a number or a tensor of one element, for each group.
+        bias_correction: whether the moments are corrected for having started at 0.
+        betas: how much of the running means of gradients and of their squares a step keeps.
+        eps: added to the root of the second moment.
+        weight_decay: the weight decay.
+        amsgrad: not supported, as in apex.
+        adam_w_mode: whether the weight decay is decoupled.
+        grad_averaging: whether the first moment is a mean of gradients, or a sum.
+        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
+        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
+        use_nvlamb: whether norms count for parameters without a weight decay too.
+        maximize: whether to step along the gradients.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
+
+    Raises:
+        AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
+    """
+
+    _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        if amsgrad:
+            raise AmpValueError("FusedLAMB has no amsgrad, nor does the paper; leave it out")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": adam_w_mode,
+            "grad_averaging": grad_averaging,
+            "use_nvlamb": use_nvlamb,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_range(name, group[name])
+        check_betas(group["betas"])
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _formula(self, group: Mapping[str, Any]) -> Formula:
+        from amp.kernels.lamb import LAMB, lamb_numbers  # loads Triton
+
+        numbers = lamb_numbers(
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            decoupled=group["adam_w_mode"],
+            bias_correction=group["bias_correction"],
+            averages=group["grad_averaging"],
+            always_adapts=group["use_nvlamb"],
+        )
+        return Formula(LAMB, numbers)

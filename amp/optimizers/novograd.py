@@ -1,0 +1,160 @@
+"""NovoGrad, with apex's arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpValueError
+from amp.optimizers.fused import Formula, FusedOptimizer, Launch, check_betas, check_range
+from amp.scaledgrads import StepInputs
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad: Adam with one second moment for each tensor, the running norm of its gradients.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: the rate; each of these may be a number or a tensor of one element, for each group.
+        bias_correction: whether moment and norm are corrected for having started at 0.
+        betas: how much of the running mean of gradients and of their norm a step keeps.
+        eps: added to the norm.
+        weight_decay: the weight decay.
+        amsgrad: not supported, as in apex.
+        reg_inside_moment: whether norm and weight decay act on the gradient before the moment does.
+        grad_averaging: whether the moment is a mean, or a sum.
+        norm_type: 2 for the Euclidean norm, 0 for the largest magnitude.
+        init_zero: whether the running norm starts at 0, or at the first gradient's.
+        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
+        maximize: whether to step along the gradients.
+        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
+
+    Raises:
+        AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
+    """
+
+    _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        if amsgrad:
+            raise AmpValueError("FusedNovoGrad has no amsgrad, nor does apex's; leave it out")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "reg_inside_moment": reg_inside_moment,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_range(name, group[name])
+        check_betas(group["betas"])
+        if group["norm_type"] not in (0, 2):
+            raise AmpValueError(
+                f"norm_type={group['norm_type']!r} is not one of 2, the Euclidean norm, and 0, the "
+                "largest magnitude"
+            )
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _scalars(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg_sq",)
+
+    def _from_group(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:
+        """Apex keeps the norms in the group: one tensor for float16 parameters, one for the others."""
+        norms = group.pop("exp_avg_sq", None)
+        if norms is None:
+            return
+        keys = [key for key in group["params"] if key in state]
+        halves = [key for key in keys if state[key]["exp_avg"].dtype is torch.float16]
+        others = [key for key in keys if key not in set(halves)]
+        for same, values in zip((halves, others), norms, strict=True):
+            if len(same) != len(values):
+                raise AmpValueError(
+                    f"a group of the state dict has {len(values)} norms for {len(same)} parameters"
+                )
+            for key, value in zip(same, values.unbind(), strict=True):
+                state[key]["exp_avg_sq"] = value
+
+    def _formula(self, group: Mapping[str, Any]) -> Formula:
+        from amp.kernels.novograd import NOVOGRAD, novograd_numbers  # loads Triton
+
+        numbers = novograd_numbers(
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            bias_correction=group["bias_correction"],
+            averages=group["grad_averaging"],
+            inside=group["reg_inside_moment"],
+        )
+        return Formula(NOVOGRAD, numbers)
+
+    def _of_tensor(
+        self,
+        launch: Launch,
+        states: Sequence[dict[str, Tensor]],
+        inputs: StepInputs,
+        clip: Tensor | None,
+    ) -> Tensor:
+        group = launch.group
+        norms: Tensor = self._norms(launch.grads, group["norm_type"])
+        for factor in (inputs.inv_scale, clip):
+            if factor is not None:
+                norms = norms * factor.to(norms.device, non_blocking=True)
+        steps, known = [
+            torch.stack([state[name].to(norms.device, non_blocking=True) for state in states])
+            for name in ("step", "exp_avg_sq")
+        ]
+        beta2: float | Tensor = group["betas"][1]
+        if group["norm_type"] == 2:
+            blended = (beta2 * known.square() + (1 - beta2) * norms.square()).sqrt()
+        else:
+            blended = beta2 * known + (1 - beta2) * norms
+        if not group["init_zero"]:
+            blended = torch.where(steps == 0, norms, blended)
+        if inputs.found_inf is not None:
+            found_inf = inputs.found_inf.to(norms.device, non_blocking=True)
+            blended = torch.where(found_inf == 0, blended, known)
+        torch._foreach_copy_([state["exp_avg_sq"] for state in states], list(blended.unbind()))
+        return blended
+
+    def _norms(self, grads: Sequence[Tensor], norm_type: int) -> Tensor:
+        from amp.kernels.l2norm import l2norm  # loads Triton
+        from amp.kernels.tables import real_values
+
+        if norm_type == 2:
+            return l2norm(grads).each
+        values = real_values(grads)
+        return torch.stack([norm.float() for norm in torch._foreach_norm(values, math.inf)])

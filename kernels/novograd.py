@@ -1,0 +1,133 @@
+"""NovoGrad: Adam with a second moment for each tensor instead of for each element.
+
+    d = v / sqrt(1 - beta2^t) + eps                   v: the running norm of the tensor's gradients
+    m = beta1 * m + fresh * g                         fresh: 1 - beta1, or 1 without averaging
+    p = p - lr * (m / (1 - beta1^t) / d + decay * p)
+
+or, with the regularization inside the moment,
+
+    m = beta1 * m + fresh * (g / d + decay * p)
+    p = p - lr * m / (1 - beta1^t)
+
+Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`; v is the number of each tensor.
+Source: Ginsburg et al. 2019; NVIDIA apex's FusedNovoGrad, which has both forms.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.kernels.adam import log_of
+from amp.kernels.language import jit, tl
+from amp.kernels.stepping import Rule, expm1_of_negative
+
+
+class NovoGradNumbers(NamedTuple):
+    """What the kernel reads, in its order; see `AdamNumbers`."""
+
+    lr: float | Tensor
+    beta1: float | Tensor
+    fresh: float | Tensor
+    log_beta1: float | Tensor
+    log_beta2: float | Tensor
+    eps: float | Tensor
+    decay: float | Tensor
+    corrects_bias: float
+    inside: float
+
+
+def novograd_numbers(
+    lr: float | Tensor,
+    betas: tuple[float | Tensor, float | Tensor],
+    eps: float | Tensor,
+    weight_decay: float | Tensor,
+    *,
+    bias_correction: bool,
+    averages: bool,
+    inside: bool,
+) -> NovoGradNumbers:
+    """Return the numbers of `NOVOGRAD`. The host does not wait for the device.
+
+    Args:
+        lr: a number, or a tensor of one element, as are all of these.
+        betas: how much of the moment and of the norm is kept.
+        eps: added to the norm.
+        weight_decay: decoupled, or inside the moment.
+        bias_correction: whether both are corrected for having started at 0.
+        averages: whether the moment is a mean, or a sum.
+        inside: whether norm and weight decay are inside the moment.
+    """
+    beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
+    return NovoGradNumbers(
+        lr,
+        beta1,
+        1 - beta1 if averages else 1.0,
+        log_of(beta1),
+        log_of(beta2),
+        eps,
+        weight_decay,
+        float(bias_correction),
+        float(inside),
+    )
+
+
+@jit
+def _prepare(numbers, t, of_tensor, n):
+    lr = tl.load(numbers)
+    decay = tl.load(numbers + 6)
+    corrects_bias = tl.load(numbers + 7)
+    inside = tl.load(numbers + 8) != 0.0
+    correction1 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 3)))
+    correction2 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 4)))
+    factor = 1.0 / (tl.load(of_tensor) / tl.sqrt_rn(correction2) + tl.load(numbers + 5))
+    size = lr / correction1
+    return (
+        tl.where(inside, factor, 1.0),
+        tl.where(inside, decay, 0.0),
+        tl.load(numbers + 1),
+        tl.load(numbers + 2),
+        tl.where(inside, size, size * factor),
+        tl.where(inside, 1.0, 1.0 - lr * decay),
+    )
+
+
+@jit
+def _update(p, g, m, v, prepared):
+    factor, decay, beta1, fresh, size, keep = prepared
+    m = beta1 * m + fresh * (g * factor + decay * p)
+    return p * keep - size * m, m, v
+
+
+def _reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: list[list[Tensor]],
+    steps: list[float],
+    numbers: list[float],
+    of_tensor: list[float],
+) -> None:
+    lr, beta1, fresh, log_beta1, log_beta2, eps, decay, corrects_bias, inside = numbers
+    (means,) = moments
+    correction1, correction2 = [
+        [-math.expm1(t * log) if corrects_bias else 1.0 for t in steps]
+        for log in (log_beta1, log_beta2)
+    ]
+    norms = [v / math.sqrt(c) + eps for v, c in zip(of_tensor, correction2, strict=True)]
+    if inside:
+        torch._foreach_div_(grads, norms)
+        torch._foreach_add_(grads, params, alpha=decay)
+    torch._foreach_mul_(means, beta1)
+    torch._foreach_add_(means, grads, alpha=fresh)
+    sizes = [lr / c for c in correction1]
+    if not inside:
+        sizes = [size / norm for size, norm in zip(sizes, norms, strict=True)]
+        torch._foreach_mul_(params, 1 - lr * decay)
+    torch._foreach_sub_(params, torch._foreach_mul(means, sizes))
+
+
+NOVOGRAD = Rule(1, _prepare, _update, _reference)
+"""NovoGrad: its moment is the running mean of gradients, over their norm or not."""

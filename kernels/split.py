@@ -1,0 +1,274 @@
+"""FP32 masters kept as a model's 16-bit weights and 16 bits more.
+
+    weight, low = encode(master)                      master = decode(weight, low)
+
+The dtype of low says which of two ways it is:
+
+- int16 (`split16`), for bfloat16: what is left of the master's bits. Every FP32 number comes back bit
+  for bit, apart from the payload of a NaN. The weight is the nearest; halfway it is the one of larger
+  magnitude, because nearest even could not be told from the low bits.
+- int16 (`split16`), for float16: the same in units of float16. Every FP32 number of at least 2^-16
+  (1.5e-5) comes back bit for bit, smaller ones within 2^-40 (9.1e-13). From 65520 on the weight is inf,
+  and from 65791.99 on the master.
+- the weight's (`kahan`): the weight is the master rounded to nearest even, and low is what that lost,
+  rounded: 16 significant bits in bfloat16, 22 in float16, as in Kahan's summation.
+
+Shapes: the i-th tensors of each list have one shape, of any size. Launches: one for each device and
+dtype. Memory traffic: each tensor is read or written once.
+Source: the remainders of NVIDIA apex's DistributedFusedAdam, which recovers a master by undoing the
+rounding; here the sign of the low bits does it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from amp.kernels.language import (
+    ALIGNMENT,
+    STEP,
+    constant,
+    dtype_of,
+    jit,
+    launch,
+    locate,
+    narrow,
+    not_finite,
+    tl,
+    vector_length,
+)
+from amp.kernels.tables import Part, plan, real_values
+
+BLOCK = 4096
+WARPS = 8
+
+_FP16_TO_FP32 = 112 << 23
+"""What a normal float16, shifted to where FP32 has its exponent, lacks of being one."""
+_SMALLEST = 2.0**-40
+FP16_TO_FP32 = constant(_FP16_TO_FP32)
+SMALLEST = constant(_SMALLEST)
+
+Kind = Literal["split16", "kahan"]
+
+
+def low_dtype(kind: Kind, weight_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the low halves of masters of 16-bit weights."""
+    return weight_dtype if kind == "kahan" else torch.int16
+
+
+@torch.no_grad()
+def join(
+    weights: Sequence[Tensor],
+    lows: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write the masters that weights and their low halves stand for. The host does not wait.
+
+    Args:
+        weights: float16 or bfloat16.
+        lows: of `low_dtype`.
+        masters: float32.
+        backend: see `amp.kernels.backend`.
+    """
+    lists = [real_values(tensors) for tensors in (weights, lows, masters)]
+    todo = plan(*lists, block=BLOCK, backend=backend)
+    for part in todo.parts:
+        _launch(join_kernel, part)
+    for i in itertools.chain.from_iterable(todo.rest):
+        weight, low, master = [tensors[i] for tensors in lists]
+        master.copy_(decode(weight, low))
+    increment_version(masters)
+
+
+@torch.no_grad()
+def split(
+    masters: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    lows: Sequence[Tensor],
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write the weights and low halves of masters. The host does not wait.
+
+    Arguments are those of `join`.
+    """
+    lists = [real_values(tensors) for tensors in (weights, lows, masters)]
+    todo = plan(*lists, block=BLOCK, backend=backend)
+    for part in todo.parts:
+        _launch(split_kernel, part)
+    for i in itertools.chain.from_iterable(todo.rest):
+        weight, low, master = [tensors[i] for tensors in lists]
+        high, rest = encode(master, weight.dtype, low.dtype)
+        weight.copy_(high)
+        low.copy_(rest)
+    increment_version([*weights, *lows])
+
+
+def _launch(kernel: Any, part: Part) -> None:
+    weight, low, _ = map(dtype_of, part.dtypes)
+    launch(
+        kernel,
+        len(part.chunks),
+        part.device,
+        part.rows,
+        part.chunks,
+        WEIGHT=weight,
+        LOW=low,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+@jit
+def decode_block(weight, low):
+    """Return the masters, float32, that blocks of weights and low halves stand for."""
+    if low.dtype != tl.int16:
+        master = weight.to(tl.float32) + low.to(tl.float32)
+    else:
+        high = weight.to(tl.int16, bitcast=True).to(tl.int32)
+        rest = low.to(tl.int32)
+        if weight.dtype == tl.bfloat16:
+            master = ((high << 16) + rest).to(tl.float32, bitcast=True)
+        else:
+            magnitude = high & 0x7FFF
+            normal = ((magnitude << 13) + rest + FP16_TO_FP32).to(tl.float32, bitcast=True)
+            small = (magnitude * 65536 + rest).to(tl.float32) * SMALLEST
+            master = tl.where(magnitude < 0x400, small, normal)
+            master = tl.where((magnitude == 0x7C00) & (rest == 0x7FFF), float("inf"), master)
+            master = tl.where(magnitude > 0x7C00, float("nan"), master)
+            master = tl.where(high < 0, -master, master)
+    return master
+
+
+@jit
+def encode_block(master, WEIGHT: tl.constexpr, LOW: tl.constexpr):
+    """Return the weights and low halves of a block of masters."""
+    if WEIGHT == LOW:
+        weight = narrow(master, WEIGHT)
+        lost = tl.where(not_finite(weight), 0.0, master - weight.to(tl.float32))
+        low = narrow(lost, LOW)
+    else:
+        bits = master.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        is_nan = magnitude > 0x7F800000
+        if WEIGHT == tl.bfloat16:  # noqa: SIM300
+            high = (bits + 0x8000) >> 16
+            rest = bits - (high << 16)
+            high = tl.where(is_nan, 0x7FC0, high)
+        else:
+            normal = magnitude - FP16_TO_FP32
+            units = tl.minimum(tl.abs(master), 0.000122) * 16777216.0  # of float16's smallest number
+            down = units.to(tl.int32)
+            left = units - down.to(tl.float32)
+            whole = tl.where(left < 0.5, down, down + 1)
+            part = (left * 65536.0 + 0.5).to(tl.int32) - ((whole - down) << 16)
+            high = tl.where(normal < 0x800000, whole, (normal + 0x1000) >> 13)
+            high = tl.minimum(high, 0x7C00)
+            rest = tl.minimum(tl.where(high < 0x400, part, normal - (high << 13)), 0x7FFF)
+            high = tl.where(is_nan, 0x7E00, high)
+            high = tl.where(bits < 0, high | 0x8000, high)
+        weight = high.to(tl.int16).to(WEIGHT, bitcast=True)
+        low = tl.where(is_nan, 0, rest).to(tl.int16)
+    return weight, low
+
+
+@jit
+def _join_some(weight, low, master, i, mask):
+    joined = decode_block(tl.load(weight + i, mask=mask), tl.load(low + i, mask=mask))
+    tl.store(master + i, joined, mask=mask)
+
+
+@jit
+def _split_some(weight, low, master, i, mask):
+    high, rest = encode_block(
+        tl.load(master + i, mask=mask, other=0.0), weight.dtype.element_ty, low.dtype.element_ty
+    )
+    tl.store(weight + i, high, mask=mask)
+    tl.store(low + i, rest, mask=mask)
+
+
+@jit
+def _each_block(
+    rows, chunks, DO: tl.constexpr, WEIGHT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, start, length = locate(chunks, rows, 3, BLOCK)
+    weight, low, master = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    vectors = vector_length(weight | low | master, length)
+    i = tl.arange(0, BLOCK)
+    DO(
+        tl.multiple_of(weight.to(tl.pointer_type(WEIGHT)), ALIGNMENT) + start,
+        tl.multiple_of(low.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
+        tl.multiple_of(master.to(tl.pointer_type(tl.float32)), ALIGNMENT) + start,
+        i,
+        i < vectors,
+    )
+    for first in range(vectors, length, STEP):
+        j = first + tl.arange(0, STEP)
+        DO(
+            weight.to(tl.pointer_type(WEIGHT)) + start,
+            low.to(tl.pointer_type(LOW)) + start,
+            master.to(tl.pointer_type(tl.float32)) + start,
+            j,
+            j < length,
+        )
+
+
+@jit
+def join_kernel(rows, chunks, WEIGHT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
+    _each_block(rows, chunks, _join_some, WEIGHT, LOW, BLOCK)
+
+
+@jit
+def split_kernel(rows, chunks, WEIGHT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
+    _each_block(rows, chunks, _split_some, WEIGHT, LOW, BLOCK)
+
+
+def decode(weight: Tensor, low: Tensor) -> Tensor:
+    """Return the masters, float32, that weights and low halves stand for, in plain torch."""
+    if low.dtype is not torch.int16:
+        return weight.float() + low.float()
+    high, rest = weight.view(torch.int16).int(), low.int()
+    if weight.dtype is torch.bfloat16:
+        return ((high << 16) + rest).view(torch.float32)
+    magnitude = high & 0x7FFF
+    normal = ((magnitude << 13) + rest + _FP16_TO_FP32).view(torch.float32)
+    small = (magnitude * 65536 + rest).float() * _SMALLEST
+    master = torch.where(magnitude < 0x400, small, normal)
+    master.masked_fill_((magnitude == 0x7C00) & (rest == 0x7FFF), torch.inf)
+    master.masked_fill_(magnitude > 0x7C00, torch.nan)
+    return torch.where(high < 0, -master, master)
+
+
+def encode(master: Tensor, weight_dtype: torch.dtype, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the weights and low halves of masters, float32, in plain torch."""
+    if low_dtype is not torch.int16:
+        weight = master.to(weight_dtype)
+        lost = torch.where(weight.isfinite(), master - weight.float(), 0.0)
+        return weight, lost.to(low_dtype)
+    bits = master.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    if weight_dtype is torch.bfloat16:
+        high = (bits + 0x8000) >> 16
+        low = bits - (high << 16)
+        high.masked_fill_(is_nan, 0x7FC0)
+    else:
+        normal = magnitude - _FP16_TO_FP32
+        units = master.abs().clamp(max=0.000122).nan_to_num() * 2.0**24
+        down = units.int()
+        left = units - down
+        whole = torch.where(left < 0.5, down, down + 1)
+        part = (left * 65536.0 + 0.5).int() - ((whole - down) << 16)
+        high = torch.where(normal < 0x800000, whole, (normal + 0x1000) >> 13).clamp(max=0x7C00)
+        low = torch.where(high < 0x400, part, normal - (high << 13)).clamp(max=0x7FFF)
+        high.masked_fill_(is_nan, 0x7E00)
+        high |= torch.where(bits < 0, 0x8000, 0)
+    low.masked_fill_(is_nan, 0)
+    return high.short().view(weight_dtype), low.short()

@@ -1,0 +1,133 @@
+"""Masters split into 16-bit weights and 16 bits more come back; on every backend at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp.kernels.language import INTERPRETED
+from amp.kernels.split import Kind, decode, encode, join, low_dtype, split
+
+F16, BF16 = torch.float16, torch.bfloat16
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy interprets
+ALL_LOW_BITS = torch.arange(2**16)
+TINY, HUGE = 2.0**-16, 65792.0 - 2.0**-7
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def round_trip(masters: Tensor, dtype: torch.dtype, kind: Kind = "split16") -> tuple[Tensor, Tensor]:
+    """Return the weights and what comes back, as the operations on lists have it."""
+    weight = torch.empty_like(masters, dtype=dtype)
+    low = torch.empty_like(masters, dtype=low_dtype(kind, dtype))
+    back = torch.full_like(masters, 7.0)
+    split([masters], [weight], [low])
+    join([weight], [low], [back])
+    return weight, back
+
+
+def same_bits(one: Tensor, other: Tensor) -> Tensor:
+    return one.view(torch.int32) == other.view(torch.int32)
+
+
+def around(device: torch.device) -> Tensor:
+    """FP32 numbers of every exponent and sign, and where either format has an edge."""
+    high = torch.arange(0, 2**16, 97 if INTERPRETED else 1, dtype=torch.int64)
+    low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (high[:, None] * 2**16 + low).flatten()
+    edges = torch.tensor(
+        [2.0**-14, 2.0**-24, 2.0**-25, 65504.0, 65519.996, 65520.0, HUGE, 3.3895314e38]
+    )
+    step = torch.arange(-9, 10)
+    near = (edges.view(torch.int32)[:, None] + step).flatten().view(torch.float32)
+    return torch.cat([from_bits(bits), near, -near, torch.tensor([torch.inf, -torch.inf])]).to(device)
+
+
+def every_exponent_and_remainder() -> Iterator[Tensor]:
+    """All signs and exponents, some leading mantissas, and all 2^16 remainders of each."""
+    leading = torch.tensor([0, 1, 63, 126, 127])
+    for exponent in range(2**9):
+        bits = (((exponent << 7) + leading)[:, None] << 16) + ALL_LOW_BITS
+        yield from_bits(bits)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="plain torch's formula; `around` has fewer of them")
+def test_bfloat16_keeps_every_bit() -> None:
+    for masters in every_exponent_and_remainder():
+        weight, low = encode(masters, BF16, torch.int16)
+        back = decode(weight, low)
+        assert torch.equal(masters.isnan(), weight.isnan())
+        assert bool((same_bits(back, masters) | (masters.isnan() & back.isnan())).all())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="plain torch's formula; `around` has fewer of them")
+def test_float16_keeps_every_bit_within_its_range_and_2_to_the_minus_40_below() -> None:
+    for masters in every_exponent_and_remainder():
+        weight, low = encode(masters, F16, torch.int16)
+        back = decode(weight, low)
+        assert torch.equal(masters.isnan(), weight.isnan())
+        size = masters.abs()
+        assert bool(same_bits(back, masters)[(size >= TINY) & (size < HUGE)].all())
+        assert bool((back - masters).abs()[size < TINY].le(2.0**-40).all())
+        assert torch.equal(back[size >= HUGE], masters.sign()[size >= HUGE] * torch.inf)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_lists_come_back(device: torch.device, dtype: torch.dtype) -> None:
+    masters = around(device)
+    weight, back = round_trip(masters, dtype)
+    small = masters.abs() < TINY if dtype is F16 else torch.zeros_like(masters).bool()
+    lost = masters.isnan() | small | ((masters.abs() >= HUGE) if dtype is F16 else False)
+    assert bool(same_bits(back, masters)[~lost].all())
+    assert torch.equal(back.isnan(), masters.isnan())
+    assert torch.equal(weight.isnan(), masters.isnan())
+    assert bool(((back - masters).abs()[small] <= 2.0**-40).all())
+    nearest = masters.to(dtype)
+    off = (weight != nearest) & ~masters.isnan()
+    expected = (weight.double() - masters.double()).abs(), (nearest.double() - masters.double()).abs()
+    assert torch.equal(expected[0][off], expected[1][off])  # halfway: both are as near
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_kahan_keeps_twice_the_bits(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    masters = torch.cat([torch.randn(999), torch.tensor([0.0, 1e30, torch.inf, -torch.inf])]).to(device)
+    weight, back = round_trip(masters, dtype, "kahan")
+    nearest = masters.to(dtype)
+    assert torch.equal(weight, nearest)
+    finite = nearest.isfinite()
+    bits = 22 if dtype is F16 else 16
+    bound = masters.abs() * 2.0**-bits + (2.0**-25 if dtype is F16 else 0)
+    assert bool(((back - masters).abs() <= bound)[finite].all())
+    assert torch.equal(back[~finite], weight[~finite].float())
+    assert bool((back != weight.float()).any())
+
+
+@pytest.mark.parametrize("kind", ["split16", "kahan"])
+def test_shapes_strides_and_dtypes_mix(device: torch.device, kind: Kind) -> None:
+    torch.manual_seed(0)
+    masters = [
+        torch.randn(3, 5, device=device),
+        torch.randn(4, 6, device=device).T,
+        torch.randn((), device=device),
+        torch.randn(0, device=device),
+        torch.randn(1, 2, 3, 4, device=device).to(memory_format=torch.channels_last),
+        torch.randn(10, device=device)[1:],
+    ]
+    dtypes = [F16, BF16, F16, BF16, BF16, F16]
+    weights = [torch.empty_like(m, dtype=d) for m, d in zip(masters, dtypes, strict=True)]
+    lows = [torch.empty_like(w, dtype=low_dtype(kind, w.dtype)) for w in weights]
+    back = [torch.empty_like(m) for m in masters]
+    versions = [t._version for t in (*weights, *lows, *back)]
+    split(masters, weights, lows)
+    join(weights, lows, back)
+    assert all(t._version > v for t, v in zip((*weights, *lows, *back), versions, strict=True))
+    for b, m, w in zip(back, masters, weights, strict=True):
+        tolerance = 2.0**-15 if kind == "kahan" else 2.0**-40
+        torch.testing.assert_close(b, m, rtol=tolerance, atol=2.0**-25 if kind == "kahan" else 2.0**-40)
+        torch.testing.assert_close(w.float(), m, rtol=2.0**-8, atol=1e-7)
