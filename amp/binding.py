@@ -111,6 +111,7 @@ class OptimizerBinding:
         self._live = False
         self._knows_found_inf = False
         self._takes_scaled = False
+        self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self._scaled: ScaledGrads | None = None
         self._block: LossScaler | None = None
         self._pending: Pending | None = None
@@ -180,10 +181,19 @@ class OptimizerBinding:
                     parameter.grad = master.grad.to(parameter.dtype)
                 self._masters.release(master)
         self._rekey_state(parameter_of)
+        if keeps_moments(self.optimizer):
+            self.optimizer.state_dtype = self._own_state_dtype
         self.recast_state()
 
-    def recast_state(self) -> None:
-        """Give each parameter's state the parameter's dtype, counters apart."""
+    def recast_state(self, state_dtype: torch.dtype | None = None) -> None:
+        """Give each parameter's state the parameter's dtype, counters apart.
+
+        Args:
+            state_dtype: the dtype of moments instead, for an optimizer that has one.
+        """
+        if keeps_moments(self.optimizer):
+            self.optimizer.state_dtype = state_dtype or self.optimizer.state_dtype
+            return
         for parameter, entries in self.optimizer.state.items():
             if not isinstance(parameter, Tensor):  # some optimizers keep their own things there
                 continue
@@ -483,24 +493,27 @@ class OptimizerBinding:
         return result
 
     def _step_or_skip(self, scaled: ScaledGrads | None, step: Callable[[], Any]) -> Any:
-        if scaled is not None:
-            return self._step_on_scaled(scaled, step)
         result = None
-        if self._skips_on_device():
+        if scaled is not None:
+            self._step_on_scaled(scaled, step)
+        elif self._takes_scaled and self._masters.lean is not None:
+            grads = [ScaledGrad(m, p, m.grad) for m, p in self._pairs() if m.grad is not None]
+            self._step_given(ScaledGrads(grads, self._bring_back, None), step)
+        elif self._skips_on_device():
             with disable_casts(), self._found_inf_for_optimizer():
-                result = step()
+                result = self._group_by_group(step)
             self._write_back()
         elif self.step_was_skipped:
             # A scheduler made before `initialize` would otherwise warn that it was stepped first.
             self.optimizer._opt_called = True
         else:
             with disable_casts():
-                result = step()
+                result = self._group_by_group(step)
             self._write_back()
         return result
 
     def _for_optimizer(self) -> ScaledGrads | None:
-        """Return the kept gradients if the optimizer can step on them, and nobody sees it before."""
+        """Return the kept gradients if the optimizer can step on them, and nobody sees them before."""
         scaled = self._scaled
         if scaled is None or _has_hooks(self.optimizer):
             return None
@@ -512,26 +525,46 @@ class OptimizerBinding:
             return None  # a backward outside of any block
         return scaled
 
-    def _step_on_scaled(self, scaled: ScaledGrads, step: Callable[[], Any]) -> Any:
-        """Step, with the masters' model written by the optimizer.
-
-        Gradients of parameters without a master stay, for who looks after the step.
-        """
-        self.optimizer.scaled_grads = scaled.for_step(self._found_inf())
+    def _group_by_group(self, step: Callable[[], Any]) -> Any:
+        """Step; if masters are lean, on one group at a time, whose masters are spread out."""
+        optimizer = self.optimizer
+        if self._masters.lean is None:
+            return step()
+        if "param_groups" not in vars(optimizer):  # a wrapper: the groups are another's
+            with self._masters.spread_out(self._parameters()):
+                return step()
+        groups, result = optimizer.param_groups, None
         try:
-            with disable_casts():
-                result = step()
+            for group in groups:
+                optimizer.param_groups = [group]
+                with self._masters.spread_out(group["params"]):
+                    result = step()
+        finally:
+            optimizer.param_groups = groups
+        return result
+
+    def _step_on_scaled(self, scaled: ScaledGrads, step: Callable[[], Any]) -> None:
+        """Step on gradients that are kept. Those of parameters without a master stay, to be seen."""
+        try:
+            masters = self._step_given(scaled, step)
         except BaseException:
             scaled.hide()
             raise
+        self._scaled = scaled.without(masters)
+        self._scaled.hide()
+
+    def _step_given(self, scaled: ScaledGrads, step: Callable[[], Any]) -> set[Tensor]:
+        """Step an optimizer that is shown gradients and weights, and return the masters it wrote."""
+        self.optimizer.scaled_grads = scaled.for_step(self._found_inf(), self._masters.low)
+        try:
+            with disable_casts():
+                step()
         finally:
             del self.optimizer.scaled_grads
         masters = {entry.stepped for entry in scaled.kept if entry.stepped is not entry.parameter}
         self._masters.were_written_back(masters)
         self._write_back(without=masters)
-        self._scaled = scaled.without(masters)
-        self._scaled.hide()
-        return result
+        return masters
 
     def _skips_on_device(self) -> bool:
         """Whether the optimizer reads `found_inf` itself, as torch's fused ones do.
@@ -599,7 +632,7 @@ class OptimizerBinding:
                 "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
             )
 
-        with disable_casts():
+        with disable_casts(), self._masters.spread_out(list(self._parameters())):
             result = step(evaluate, *args, **kwargs)
         self._step_verdicts = []
         self._write_back()
@@ -704,6 +737,11 @@ def _moves_of(bindings: list[OptimizerBinding], scale: ScaleSnapshot) -> list[li
     """Return each optimizer's moves, each parameter with the first optimizer that has it."""
     done: set[Tensor] = set()
     return [[] if scale.scaler.is_identity else binding.moves(done) for binding in bindings]
+
+
+def keeps_moments(optimizer: Any) -> bool:
+    """Whether an optimizer has a dtype of its own for its moments, which it can be given."""
+    return isinstance(getattr(type(optimizer), "state_dtype", None), property)
 
 
 def _has_hooks(optimizer: Any) -> bool:

@@ -50,6 +50,7 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | str | None = None,
     keep_norm_fp32: bool | str | None = None,
+    state_dtype: torch.dtype | str | None = None,
     rules: Sequence[Mapping[str, Any] | Rule] | None = None,
     process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
     **unknown: Any,
@@ -73,7 +74,8 @@ def initialize(
         patch_torch_functions: whether torch's functions cast their arguments (O1, O4).
         keep_batchnorm_fp32: whether norms with running statistics stay FP32.
         master_weights: whether the optimizer steps FP32 copies of 16-bit weights, which cost 4 bytes
-            per parameter, and 4 more for gradients between `scale_loss` and `step`.
+            per parameter, and 4 more for gradients between `scale_loss` and `step` unless the optimizer
+            is a fused one. `"split16"` and `"kahan"` keep them in 2; see docs/optimizers.md.
         loss_scale: `"dynamic"`, a number, or a mapping; see `amp.LossScaling`.
         cast_model_outputs: the dtype of the model's outputs, FP32 if None and the model is cast.
         num_losses: how many losses have a scale of their own, by `loss_id`.
@@ -83,6 +85,7 @@ def initialize(
             default here.
         patch_torch_functions_type: the dtype that functions cast to, as in ROCm's apex.
         keep_norm_fp32: whether all norms stay FP32 in a cast model.
+        state_dtype: `bfloat16` keeps the moments of a fused optimizer in 16 bits.
         rules: a list of `{op: name, cast: dtype}` and `{module: name, cast: dtype}`, on top of the
             profile's; see docs/profiles.md.
         process_group: whose ranks skip a step together; see `amp.Session`.
@@ -112,6 +115,7 @@ def initialize(
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         keep_norm_fp32=keep_norm_fp32,
         master_weights=master_weights,
+        state_dtype=state_dtype,
         rules=rules,
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
@@ -217,7 +221,8 @@ def get_session(optimizer: Any = None) -> Session:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield the parameters that an optimizer steps: FP32 masters where there are any.
 
-    Their `.grad` is unscaled between `scale_loss` and `step`: clip these.
+    Their `.grad` is unscaled between `scale_loss` and `step`: clip these. Masters that are kept in 16
+    bits (`split16`, `kahan`) hold NaN outside of a step; `model.state_dict()` has their values.
     """
     for group in optimizer.param_groups:
         yield from group["params"]

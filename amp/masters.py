@@ -4,12 +4,16 @@ A master is an FP32 `nn.Parameter` that stands in the optimizer for a float16 or
 of the model. It costs 4 bytes per parameter, and 4 more for its gradient between `scale_loss` and
 `step`. Masters are made from the values that the model had before it was cast, so no bit is lost on
 the way (in one process; see `acquire`), and they exist as soon as `initialize` returns.
+
+Lean masters are kept as the model's own weights and 16 bits more (`amp.kernels.split`). What stands in
+the optimizer has the master's shape and gradient, and NaN for values but while it is spread out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from amp import distributed
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError
+from amp.properties import LeanMasters
 
 
 class Contents(NamedTuple):
@@ -44,9 +49,16 @@ _UNSEEN = -1
 
 
 class MasterWeights:
-    """The masters of one session, each shared by all the optimizers that hold its parameter."""
+    """The masters of one session, each shared by all the optimizers that hold its parameter.
 
-    def __init__(self) -> None:
+    Args:
+        lean: how masters are kept in 16 bits beside the weights; None keeps them whole.
+    """
+
+    def __init__(self, lean: LeanMasters | None = None) -> None:
+        self.lean: LeanMasters | None = lean
+        self._low_of: dict[Tensor, Tensor] = {}
+        self._spread_out: set[Tensor] = set()
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._holders: Counter[Tensor] = Counter()
@@ -75,8 +87,10 @@ class MasterWeights:
                 # DDP is about to make the ranks' 16-bit weights equal. Masters made of those are
                 # equal in every bit; ones that know each rank's own FP32 weights are not.
                 data = data.to(parameter.dtype)
-            wide = data.to(torch.float32, copy=True)
+            wide = data.to(torch.float32, copy=True) if self.lean is None else _placeholder(parameter)
             master = nn.Parameter(wide, requires_grad=parameter.requires_grad)
+            if self.lean is not None:
+                self._low_of[master] = _new_low(parameter, data, self.lean)
             if grad is not None:
                 master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
             self._master_of[parameter] = master
@@ -90,6 +104,7 @@ class MasterWeights:
         self._holders[master] -= 1
         if not self._holders[master]:
             del self._holders[master], self._version[master]
+            self._low_of.pop(master, None)
             del self._master_of[self._model_of.pop(master)]
 
     def is_shared(self, master: Tensor) -> bool:
@@ -118,7 +133,10 @@ class MasterWeights:
         from amp.kernels.master_copy import master_copy  # loads Triton
 
         sources = list(masters)
-        master_copy(sources, [self._model_of[master] for master in sources])
+        if self.lean is not None:
+            self._fold(master for master in sources if master in self._spread_out)
+        else:
+            master_copy(sources, [self._model_of[master] for master in sources])
         self.were_written_back(sources)
 
     def were_written_back(self, masters: Iterable[Tensor]) -> None:
@@ -139,12 +157,68 @@ class MasterWeights:
         unfrozen = parameter.requires_grad and not master.requires_grad
         if unfrozen or self._version[master] != parameter._version:
             check_device(master, parameter)
-            same = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(same, master, parameter.to(master.dtype)))
+            if self.lean is not None:
+                _forget_stale_bits(parameter, self._low_of[master])
+            else:
+                same = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(same, master, parameter.to(master.dtype)))
             if stepping or self._version[master] != _UNSEEN:
                 self._version[master] = parameter._version
         if master.requires_grad is not parameter.requires_grad:
             master.requires_grad_(parameter.requires_grad)
+
+    # Lean masters.
+
+    def low(self, master: Tensor) -> Tensor | None:
+        """Return the low half of a lean master, None of a whole one."""
+        return self._low_of.get(master)
+
+    def values(self, master: Tensor) -> Tensor:
+        """Return what a master holds, float32; a lean one's is new memory. No host sync."""
+        if self.lean is None or master in self._spread_out:
+            return master.detach()
+        from amp.kernels.split import join  # loads Triton
+
+        parameter = self._model_of[master]
+        values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+        join([parameter], [self._low_of[master]], [values])
+        return values
+
+    @contextmanager
+    def spread_out(self, masters: Iterable[Tensor]) -> Iterator[None]:
+        """Let lean masters hold FP32 values, and write those back at the end. No host sync."""
+        from amp.kernels.split import join  # loads Triton
+
+        lean = [m for m in masters if m in self._low_of and m not in self._spread_out]
+        parameters = [self._model_of[master] for master in lean]
+        for master, parameter in zip(lean, parameters, strict=True):
+            master.data = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+        join(parameters, [self._low_of[master] for master in lean], lean)
+        self._spread_out.update(lean)
+        try:
+            yield
+        finally:
+            self._fold(lean)
+            self._spread_out.difference_update(lean)
+            for master, parameter in zip(lean, parameters, strict=True):
+                master.data = _placeholder(parameter)
+
+    def _fold(self, masters: Iterable[Tensor]) -> None:
+        from amp.kernels.split import split  # loads Triton
+
+        sources = list(masters)
+        split(sources, [self._model_of[m] for m in sources], [self._low_of[m] for m in sources])
+
+    def load(self, master: Tensor, values: Tensor) -> Tensor:
+        """Make a master hold other values, and return what its parameter is to hold."""
+        if self.lean is None:
+            master.detach().copy_(values)
+            return values
+        parameter = self._model_of[master]
+        wide = values.detach().to(device=parameter.device, dtype=torch.float32)
+        weights = parameter.detach().clone()
+        _split_one(wide, weights, self._low_of[master])
+        return weights
 
     def install_state_dict_hooks(self, model: nn.Module) -> list[RemovableHandle]:
         """Make `model.state_dict()` hold FP32 and `load_state_dict()` refresh the masters."""
@@ -184,7 +258,7 @@ class _Widen(_StateDictHook):
             master = self.masters.master(tensor)
             if master is not None and isinstance(entry, Tensor):
                 self.masters.follow(master)
-                state_dict[prefix + name] = master.detach()
+                state_dict[prefix + name] = self.masters.values(master)
             elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
                 state_dict[prefix + name] = entry.float()
 
@@ -192,18 +266,55 @@ class _Widen(_StateDictHook):
 class _Refresh(_StateDictHook):
     """Before `load_state_dict`: masters take the values to be loaded, before those are rounded."""
 
-    def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, tensor in _own_tensors(module):
             value = state_dict.get(prefix + name)
             master = self.masters.master(tensor)
             if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
                 with torch.no_grad():
-                    master.copy_(value)
+                    state_dict[prefix + name] = self.masters.load(master, value)
 
 
 def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _placeholder(parameter: Tensor) -> Tensor:
+    """Return what has the shape of a master and the memory of one number, which is NaN."""
+    if type(parameter) not in (Tensor, nn.Parameter):
+        raise AmpRuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} is a {type(parameter).__name__}, of which "
+            "only whole masters are kept. Use master_weights=True."
+        )
+    return torch.full((), torch.nan, dtype=torch.float32, device=parameter.device).expand(
+        parameter.shape
+    )
+
+
+@torch.no_grad()
+def _new_low(parameter: Tensor, data: Tensor, lean: LeanMasters) -> Tensor:
+    """Return the low half of a new master, whose values `data` has."""
+    from amp.kernels.split import low_dtype  # loads Triton
+
+    low = torch.empty_like(parameter, dtype=low_dtype(lean, parameter.dtype), requires_grad=False)
+    _split_one(data.to(torch.float32), parameter.detach(), low)
+    return low
+
+
+def _split_one(master: Tensor, weight: Tensor, low: Tensor) -> None:
+    from amp.kernels.split import split  # loads Triton
+
+    split([master], [weight], [low])
+
+
+@torch.no_grad()
+def _forget_stale_bits(parameter: Tensor, low: Tensor) -> None:
+    """Set to 0 the low bits of zeros, and those that do not round to the weight: it was written to."""
+    from amp.kernels.split import decode, encode  # load Triton
+
+    high, _ = encode(decode(parameter, low), parameter.dtype, low.dtype)
+    low.copy_(torch.where((high == parameter) & (parameter != 0), low, 0))
 
 
 def check_device(master: Tensor, parameter: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, SupportsFloat, TypedDict
+from typing import Any, Literal, SupportsFloat, TypedDict, cast, get_args
 
 import torch
 
@@ -22,6 +22,9 @@ from amp.errors import (
     did_you_mean,
 )
 from amp.rules import Rule, parse_rules
+
+LeanMasters = Literal["split16", "kahan"]
+"""How FP32 masters may be kept in 16 bits beside the weights; see `amp.kernels.split`."""
 
 BY_OP_LEVELS = ("O1", "O4")
 """The levels that cast function by function and leave the model alone."""
@@ -255,7 +258,9 @@ class Properties:
         patch_torch_functions_type: the dtype of the ops that gain from half precision.
         keep_batchnorm_fp32: whether norms with running statistics stay FP32 in a cast model.
         keep_norm_fp32: whether all norms do: Layer-, Group-, RMS- and InstanceNorm too.
-        master_weights: whether the optimizer steps FP32 copies of 16-bit weights.
+        master_weights: whether the optimizer steps FP32 copies of 16-bit weights; `"split16"` and
+            `"kahan"` keep what the copies have more than the weights, in 16 bits.
+        state_dtype: the dtype of a fused optimizer's moments; `None` for that of what it steps.
         loss_scaling: how the loss scale starts and moves.
         cast_model_outputs: the dtype of the model's outputs; `None` for FP32 where the model is cast.
         rules: a user's own rules for ops (O1, O4) and modules, later ones on top.
@@ -269,7 +274,8 @@ class Properties:
     patch_torch_functions_type: torch.dtype | None = None
     keep_batchnorm_fp32: bool | None = None
     keep_norm_fp32: bool | None = None
-    master_weights: bool | None = None
+    master_weights: bool | LeanMasters | None = None
+    state_dtype: torch.dtype | None = None
     loss_scaling: LossScaling = LossScaling(mode="static", init=1.0)
     cast_model_outputs: torch.dtype | None = None
     rules: tuple[Rule, ...] = ()
@@ -358,6 +364,7 @@ class Overrides(TypedDict, total=False):
     keep_batchnorm_fp32: bool | str | None
     keep_norm_fp32: bool | str | None
     master_weights: bool | str | None
+    state_dtype: torch.dtype | str | None
     loss_scale: float | str | Mapping[str, Any] | LossScaling | None
     cast_model_outputs: torch.dtype | str | None
     rules: Sequence[Mapping[str, Any] | Rule] | None
@@ -372,6 +379,7 @@ PROPERTY_KEYS = (
     "keep_batchnorm_fp32",
     "keep_norm_fp32",
     "master_weights",
+    "state_dtype",
     "loss_scale",
     "cast_model_outputs",
     "rules",
@@ -402,8 +410,12 @@ def parse_property(name: str, value: object) -> dict[str, Any]:
             return {name: _parse_optional_bool(name, value)}
         except AmpValueError as error:
             raise AmpAssertionError(f"{error}, None") from None
-    if name in ("keep_norm_fp32", "master_weights"):
+    if name == "keep_norm_fp32":
         return {name: _parse_optional_bool(name, value)}
+    if name == "master_weights":
+        return {name: _parse_masters(value)}
+    if name == "state_dtype":
+        return {name: _parse_state_dtype(value)}
     if name == "patch_torch_functions":
         return {name: bool(_parse_optional_bool(name, value))}
     if name == "enabled":
@@ -414,6 +426,32 @@ def parse_property(name: str, value: object) -> dict[str, Any]:
         f"there is no property '{name}'; allowed: {', '.join(OVERRIDE_KEYS)}"
         f"{did_you_mean(name, OVERRIDE_KEYS)}"
     )
+
+
+def _parse_masters(value: object) -> bool | LeanMasters | None:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word == "float32":
+        return True
+    for kind in get_args(LeanMasters):
+        if word == kind:
+            return cast("LeanMasters", kind)
+    try:
+        return _parse_optional_bool("master_weights", value)
+    except AmpValueError:
+        raise AmpValueError(
+            f"master_weights={value!r} is not one of True, False, float32, split16, kahan"
+            f"{did_you_mean(str(value), ('float32', *get_args(LeanMasters)))}"
+        ) from None
+
+
+def _parse_state_dtype(value: object) -> torch.dtype | None:
+    dtype = None if is_none(value) else _named_dtype("state_dtype", value)
+    if dtype not in (None, torch.bfloat16, torch.float32):
+        raise AmpValueError(
+            f"state_dtype={value!r} is not one of bfloat16, and float32 or None for the dtype of what "
+            "the optimizer steps"
+        )
+    return torch.bfloat16 if dtype is torch.bfloat16 else None
 
 
 def _named_dtype(name: str, value: object) -> torch.dtype:

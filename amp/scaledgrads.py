@@ -175,12 +175,22 @@ class ScaledGrads:
             torch._foreach_copy_(targets, sources)
         return zip([entry.stepped for entry in self.kept], targets, strict=True)
 
-    def for_step(self, found_inf: Tensor | None) -> StepInputs:
-        """Return what the optimizer is shown."""
+    def for_step(
+        self, found_inf: Tensor | None, low_of: Callable[[Tensor], Tensor | None]
+    ) -> StepInputs:
+        """Return what the optimizer is shown.
+
+        Args:
+            found_inf: what the checks found; None never skips.
+            low_of: the low half of a master, or None.
+        """
         grads = {
-            stepped: Incoming(grad, None if stepped is parameter else parameter, None)
+            stepped: Incoming(grad, None, None)
+            if stepped is parameter
+            else Incoming(grad, parameter, low_of(stepped))
             for stepped, parameter, grad in self.kept
         }
+        found_inf = None if found_inf is None else found_inf.reshape(1)
         return StepInputs(grads, self.inv_scale, found_inf, self._clip)
 
     def without(self, stepped: Collection[Tensor]) -> ScaledGrads:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from amp import checkpoint, distributed, modelcast
-from amp.binding import OptimizerBinding, delay, unscale_and_update
-from amp.dtypes import LOW_PRECISION
+from amp.binding import OptimizerBinding, delay, keeps_moments, unscale_and_update
+from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import (
     AmpIndexError,
     AmpRuntimeError,
@@ -96,7 +96,8 @@ class Session:
             for i in range(operator.index(num_losses))
         ]
         self._models: list[weakref.ref[nn.Module]] = []
-        self._masters = MasterWeights()
+        masters = self.properties.master_weights
+        self._masters = MasterWeights(None if isinstance(masters, bool) else masters)
         self._caster: OpCaster | None = None
         self._policy: OpPolicy | None = None
         if self.properties.patch_torch_functions:
@@ -125,6 +126,7 @@ class Session:
             optimizer_list = _as_optimizers(optimizers)
             _check_models(model_list, self.properties.cast_model_type)
             _check_unbound(optimizer_list)
+            _check_state_dtype(optimizer_list, self.properties.state_dtype)
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
 
@@ -163,7 +165,7 @@ class Session:
         self._models += map(weakref.ref, models)
         self._warn_of_idle_rules(models)
         for binding in bindings:
-            binding.recast_state()
+            binding.recast_state(self.properties.state_dtype)
             self._warn_of_vanishing_eps(binding.optimizer)
         self._undo.push(undo)
 
@@ -448,6 +450,16 @@ def _check_models(models: Sequence[nn.Module], dtype: object) -> None:
                         f"{kind} '{name}' has no values yet (a lazy module). Run one batch through "
                         "the model before amp.initialize."
                     )
+
+
+def _check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
+    for i, optimizer in enumerate(optimizers):
+        if dtype is not None and not keeps_moments(optimizer):
+            raise AmpRuntimeError(
+                f"state_dtype={dtype_name(dtype)} needs an optimizer that rounds its moments, and "
+                f"optimizers[{i}] is {type(optimizer).__name__}. Take one of amp.optimizers, or leave "
+                "state_dtype out."
+            )
 
 
 def _check_unbound(optimizers: Sequence[Any]) -> None:

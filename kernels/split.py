@@ -135,6 +135,7 @@ def decode_block(weight, low):
         high = weight.to(tl.int16, bitcast=True).to(tl.int32)
         rest = low.to(tl.int32)
         if weight.dtype == tl.bfloat16:
+            rest = tl.where((high & 0x7FFF) == 0, tl.maximum(rest, 0), rest)  # a zero written by hand
             master = ((high << 16) + rest).to(tl.float32, bitcast=True)
         else:
             magnitude = high & 0x7FFF
@@ -236,6 +237,7 @@ def decode(weight: Tensor, low: Tensor) -> Tensor:
         return weight.float() + low.float()
     high, rest = weight.view(torch.int16).int(), low.int()
     if weight.dtype is torch.bfloat16:
+        rest = torch.where((high & 0x7FFF) == 0, rest.clamp(min=0), rest)  # a zero written by hand
         return ((high << 16) + rest).view(torch.float32)
     magnitude = high & 0x7FFF
     normal = ((magnitude << 13) + rest + _FP16_TO_FP32).view(torch.float32)

@@ -1,0 +1,262 @@
+"""Masters in 16 bits beside the weights train, save and load as FP32 ones do."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+from amp.errors import AmpRuntimeError, AmpValueError
+from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from tests.models import initialize
+from tests.test_scaled_grads import ACTIONS, Plain, another_block, block, failing_step, loss_of, step
+
+OPTIMIZERS: dict[str, Any] = {
+    "FusedAdam": lambda groups: FusedAdam(groups, lr=0.01),
+    "FusedLAMB": lambda groups: FusedLAMB(groups, lr=0.01),
+    "FusedSGD": lambda groups: FusedSGD(groups, lr=0.01, momentum=0.9),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
+}
+
+
+def make(
+    masters: Any, level: str = "O5", optimizer: str = "FusedAdam", **kwargs: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.02}]
+    kwargs.setdefault("loss_scale", {"init": 2.0**10, "growth_interval": 3})
+    return initialize(model, OPTIMIZERS[optimizer](groups), level, master_weights=masters, **kwargs)
+
+
+def train(model: Any, optimizer: Any, first: int = 0, last: int = 10) -> dict[str, Tensor]:
+    for i in range(first, last):
+        block(model, optimizer, i)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_split16_trains_bit_for_bit(level: str, optimizer: str) -> None:
+    whole = train(*make(True, level, optimizer))
+    split = train(*make("split16", level, optimizer))
+    for name, value in whole.items():
+        assert split[name].dtype is value.dtype
+        if level == "O5":
+            assert torch.equal(value, split[name]), name
+        else:  # whose smallest numbers are not exact
+            torch.testing.assert_close(split[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("optimizer", ["FusedSGD", "SGD"])
+def test_kahan_stays_near(level: str, optimizer: str) -> None:
+    whole = train(*make(True, level, optimizer))
+    kahan = train(*make("kahan", level, optimizer))
+    for name, value in whole.items():
+        torch.testing.assert_close(kahan[name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
+@pytest.mark.parametrize("masters", [(True, "split16"), ("split16", True), ("split16", "split16")])
+def test_checkpoints_convert_exactly(masters: tuple[Any, Any], optimizer: str) -> None:
+    expected = train(*make(True, "O5", optimizer))
+    model, opt = make(masters[0], "O5", optimizer)
+    train(model, opt, last=5)
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
+    model, opt = make(masters[1], "O5", optimizer)
+    loss_of(model).backward()
+    model.load_state_dict(saved[0])
+    opt.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    opt.zero_grad()
+    assert_equal(model.state_dict(), saved[0])
+    assert_equal(expected, train(model, opt, first=5))
+
+
+@pytest.mark.parametrize("kind", ["split16", "kahan"])
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
+def test_what_is_written_to_weights_stays(optimizer: str, kind: str) -> None:
+    """Bits below a weight that was written to are gone, and those of the others are not."""
+    model, opt = make(kind, "O5", optimizer)
+    train(model, opt, last=3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weight = model[0].weight
+    with torch.no_grad():
+        weight[0] = 0.0
+        weight[1] *= 0.001
+    after = model.state_dict()
+    assert not after["0.weight"][0].any()
+    torch.testing.assert_close(after["0.weight"][1], weight[1].float(), rtol=2**-8, atol=0)
+    assert torch.equal(after["0.weight"][2:], before["0.weight"][2:])
+    assert_equal({k: v for k, v in after.items() if k != "0.weight"}, before)
+    train(model, opt, first=3)
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
+def test_a_frozen_parameter_keeps_its_bits(optimizer: str) -> None:
+    ends = []
+    for masters in (True, "split16"):
+        model, opt = make(masters, "O5", optimizer)
+        train(model, opt, last=2)
+        model[3].weight.requires_grad_(False)
+        train(model, opt, first=2, last=4)
+        model[3].weight.requires_grad_(True)
+        ends.append(train(model, opt, first=4))
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize("kind", ["split16", "kahan"])
+@pytest.mark.parametrize("loss_scale", [{"init": 2.0**10, "growth_interval": 3}, 128.0, 1.0])
+@pytest.mark.parametrize(
+    "action",
+    [a for a in ACTIONS if a.__name__ not in ("look", "write_data", "failing_step")],
+    ids=lambda a: a.__name__,
+)
+def test_whatever_is_done_between_block_and_step(action: Any, loss_scale: Any, kind: str) -> None:
+    """Inside the kernel it is what it is around an optimizer that knows nothing of halves."""
+    ends = []
+    for optimizer_class in (Plain, FusedAdam):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = optimizer_class(
+            [{"params": model[0].parameters()}, {"params": model[1:].parameters()}], lr=0.01
+        )
+        model, optimizer = initialize(
+            model, optimizer, "O5", master_weights=kind, loss_scale=loss_scale
+        )
+        for i in range(4):
+            block(model, optimizer, i)
+            if action.__name__ != "delete" or i:
+                action(model, optimizer)
+            optimizer.step()
+            if i % 2:
+                optimizer.zero_grad()
+        ends.append(model.state_dict())
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_lbfgs() -> None:
+    ends = []
+    for masters in (True, "split16"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        model, optimizer = initialize(model, optimizer, "O5", master_weights=masters)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        ends.append(model.state_dict())
+    assert_equal(*ends)
+
+
+def test_a_scheduler_sees_one_optimizer_with_all_its_groups() -> None:
+    model, optimizer = make("split16", "O5", "AdamW")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    train(model, optimizer, last=1)
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.01]
+
+
+def test_an_error_in_a_step_leaves_every_group_and_value() -> None:
+    for optimizer_class in (Plain, FusedAdam):
+        model = nn.Linear(4, 2)
+        params = list(model.parameters())
+        optimizer = optimizer_class([{"params": params[:1]}, {"params": params[1:]}], lr=0.01)
+        model, optimizer = initialize(model, optimizer, "O5", master_weights="split16")
+        block(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        failing_step(model, optimizer)
+        assert len(optimizer.param_groups) == 2
+        if optimizer_class is FusedAdam:  # Plain steps one group after another
+            assert_equal(model.state_dict(), before)
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+        step(model, optimizer)
+        another_block(model, optimizer)
+
+
+COUNT_MEMORY = Path(__file__).parents[1] / "docs" / "benchmarks" / "count_memory.py"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        ({}, 16),
+        ({"master_weights": "split16"}, 14),
+        ({"master_weights": "kahan"}, 14),
+        ({"master_weights": "split16", "state_dtype": "bfloat16"}, 10),
+    ],
+)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_bytes_for_each_parameter(overrides: Any, most: int, level: str) -> None:
+    script = runpy.run_path(str(COUNT_MEMORY))
+    before, after = script["count"](script["Row"]("", FusedAdam, level, overrides))
+    assert before == pytest.approx(most, rel=0.01)
+    assert after == pytest.approx(most - 2, rel=0.01)
+
+
+def test_the_documents_table_is_what_is_counted() -> None:
+    run = subprocess.run(
+        [sys.executable, COUNT_MEMORY, "--check"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_values_that_do_not_exist_and_optimizers_that_cannot(tmp_path: Any) -> None:
+    model = nn.Linear(2, 2)
+    weight = model.weight.clone()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(AmpValueError, match="master_weights='split61' is not one of .*'split16'"):
+        amp.initialize(model, optimizer, opt_level="O2", master_weights="split61")
+    with pytest.raises(AmpValueError, match="state_dtype='float16' is not one of bfloat16"):
+        amp.initialize(model, optimizer, opt_level="O2", state_dtype="float16")
+    with pytest.raises(AmpRuntimeError, match=r"state_dtype=bfloat16 .* optimizers\[0\] is Adam"):
+        amp.initialize(model, optimizer, opt_level="O2", state_dtype="bfloat16")
+    with pytest.raises(AmpRuntimeError, match="master_weights=split16 does not fit O1"):
+        amp.initialize(model, optimizer, opt_level="O1", master_weights="split16")
+    assert model.weight.dtype is torch.float32
+    assert torch.equal(model.weight, weight)
+    profile = tmp_path / "lean.yaml"
+    profile.write_text("extends: O5\nmaster_weights: split16\nstate_dtype: bfloat16\n")
+    properties = amp.load_profile(profile)
+    assert (properties.master_weights, properties.state_dtype) == ("split16", torch.bfloat16)
+    assert amp.Session("O5", master_weights="float32").properties.master_weights is True
+
+
+def test_a_profiles_state_dtype_ends_with_the_session() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    model, optimizer = initialize(model, optimizer, "O5", state_dtype="bfloat16")
+    train(model, optimizer, last=1)
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    assert optimizer.state_dtype is torch.bfloat16
+    amp.get_session(optimizer).close()
+    assert optimizer.state_dtype is None
+    model.float()
