@@ -111,6 +111,7 @@ class OptimizerBinding:
         self._live = False
         self._knows_found_inf = False
         self._takes_scaled = False
+        self._dtype_of: dict[Tensor, torch.dtype] = {}
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self._scaled: ScaledGrads | None = None
         self._block: LossScaler | None = None
@@ -208,6 +209,7 @@ class OptimizerBinding:
         params = group["params"]
         master_of: dict[Tensor, Tensor] = {}
         for i, parameter in enumerate(params):
+            self._dtype_of[parameter] = parameter.dtype
             if self._use_masters and parameter.dtype in LOW_PRECISION:
                 params[i] = master_of[parameter] = self._masters.acquire(parameter, before)
         self._rekey_state(master_of)
@@ -258,6 +260,7 @@ class OptimizerBinding:
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
+        self._check_dtypes()
         self._bring_back()
         for master, _ in self._pairs():
             self._masters.drop_stepped_grad(master)
@@ -319,6 +322,16 @@ class OptimizerBinding:
                 raise self._refusal_of(move)
             check_placements(move.source)
         return moves
+
+    def _check_dtypes(self) -> None:
+        """Raise if a parameter's dtype is not what it was when the optimizer came."""
+        for parameter, dtype in self._dtype_of.items():
+            if parameter.dtype is not dtype:
+                name = self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+                raise AmpRuntimeError(
+                    f"{name} is {parameter.dtype} and was {dtype} at amp.initialize: the model was "
+                    "cast after it, by .half(), .float() or .to(). Leave that out, or do it before."
+                )
 
     def _refusal_of(self, move: _Move) -> AmpTypeError:
         shape = tuple(move.parameter.shape)
@@ -474,6 +487,7 @@ class OptimizerBinding:
                 "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
                 "still scaled. Call it after the block."
             )
+        self._check_dtypes()
         if closure is not None:
             return self._step_with_closure(step, closure, *args, **kwargs)
         self._unscale_pending()

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amp
+from amp.errors import AmpRuntimeError
 from amp.masters import check_device
+from amp.optimizers import FusedAdam
 from tests.models import LEVELS, MASTER_LEVELS, adamw, batch, conv_net, initialize, linear, sgd
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -524,6 +526,30 @@ def test_a_model_moved_after_initialize_gets_an_error() -> None:
         RuntimeError, match=r"\(2,\) is on meta and its FP32 master on cpu.*Move it first"
     ):
         check_device(torch.ones(2), torch.ones(2, device="meta"))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("when", ["before the block", "after the block"])
+def test_a_model_cast_after_initialize_gets_an_error(level: str, when: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    optimizer = FusedAdam(model.parameters())
+    model, optimizer = initialize(model, optimizer, level)
+    other = torch.float32 if level != "O1" else torch.float16
+    if when == "before the block":
+        model[1].to(other)
+        with (
+            pytest.raises(AmpRuntimeError, match=r"^'1.weight' is torch.float"),
+            amp.scale_loss(torch.ones(()), optimizer),
+        ):
+            pass
+        return
+    with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    model[1].to(other)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(AmpRuntimeError, match=r"^'1.weight' is torch.float.* at amp.initialize"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_step_inside_the_block_is_an_error() -> None:
