@@ -12,9 +12,9 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Du
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
@@ -76,26 +76,19 @@ def _update(p, g, m, v, prepared):
     return p, m, v
 
 
-def _reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[list[Tensor]],
-    steps: list[float],
-    numbers: list[float],
-    of_tensor: list[float],
-) -> None:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
     lr, lr_decay, eps, l2, decay = numbers
-    (sums,) = moments
-    if l2:
-        torch._foreach_add_(grads, params, alpha=l2)
-    torch._foreach_addcmul_(sums, grads, grads)
-    roots = torch._foreach_sqrt(sums)
-    torch._foreach_add_(roots, eps)
-    rates = [lr / (1 + (t - 1) * lr_decay) for t in steps]
-    if decay:
-        torch._foreach_mul_(params, [1 - rate * decay for rate in rates])
-    torch._foreach_addcdiv_(params, grads, roots, [-rate for rate in rates])
+    return lr / (1 + (t - 1) * lr_decay), eps, l2, decay
 
 
-ADAGRAD = Rule(1, _prepare, _update, _reference)
+def _formula(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rate, eps, l2, decay = numbers
+    g = g + l2 * p
+    m = m + g * g
+    return p - rate * (g / (m.sqrt() + eps) + decay * p), m, v
+
+
+ADAGRAD = Rule(1, _prepare, _update, _at, _formula)
 """Adagrad: its moment is the sum of squared gradients."""

@@ -13,9 +13,9 @@ Loshchilov and Hutter 2019; the order of the operations is that of `torch.optim.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
@@ -114,31 +114,23 @@ def _update(p, g, m, v, prepared):
     return p, m, v
 
 
-def _reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[list[Tensor]],
-    steps: list[float],
-    numbers: list[float],
-    of_tensor: list[float],
-) -> None:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
     lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias = numbers
-    exp_avgs, exp_avg_sqs = moments
-    if decay:
-        torch._foreach_mul_(params, 1 - lr * decay)
-    if l2:
-        torch._foreach_add_(grads, params, alpha=l2)
-    torch._foreach_lerp_(exp_avgs, grads, new1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, new2)
-    correction1, correction2 = [
-        [1 - beta**t if corrects_bias else 1.0 for t in steps] for beta in (beta1, beta2)
-    ]
-    roots = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(roots, [math.sqrt(c) for c in correction2])
-    torch._foreach_add_(roots, eps)
-    torch._foreach_addcdiv_(params, exp_avgs, roots, [-lr / c for c in correction1])
+    correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
+    size, root = lr / correction1, 1 / math.sqrt(correction2)
+    return 1 - lr * decay, l2, beta1, new1, beta2, new2, size, root, eps
 
 
-ADAM = Rule(2, _prepare, _update, _reference)
+def _formula(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    keep, l2, beta1, new1, beta2, new2, size, correction2, eps = numbers
+    p = p * keep
+    g = g + l2 * p
+    m = beta1 * m + new1 * g
+    v = beta2 * v + new2 * g * g
+    return p - size * m / (v.sqrt() * correction2 + eps), m, v
+
+
+ADAM = Rule(2, _prepare, _update, _at, _formula)
 """Adam: its moments are the running means of gradients and of their squares."""

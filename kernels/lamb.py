@@ -15,7 +15,8 @@ direction. Source: You et al. 2020, algorithm 2, with bias correction; NVIDIA ap
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,41 +127,26 @@ def _update(p, g, m, v, prepared):
     return p - size * direction, m, v
 
 
-def _reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[list[Tensor]],
-    steps: list[float],
-    numbers: list[float],
-    of_tensor: list[float],
-) -> None:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
     lr, beta1, beta2, fresh, new2, _, _, eps, decay, l2, corrects_bias, always_adapts = numbers
-    exp_avgs, exp_avg_sqs = moments
-    if l2:
-        torch._foreach_add_(grads, params, alpha=l2)
-    torch._foreach_mul_(exp_avgs, beta1)
-    torch._foreach_add_(exp_avgs, grads, alpha=fresh)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, new2)
-    correction1, correction2 = [
-        [1 - beta**t if corrects_bias else 1.0 for t in steps] for beta in (beta1, beta2)
-    ]
-    roots = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(roots, [math.sqrt(c) for c in correction2])
-    torch._foreach_add_(roots, eps)
-    directions = torch._foreach_div(exp_avgs, roots)
-    torch._foreach_div_(directions, correction1)
-    if decay:
-        torch._foreach_add_(directions, params, alpha=decay)
-    if decay or l2 or always_adapts:
-        of_params, of_directions = [
-            torch.stack(torch._foreach_norm(tensors)) for tensors in (params, directions)
-        ]
-        adapts = (of_params != 0) & (of_directions != 0)
-        ratios = torch.where(adapts, of_params / of_directions, 1.0)
-        torch._foreach_mul_(directions, list(ratios.unbind()))
-    torch._foreach_add_(params, directions, alpha=-lr)
+    correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
+    adapts = float(bool(decay or l2 or always_adapts))
+    root = 1 / math.sqrt(correction2)
+    return lr, l2, decay, beta1, fresh, beta2, new2, 1 / correction1, root, eps, adapts
 
 
-LAMB = Rule(2, _prepare, _update, _reference, _direction)
+def _formula(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    lr, l2, decay, beta1, new1, beta2, new2, correction1, correction2, eps, adapts = numbers
+    g = g + l2 * p
+    m = beta1 * m + new1 * g
+    v = beta2 * v + new2 * g * g
+    direction = correction1 * m / (v.sqrt() * correction2 + eps) + decay * p
+    of_param, of_direction = p.norm(), direction.norm()
+    adapts = (of_param != 0) & (of_direction != 0) & bool(adapts)
+    return p - lr * torch.where(adapts, of_param / of_direction, 1.0) * direction, m, v
+
+
+LAMB = Rule(2, _prepare, _update, _at, _formula, _direction)
 """LAMB: its moments are the running means of gradients and of their squares."""

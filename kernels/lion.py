@@ -10,9 +10,9 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Ch
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
@@ -68,25 +68,17 @@ def _update(p, g, m, v, prepared):
     return p, m, v
 
 
-def _reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[list[Tensor]],
-    steps: list[float],
-    numbers: list[float],
-    of_tensor: list[float],
-) -> None:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
     lr, beta1, beta2, new1, new2, decay = numbers
-    (means,) = moments
-    if decay:
-        torch._foreach_mul_(params, 1 - lr * decay)
-    directions = torch._foreach_mul(means, beta1)
-    torch._foreach_add_(directions, grads, alpha=new1)
-    torch._foreach_sign_(directions)
-    torch._foreach_add_(params, directions, alpha=-lr)
-    torch._foreach_mul_(means, beta2)
-    torch._foreach_add_(means, grads, alpha=new2)
+    return lr, 1 - lr * decay, beta1, new1, beta2, new2
 
 
-LION = Rule(1, _prepare, _update, _reference)
+def _formula(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    lr, keep, beta1, new1, beta2, new2 = numbers
+    return p * keep - lr * (beta1 * m + new1 * g).sign(), beta2 * m + new2 * g, v
+
+
+LION = Rule(1, _prepare, _update, _at, _formula)
 """Lion: its moment is the running mean of gradients."""

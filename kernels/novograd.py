@@ -16,9 +16,9 @@ Source: Ginsburg et al. 2019; NVIDIA apex's FusedNovoGrad, which has both forms.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp.kernels.adam import log_of
@@ -102,32 +102,26 @@ def _update(p, g, m, v, prepared):
     return p * keep - size * m, m, v
 
 
-def _reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[list[Tensor]],
-    steps: list[float],
-    numbers: list[float],
-    of_tensor: list[float],
-) -> None:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+    assert of_tensor is not None
     lr, beta1, fresh, log_beta1, log_beta2, eps, decay, corrects_bias, inside = numbers
-    (means,) = moments
     correction1, correction2 = [
-        [-math.expm1(t * log) if corrects_bias else 1.0 for t in steps]
-        for log in (log_beta1, log_beta2)
+        -math.expm1(t * log) if corrects_bias else 1.0 for log in (log_beta1, log_beta2)
     ]
-    norms = [v / math.sqrt(c) + eps for v, c in zip(of_tensor, correction2, strict=True)]
+    factor = 1 / (of_tensor / math.sqrt(correction2) + eps)
+    size = lr / correction1
     if inside:
-        torch._foreach_div_(grads, norms)
-        torch._foreach_add_(grads, params, alpha=decay)
-    torch._foreach_mul_(means, beta1)
-    torch._foreach_add_(means, grads, alpha=fresh)
-    sizes = [lr / c for c in correction1]
-    if not inside:
-        sizes = [size / norm for size, norm in zip(sizes, norms, strict=True)]
-        torch._foreach_mul_(params, 1 - lr * decay)
-    torch._foreach_sub_(params, torch._foreach_mul(means, sizes))
+        return factor, decay, beta1, fresh, size, 1.0
+    return 1.0, 0.0, beta1, fresh, size * factor, 1 - lr * decay
 
 
-NOVOGRAD = Rule(1, _prepare, _update, _reference)
+def _formula(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    factor, decay, beta1, fresh, size, keep = numbers
+    m = beta1 * m + fresh * (g * factor + decay * p)
+    return p * keep - size * m, m, v
+
+
+NOVOGRAD = Rule(1, _prepare, _update, _at, _formula)
 """NovoGrad: its moment is the running mean of gradients, over their norm or not."""

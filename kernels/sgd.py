@@ -12,9 +12,9 @@ decay after momentum: NVIDIA apex `FusedSGD`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
@@ -92,32 +92,31 @@ def _update_without_momentum(p, g, m, v, prepared):
     return p, m, v
 
 
-def _reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[list[Tensor]],
-    steps: list[float],
-    numbers: list[float],
-    of_tensor: list[float],
-) -> None:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
     lr, before, after, momentum, fresh, nesterov = numbers
-    if before:
-        torch._foreach_add_(grads, params, alpha=before)
-    for buffers in moments:
-        torch._foreach_mul_(buffers, [0.0 if t == 1 else momentum for t in steps])
-        weighted = torch._foreach_mul(grads, [1.0 if t == 1 else fresh for t in steps])
-        torch._foreach_add_(buffers, weighted)
-        if nesterov:
-            torch._foreach_add_(grads, buffers, alpha=momentum)
-        else:
-            grads = [buffer.clone() for buffer in buffers] if after else buffers
-    if after:
-        torch._foreach_add_(grads, params, alpha=after)
-    torch._foreach_add_(params, grads, alpha=-lr)
+    keep, fresh = (0.0, 1.0) if t == 1 else (momentum, fresh)
+    along_g, along_m = (1.0, momentum) if nesterov else (0.0, 1.0)
+    return lr, before, after, keep, fresh, along_g, along_m
 
 
-SGD = Rule(0, _prepare, _update_without_momentum, _reference)
+def _formula(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    lr, before, after, keep, fresh, along_g, along_m = numbers
+    g = g + before * p
+    m = keep * m + fresh * g
+    return p - lr * (along_g * g + along_m * m + after * p), m, v
+
+
+def _formula_without_momentum(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    lr, before, after, _, _, _, _ = numbers
+    return p - lr * (g + (before + after) * p), m, v
+
+
+SGD = Rule(0, _prepare, _update_without_momentum, _at, _formula_without_momentum)
 """SGD without momentum."""
 
-MOMENTUM_SGD = Rule(1, _prepare, _update, _reference)
+MOMENTUM_SGD = Rule(1, _prepare, _update, _at, _formula)
 """SGD whose moment is the momentum."""

@@ -21,13 +21,15 @@ by the norms of its own direction. Memory traffic: each tensor that is read is r
 is written is written once: for AdamW with FP32 masters of 16-bit weights, 28 bytes a parameter. Norms
 of a direction read all but the models once more.
 
-Plain torch reads `found_inf` and the steps on the host, so there the host waits for a device other than
-the CPU.
+Plain torch (`amp.kernels.plainstep`) reads `found_inf`, factors and steps on the host, so there the
+host waits for a device other than the CPU.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +50,8 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.split import decode, decode_block, encode, encode_block
+from amp.kernels.plainstep import Formula, Streams, step_plainly
+from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Part, kept, plan, real_values, stream_of, to_device, upload
 
 BLOCK = 2048
@@ -65,8 +68,8 @@ class Rule(NamedTuple):
             how far apart they are to what `update` needs of them.
         update: for Triton, from a parameter, gradient, two moments and what `prepare` gave to the new
             parameter and moments; a moment that the rule does not have comes and goes as 0.
-        reference: in plain torch, from parameters, gradients, lists of moments, each t, the numbers and
-            the number of each tensor, in place. It may write to the gradients.
+        at: for plain torch, what `prepare` is for Triton: from the numbers, t and the tensor's own.
+        formula: for plain torch, what `update` is for Triton, all of the tensor with a `direction`.
         direction: for Triton, as `update` but to the direction of the step in place of the parameter;
             then `prepare` finds the norms of parameters and directions.
     """
@@ -74,9 +77,8 @@ class Rule(NamedTuple):
     moments: int
     prepare: Any
     update: Any
-    reference: Callable[
-        [list[Tensor], list[Tensor], list[list[Tensor]], list[float], list[float], list[float]], None
-    ]
+    at: Callable[[list[float], float, float | None], tuple[float, ...]]
+    formula: Formula
     direction: Any = None
 
 
@@ -165,17 +167,29 @@ def step(
         indices = list(itertools.chain.from_iterable(rest))
         counters = [steps[i] for i in indices]
         torch._foreach_add_(counters, 1.0)
-        for same in rest:
-            _step_in_plain_torch(
-                rule,
-                list(map(float, numbers)),
-                [[tensors[i] for i in same] for tensors in lists],
-                [float(steps[i]) for i in same],
-                [] if of_tensor is None else of_tensor[list(same)].tolist(),
-                factors=[x for x in (inv_scale, clip) if x is not None],
-                has_lows=lows is not None,
-                seeds=None if seed is None else [(seed, i) for i in same],
-                maximize=maximize,
+        scale = math.prod(float(x) for x in (inv_scale, clip) if x is not None)
+        values = list(map(float, numbers))
+        own: list[float | None] = [None] * len(params) if of_tensor is None else of_tensor.tolist()
+        at = functools.cache(functools.partial(rule.at, values))
+        for number, same in enumerate(rest):
+            of_same = [[tensors[i] for i in same] for tensors in lists]
+            extra = of_same.pop() if others else None
+            ts = [float(steps[i]) for i in same]
+            step_plainly(
+                rule.formula,
+                Streams(
+                    of_same[0],
+                    of_same[1],
+                    tuple(of_same[2:]),
+                    model=None if models is None else extra,
+                    low=None if lows is None else extra,
+                ),
+                [at(t, own[i]) for t, i in zip(ts, same, strict=True)],
+                -scale if maximize else scale,
+                steps=ts,
+                seed=None if seed is None else seed + number,
+                whole=rule.direction is not None,
+                backend=backend,
             )
     increment_version(itertools.chain.from_iterable(written))
 
@@ -470,59 +484,3 @@ def expm1_of_negative(x):
     near = 1.0 + x / 3.0 * near
     near = 1.0 + x / 2.0 * near
     return tl.where(x > -0.4, x * near, tl.exp(x) - 1.0)
-
-
-def _step_in_plain_torch(
-    rule: Rule,
-    numbers: list[float],
-    lists: list[list[Tensor]],
-    steps: list[float],
-    of_tensor: list[float],
-    *,
-    factors: Sequence[Tensor],
-    has_lows: bool,
-    seeds: list[tuple[int, int]] | None,
-    maximize: bool,
-) -> None:
-    """Do `step` on tensors of one device and combination of dtypes, in FP32 or FP64."""
-    dtypes = [tensors[0].dtype for tensors in lists]
-    to = torch.float64 if torch.float64 in dtypes else torch.float32
-    params, grads, *moments = [
-        tensors if dtype is to else [tensor.to(to) for tensor in tensors]
-        for tensors, dtype in zip(lists[: 2 + rule.moments], dtypes, strict=False)
-    ]
-    if has_lows:
-        params = [decode(*halves) for halves in zip(lists[0], lists[-1], strict=True)]
-    if grads is lists[1]:
-        grads = [grad.clone() for grad in grads]
-    for factor in factors:
-        torch._foreach_mul_(grads, to_device(factor, grads[0].device)[0].to(to))
-    if maximize:
-        torch._foreach_neg_(grads)
-    rule.reference(params, grads, moments, steps, numbers, of_tensor)
-    for i, (tensors, results) in enumerate(zip(lists[2 : 2 + rule.moments], moments, strict=True)):
-        if seeds is not None and tensors[0].dtype is torch.bfloat16:
-            for tensor, result, seed, t in zip(tensors, results, seeds, steps, strict=True):
-                _round_stochastically(result, tensor, hash((*seed, i, t)))
-        elif tensors is not results:
-            torch._foreach_copy_(tensors, results)
-    if has_lows:
-        for master, weight, low in zip(params, lists[0], lists[-1], strict=True):
-            high, rest = encode(master, weight.dtype, low.dtype)
-            weight.copy_(high)
-            low.copy_(rest)
-        return
-    for tensors in (lists[0], *lists[2 + rule.moments :]):
-        if tensors is not params:
-            torch._foreach_copy_(tensors, params)
-
-
-def _round_stochastically(source: Tensor, target: Tensor, seed: int) -> None:
-    """Write float32 to bfloat16, up or down with the probability that makes the mean right."""
-    generator = torch.Generator(source.device).manual_seed(seed)
-    bits = source.view(torch.int32)
-    noise = torch.randint(
-        2**16, source.shape, generator=generator, dtype=torch.int32, device=source.device
-    )
-    rounded = ((bits + noise) >> 16).short().view(torch.bfloat16)
-    target.copy_(torch.where(source.isfinite(), rounded, source.bfloat16()))

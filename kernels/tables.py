@@ -236,7 +236,7 @@ def _make_plan(
     for i, tensors in enumerate(zip(*lists, strict=True)):
         if tensors[0].numel():
             device = tensors[0].device
-            in_triton = uses_triton(device, backend) and _are_flat(tensors)
+            in_triton = uses_triton(device, backend) and are_flat(tensors)
             same = groups if in_triton else rest
             same[device, tuple(tensor.dtype for tensor in tensors)].append(i)
     parts = []
@@ -284,7 +284,7 @@ def _real_value(tensor: Tensor) -> Tensor:
     return local._values() if local.is_sparse else local
 
 
-def _are_flat(tensors: Sequence[Tensor]) -> bool:
+def are_flat(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors' elements lie in one order in memory, without gaps or overlaps."""
     strides = tensors[0].stride()
     kept = torch.empty_like(tensors[0], device="meta").stride() == strides

@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("properties", "regions"),
     ("kernels.unscale", "kernels.master_copy", "kernels.split", "kernels.update_scale"),
     ("kernels.axpby", "kernels.l2norm"),
+    ("kernels.plainstep",),
     ("kernels.stepping",),
     ("kernels.adagrad", "kernels.adam", "kernels.lion", "kernels.sgd", "scaledgrads"),
     ("kernels.lamb", "kernels.novograd"),
