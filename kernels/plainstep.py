@@ -130,16 +130,14 @@ def _noise(seed: int | None, piece: int, t: float) -> int | None:
 def _pieces(lists: Streams, slice_size: int) -> Iterator[Streams]:
     """Yield 1-d tensors to step: slices of large tensors, and all small ones together."""
     sizes = [param.numel() for param in lists.param]
-    flat = lists.map(lambda tensors: [_as_vector(tensor) for tensor in tensors])
-    for i, size in enumerate(sizes):
-        for first in range(0, size, slice_size) if size >= LARGE else ():
-            of_one = flat.map(operator.itemgetter(i))
-            yield of_one.map(operator.itemgetter(slice(first, first + slice_size)))
     small = [i for i, size in enumerate(sizes) if size < LARGE]
-    if len(small) == 1:
-        yield flat.map(lambda tensors: tensors[small[0]])
-    elif small:
-        few = flat.map(lambda tensors: [tensors[i] for i in small])
+    for i, size in enumerate(sizes):
+        if size >= LARGE:
+            vectors = lists.map(lambda tensors, i=i: _as_vector(tensors[i]))  # type: ignore[misc]
+            for first in range(0, size, slice_size):
+                yield vectors.map(operator.itemgetter(slice(first, first + slice_size)))
+    if small:
+        few = lists.map(lambda tensors: [_as_vector(tensors[i]) for i in small])
         together = few.map(torch.cat)
         yield together
         for tensors, result in zip(few.written(), together.written(), strict=True):
@@ -148,7 +146,7 @@ def _pieces(lists: Streams, slice_size: int) -> Iterator[Streams]:
 
 def _as_vector(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements in the order in which they are in memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _step(formula: Formula, streams: Streams, prepared: Sequence[Any], seed: int | None) -> None:

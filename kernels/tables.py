@@ -286,6 +286,8 @@ def _real_value(tensor: Tensor) -> Tensor:
 
 def are_flat(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors' elements lie in one order in memory, without gaps or overlaps."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return True
     strides = tensors[0].stride()
     kept = torch.empty_like(tensors[0], device="meta").stride() == strides
     return kept and all(tensor.stride() == strides for tensor in tensors)

@@ -219,9 +219,17 @@ def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Do `check` in plain torch, on tensors of one device and dtype.
 
-    Products are finite where those of the extremes are.
+    Products are finite where those of the extremes are. On the CPU torch's own operation, multiplying
+    by 1, is several times faster than finding those.
     """
     device = sources[0].device
+    if _is_at_most_one(inv_scale) and all(
+        s.device.type == "cpu" and s.is_contiguous() for s in sources
+    ):
+        with flag_on(device, found_inf) as flag:
+            one = torch.ones(1, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
+        return
     extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
     wider = torch.promote_types(extremes.dtype, torch.float32)
     products = extremes.to(wider) * to_device(inv_scale, device)
