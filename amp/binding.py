@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,13 +35,14 @@ from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters import Contents, MasterWeights, check_device
 from amp.patching import Patches
 from amp.regions import disable_casts, same_casts
-from amp.scaledgrads import ScaledGrad, ScaledGrads, can_be_kept
+from amp.scaledgrads import ScaledGrads
 from amp.scaler import LossScaler, ScaleSnapshot, Verdict
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _ATTRIBUTE = "_amp_binding"
+_GRAD = operator.attrgetter("grad")
 _CLOSURE_TRIES = 300
 """Enough halvings to bring any loss scale to its floor."""
 
@@ -79,6 +81,26 @@ class _Move(NamedTuple):
         return torch.empty_like(self.source, dtype=torch.float32)
 
 
+class _Layout(NamedTuple):
+    """What an optimizer's groups hold; made anew when they hold something else.
+
+    Attributes:
+        ids: of all parameters.
+        stepped: all parameters.
+        pairs: every master with its model's parameter.
+        masters: the first of each pair.
+        models: the second of each pair.
+        direct: every parameter that is stepped without a master.
+    """
+
+    ids: list[int]
+    stepped: list[Tensor]
+    pairs: list[tuple[Tensor, Tensor]]
+    masters: list[Tensor]
+    models: list[Tensor]
+    direct: list[Tensor]
+
+
 class OptimizerBinding:
     """What a session knows about one of its optimizers.
 
@@ -112,6 +134,7 @@ class OptimizerBinding:
         self._knows_found_inf = False
         self._takes_scaled = False
         self._dtype_of: dict[Tensor, torch.dtype] = {}
+        self._known_layout = _Layout([], [], [], [], [], [])
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self._scaled: ScaledGrads | None = None
         self._block: LossScaler | None = None
@@ -230,7 +253,7 @@ class OptimizerBinding:
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
                 master = self._masters.master(parameter)
-                if master is not None and any(master is p for p in self._parameters()):
+                if master is not None and any(master is p for p in self._layout().stepped):
                     raise AmpValueError(
                         f"a parameter of shape {tuple(parameter.shape)} is in this optimizer already; "
                         "give each parameter to one group"
@@ -262,13 +285,12 @@ class OptimizerBinding:
             )
         self._check_dtypes()
         self._bring_back()
-        for master, _ in self._pairs():
-            self._masters.drop_stepped_grad(master)
+        layout = self._layout()
+        self._masters.drop_stepped_grads(layout.masters)
         if self._pending is None:
             self._gather_unscaled()
             if not scaler.is_identity:
-                for parameter in self._direct():
-                    grad = parameter.grad
+                for parameter, grad in zip(layout.direct, map(_GRAD, layout.direct), strict=True):
                     if grad is not None:
                         # DDP's gradients may be views of a buffer that the next backward overwrites.
                         self._set_aside.append((parameter, grad.clone() if grad._is_view() else grad))
@@ -283,9 +305,8 @@ class OptimizerBinding:
         """
         scaler, self._block = self._block, None
         if self._pending is None and scaler is not None and not scaler.is_identity:
-            for _, parameter in self._pairs():
-                parameter.grad = None
-            for parameter in self._direct():
+            layout = self._layout()
+            for parameter in (*layout.models, *layout.direct):
                 parameter.grad = None
             self._take_back()
 
@@ -295,27 +316,62 @@ class OptimizerBinding:
         if self._pending is None:
             self._pending = pending
 
-    def moves(self, done: set[Tensor]) -> list[_Move]:
-        """Return the way of each scaled gradient, and change nothing.
+    def outlook(self, scale: ScaleSnapshot, done: set[int]) -> ScaledGrads | list[_Move]:
+        """Return what is to become of the block's gradients, and change nothing.
 
         Args:
-            done: parameters of other optimizers that will be unscaled; the rest is added.
+            scale: what the losses were scaled by.
+            done: ids of parameters that another optimizer will see to; the rest is added.
+
+        Returns:
+            What the optimizer will unscale in its step; or where each gradient goes, unscaled.
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
             AmpRuntimeError: a parameter was moved away from its master, or a DTensor's gradient is not
                 summed over its ranks.
         """
-        moves = []
-        for master, parameter in self._pairs():
-            if parameter.grad is not None and parameter not in done:
+        return self._left_scaled(scale, done) or self._moves(scale, done)
+
+    def _left_scaled(self, scale: ScaleSnapshot, done: set[int]) -> ScaledGrads | None:
+        """Return the gradients for an optimizer that takes them scaled, if each is all there is.
+
+        Earlier blocks may have left some to add to, and other optimizers may share a master.
+        """
+        layout = self._layout()
+        if not self._takes_scaled or self._set_aside:
+            return None
+        if any(grad is not None for grad in map(_GRAD, layout.masters)):
+            return None
+        if self._masters.any_is_shared(layout.masters):
+            return None
+        if scale.scaler.is_identity:  # then the others' are what they are without amp
+            inv_scale, stepped, params = None, layout.masters, layout.models
+        else:
+            inv_scale, stepped = scale.inv_scale, layout.masters + layout.direct
+            params = layout.models + layout.direct
+        scaled = ScaledGrads(self._bring_back, stepped, params, inv_scale, done)
+        if not scaled.can_be_kept():
+            return None
+        if [p.device for p in layout.masters] != [p.device for p in layout.models]:
+            for master, parameter in layout.pairs:
                 check_device(master, parameter)
-                done.add(parameter)
+        done.update(map(id, scaled.parameters))
+        return scaled
+
+    def _moves(self, scale: ScaleSnapshot, done: set[int]) -> list[_Move]:
+        if scale.scaler.is_identity:
+            return []
+        moves = []
+        for master, parameter in self._layout().pairs:
+            if parameter.grad is not None and id(parameter) not in done:
+                check_device(master, parameter)
+                done.add(id(parameter))
                 moves.append(_Move(master, parameter, parameter.grad, master.grad))
         kept_of = dict(self._set_aside)
-        for parameter in self._direct():
-            if parameter.grad is not None and parameter not in done:
-                done.add(parameter)
+        for parameter in self._layout().direct:
+            if parameter.grad is not None and id(parameter) not in done:
+                done.add(id(parameter))
                 moves.append(_Move(parameter, parameter, parameter.grad, kept_of.get(parameter)))
         for move in moves:
             if move.source.dtype not in SCALABLE:
@@ -325,6 +381,8 @@ class OptimizerBinding:
 
     def _check_dtypes(self) -> None:
         """Raise if a parameter's dtype is not what it was when the optimizer came."""
+        if [parameter.dtype for parameter in self._dtype_of] == list(self._dtype_of.values()):
+            return
         for parameter, dtype in self._dtype_of.items():
             if parameter.dtype is not dtype:
                 name = self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
@@ -342,44 +400,17 @@ class OptimizerBinding:
             "optimizer, or use a loss_scale of 1."
         )
 
-    def take(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> ScaledGrads | None:
+    def take(self, outlook: ScaledGrads | list[_Move], scale: ScaleSnapshot) -> None:
         """Check what is in `.grad`, and unscale it unless the optimizer does. No host sync.
 
         Args:
-            moves: what the method of this name returned.
+            outlook: what the method of this name returned.
             scale: what the losses were scaled by; its scaler's `found_inf` is set on overflow.
-
-        Returns:
-            What the optimizer will unscale.
         """
-        scaled = self._left_scaled(moves, scale)
-        if scaled is None:
-            self._unscale(moves, scale)
+        if isinstance(outlook, list):
+            self._unscale(outlook, scale)
         elif scale.scaler.found_inf is not None:
-            scaled.check(scale.scaler.found_inf, getattr(self.optimizer, "max_grad_norm", None))
-        return scaled
-
-    def _left_scaled(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> ScaledGrads | None:
-        """Return the gradients for an optimizer that takes them scaled, if each is all there is.
-
-        Earlier blocks may have left some to add to, and other optimizers may share a master.
-        """
-        if not self._takes_scaled or self._set_aside:
-            return None
-        pairs = list(self._pairs())
-        if any(master.grad is not None or self._masters.is_shared(master) for master, _ in pairs):
-            return None
-        if scale.scaler.is_identity:  # then the others' are what they are without amp
-            kept = [ScaledGrad(m, p, p.grad) for m, p in pairs if p.grad is not None]
-            for entry in kept:
-                check_device(entry.stepped, entry.parameter)
-        else:
-            kept = [ScaledGrad(move.stepped, move.parameter, move.source) for move in moves]
-        if not all(map(can_be_kept, kept)):
-            return None
-        return ScaledGrads(
-            kept, self._bring_back, None if scale.scaler.is_identity else scale.inv_scale
-        )
+            outlook.check(scale.scaler.found_inf, getattr(self.optimizer, "max_grad_norm", None))
 
     def _unscale(self, moves: Sequence[_Move], scale: ScaleSnapshot) -> None:
         from amp.kernels.axpby import axpby  # load Triton
@@ -405,17 +436,13 @@ class OptimizerBinding:
         self._set_aside = [(p, kept) for p, kept in self._set_aside if p not in moved]
         self._take_back()
 
-    def settle(self, scaled: ScaledGrads | None) -> None:
-        """Leave the block: no gradient that can be seen is scaled any more.
-
-        Args:
-            scaled: what `take` returned.
-        """
+    def settle(self, outlook: ScaledGrads | list[_Move]) -> None:
+        """Leave the block, after `take`: no gradient that can be seen is scaled any more."""
         self._block = None
         self._pending = None
-        self._scaled = scaled
-        if scaled is not None:
-            scaled.hide()
+        if isinstance(outlook, ScaledGrads):
+            self._scaled = outlook
+            outlook.hide()
 
     def _bring_back(self) -> None:
         """Unscale what is kept for an optimizer that would have done it: somebody looks at it."""
@@ -428,7 +455,7 @@ class OptimizerBinding:
 
     def process_groups(self) -> list[ProcessGroup]:
         """Return the process groups over which the parameters are cut into shards."""
-        return groups_of_shards(self._parameters())
+        return groups_of_shards(self._layout().stepped)
 
     def note(self, verdict: Verdict) -> None:
         """Remember what a check found until the next step."""
@@ -443,10 +470,11 @@ class OptimizerBinding:
 
     def _gather_unscaled(self) -> None:
         """Move gradients that were never scaled from 16-bit parameters to their masters."""
-        for master, parameter in self._pairs():
-            if parameter.grad is not None:
+        layout = self._layout()
+        for (master, parameter), grad in zip(layout.pairs, map(_GRAD, layout.models), strict=True):
+            if grad is not None:
                 check_device(master, parameter)
-                grad, parameter.grad = parameter.grad, None
+                parameter.grad = None
                 _add_grad(master, grad.to(torch.float32))
 
     def _take_back(self) -> None:
@@ -457,22 +485,22 @@ class OptimizerBinding:
                 _add_grad(parameter, new)
         self._set_aside = []
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every (master, model parameter)."""
-        for master in self._parameters():
-            parameter = self._masters.model(master)
-            if parameter is not None:
-                yield master, parameter
-
-    def _direct(self) -> Iterator[Tensor]:
-        """Yield every parameter that the optimizer steps without a master."""
-        for parameter in self._parameters():
-            if self._masters.model(parameter) is None:
-                yield parameter
+    def _layout(self) -> _Layout:
+        """Return what the optimizer's groups hold now."""
+        stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        ids = list(map(id, stepped))
+        if ids != self._known_layout.ids:
+            models = [self._masters.model(parameter) for parameter in stepped]
+            pairs = [(p, m) for p, m in zip(stepped, models, strict=True) if m is not None]
+            self._known_layout = _Layout(
+                ids,
+                stepped,
+                pairs,
+                [master for master, _ in pairs],
+                [parameter for _, parameter in pairs],
+                [p for p, m in zip(stepped, models, strict=True) if m is None],
+            )
+        return self._known_layout
 
     # The step.
 
@@ -502,7 +530,8 @@ class OptimizerBinding:
             self._verdicts = self._step_verdicts  # the step is still to be taken
             raise
         torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
-        self._drop_master_grads()
+        if scaled is None:
+            self._drop_master_grads()
         self._report_all(self._step_verdicts)  # last: a warning may be an error
         return result
 
@@ -511,8 +540,10 @@ class OptimizerBinding:
         if scaled is not None:
             self._step_on_scaled(scaled, step)
         elif self._takes_scaled and self._masters.lean is not None:
-            grads = [ScaledGrad(m, p, m.grad) for m, p in self._pairs() if m.grad is not None]
-            self._step_given(ScaledGrads(grads, self._bring_back, None), step)
+            layout = self._layout()
+            grads = list(map(_GRAD, layout.masters))
+            unscaled = ScaledGrads(self._bring_back, layout.masters, layout.models, None, grads=grads)
+            self._step_given(unscaled, step)
         elif self._skips_on_device():
             with disable_casts(), self._found_inf_for_optimizer():
                 result = self._group_by_group(step)
@@ -532,10 +563,9 @@ class OptimizerBinding:
         if scaled is None or _has_hooks(self.optimizer):
             return None
         scaled.show()
-        others = [parameter for _, parameter in self._pairs()]
-        if scaled.inv_scale is not None:
-            others += self._direct()
-        if any(parameter.grad is not None for parameter in others):
+        layout = self._layout()
+        others = layout.models if scaled.inv_scale is None else layout.models + layout.direct
+        if any(grad is not None for grad in map(_GRAD, others)):
             return None  # a backward outside of any block
         return scaled
 
@@ -545,7 +575,7 @@ class OptimizerBinding:
         if self._masters.lean is None:
             return step()
         if "param_groups" not in vars(optimizer):  # a wrapper: the groups are another's
-            with self._masters.spread_out(self._parameters()):
+            with self._masters.spread_out(self._layout().masters):
                 return step()
         groups, result = optimizer.param_groups, None
         try:
@@ -560,25 +590,27 @@ class OptimizerBinding:
     def _step_on_scaled(self, scaled: ScaledGrads, step: Callable[[], Any]) -> None:
         """Step on gradients that are kept. Those of parameters without a master stay, to be seen."""
         try:
-            masters = self._step_given(scaled, step)
+            self._step_given(scaled, step)
         except BaseException:
             scaled.hide()
             raise
-        self._scaled = scaled.without(masters)
+        self._scaled = scaled.without_masters()
         self._scaled.hide()
 
-    def _step_given(self, scaled: ScaledGrads, step: Callable[[], Any]) -> set[Tensor]:
-        """Step an optimizer that is shown gradients and weights, and return the masters it wrote."""
-        self.optimizer.scaled_grads = scaled.for_step(self._found_inf(), self._masters.low)
+    def _step_given(self, scaled: ScaledGrads, step: Callable[[], Any]) -> None:
+        """Step an optimizer that is shown gradients and weights."""
+        self.optimizer.scaled_grads = scaled.for_step(
+            self._found_inf(), None if self._masters.lean is None else self._masters.low
+        )
         try:
             with disable_casts():
                 step()
         finally:
             del self.optimizer.scaled_grads
-        masters = {entry.stepped for entry in scaled.kept if entry.stepped is not entry.parameter}
-        self._masters.were_written_back(masters)
-        self._write_back(without=masters)
-        return masters
+        pairs = scaled.pairs()
+        self._masters.were_written_back(pairs)
+        if len(pairs) < len(self._layout().masters):
+            self._write_back(without={master for master, _ in pairs})
 
     def _skips_on_device(self) -> bool:
         """Whether the optimizer reads `found_inf` itself, as torch's fused ones do.
@@ -646,7 +678,7 @@ class OptimizerBinding:
                 "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
             )
 
-        with disable_casts(), self._masters.spread_out(list(self._parameters())):
+        with disable_casts(), self._masters.spread_out(self._layout().masters):
             result = step(evaluate, *args, **kwargs)
         self._step_verdicts = []
         self._write_back()
@@ -662,25 +694,24 @@ class OptimizerBinding:
     def _write_back(self, without: Collection[Tensor] = ()) -> None:
         self._masters.write_back(
             master
-            for master, parameter in self._pairs()
+            for master, parameter in self._layout().pairs
             if (parameter.requires_grad or master.grad is not None) and master not in without
         )
 
     def _follow_parameters(self) -> None:
-        for master, _ in self._pairs():
-            self._masters.follow(master, stepping=True)
+        layout = self._layout()
+        self._masters.follow_all(layout.masters, layout.models)
 
     def _drop_master_grads(self) -> None:
         """Free the masters' gradients, so that `model.zero_grad()` is all a script has to call."""
-        for master, _ in self._pairs():
-            self._masters.drop_grad(master)
+        self._masters.drop_grads(self._layout().masters)
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._scaled is not None:
             self._scaled.put_back()
         result = zero_grad(*args, **kwargs)
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        for _, parameter in self._pairs():
+        for parameter in self._layout().models:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -691,9 +722,8 @@ class OptimizerBinding:
     def _forget_gradients(self) -> None:
         if self._scaled is not None:
             self._scaled.show()
-        for master, parameter in self._pairs():
-            master.grad = parameter.grad = None
-        for parameter in self._direct():
+        layout = self._layout()
+        for parameter in (*layout.stepped, *layout.models):
             parameter.grad = None
         self._forget_history()
 
@@ -714,12 +744,11 @@ def unscale_and_update(
     The one place that scales and checks gradients. No host sync.
     """
     scaler = scale.scaler
-    moves = _moves_of(bindings, scale)
+    outlooks = _outlooks(bindings, scale)
     found_inf = scaler.found_inf
     try:
-        scaled = [
-            binding.take(of_binding, scale) for binding, of_binding in zip(bindings, moves, strict=True)
-        ]
+        for binding, outlook in zip(bindings, outlooks, strict=True):
+            binding.take(outlook, scale)
         if found_inf is not None:
             groups = dict.fromkeys(scaler.process_groups)
             for binding in bindings:
@@ -729,8 +758,8 @@ def unscale_and_update(
         if found_inf is not None:
             found_inf.zero_()
         raise
-    for binding, of_binding in zip(bindings, scaled, strict=True):
-        binding.settle(of_binding)
+    for binding, outlook in zip(bindings, outlooks, strict=True):
+        binding.settle(outlook)
     verdict = scaler.verdict()
     if verdict is not None:
         for binding in bindings:
@@ -741,16 +770,18 @@ def unscale_and_update(
 
 def delay(bindings: list[OptimizerBinding], scale: ScaleSnapshot) -> None:
     """Leave the gradients of one loss scaled, with those that are pending at the same scale."""
-    _moves_of(bindings, scale)  # what cannot be unscaled later is refused now
+    _outlooks(bindings, scale)  # what cannot be unscaled later is refused now
     pending = Pending(scale, bindings)
     for binding in bindings:
         binding.delay(pending)
 
 
-def _moves_of(bindings: list[OptimizerBinding], scale: ScaleSnapshot) -> list[list[_Move]]:
-    """Return each optimizer's moves, each parameter with the first optimizer that has it."""
-    done: set[Tensor] = set()
-    return [[] if scale.scaler.is_identity else binding.moves(done) for binding in bindings]
+def _outlooks(
+    bindings: list[OptimizerBinding], scale: ScaleSnapshot
+) -> list[ScaledGrads | list[_Move]]:
+    """Return each optimizer's outlook, each parameter with the first optimizer that has it."""
+    done: set[int] = set()
+    return [binding.outlook(scale, done) for binding in bindings]
 
 
 def keeps_moments(optimizer: Any) -> bool:

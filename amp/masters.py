@@ -11,8 +11,9 @@ the optimizer has the master's shape and gradient, and NaN for values but while 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Contents(NamedTuple):
         tensor.grad = self.grad
 
 
+_VERSION = operator.attrgetter("_version")
 _UNSEEN = -1
 """The version of a parameter that has not been compared with its master yet."""
 
@@ -62,7 +64,8 @@ class MasterWeights:
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._holders: Counter[Tensor] = Counter()
-        self._version: dict[Tensor, int] = {}
+        self._version: dict[int, int] = {}
+        self._shared: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
 
     def master(self, parameter: Tensor) -> nn.Parameter | None:
@@ -95,54 +98,69 @@ class MasterWeights:
                 master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
             self._master_of[parameter] = master
             self._model_of[master] = parameter
-            self._version[master] = _UNSEEN
+            self._version[id(master)] = _UNSEEN
         self._holders[master] += 1
+        if self._holders[master] > 1:
+            self._shared.add(master)
         return master
 
     def release(self, master: Tensor) -> None:
         """Let one optimizer go; the last one takes the master with it."""
         self._holders[master] -= 1
+        if self._holders[master] == 1:
+            self._shared.discard(master)
         if not self._holders[master]:
-            del self._holders[master], self._version[master]
+            del self._holders[master], self._version[id(master)]
             self._low_of.pop(master, None)
             del self._master_of[self._model_of.pop(master)]
 
-    def is_shared(self, master: Tensor) -> bool:
-        """Whether several optimizers step a master."""
-        return self._holders[master] > 1
+    def any_is_shared(self, masters: Iterable[Tensor]) -> bool:
+        """Whether several optimizers step one of these masters."""
+        return bool(self._shared) and any(master in self._shared for master in masters)
 
-    def drop_grad(self, master: Tensor) -> None:
-        """Free the gradient of a master that was stepped on.
+    def drop_grads(self, masters: Iterable[Tensor]) -> None:
+        """Free the gradients of masters that were stepped on.
 
-        Another optimizer that shares the master may still want to step on it; then it goes when the
+        Another optimizer that shares a master may still want to step on it; then it goes when the
         next block of any of them begins.
         """
-        if self.is_shared(master):
-            self._stepped.add(master)
-        else:
-            master.grad = None
+        for master in masters:
+            if self._shared and master in self._shared:
+                self._stepped.add(master)
+            else:
+                master.grad = None
 
-    def drop_stepped_grad(self, master: Tensor) -> None:
-        """Free the gradient of a shared master if it was stepped on."""
-        if master in self._stepped:
-            self._stepped.discard(master)
-            master.grad = None
+    def drop_stepped_grads(self, masters: Iterable[Tensor]) -> None:
+        """Free the gradients of those shared masters that were stepped on."""
+        for master in masters if self._stepped else ():
+            if master in self._stepped:
+                self._stepped.discard(master)
+                master.grad = None
 
     def write_back(self, masters: Iterable[Tensor]) -> None:
         """Copy masters to the model's parameters, rounding to nearest even. No host sync."""
         from amp.kernels.master_copy import master_copy  # loads Triton
 
         sources = list(masters)
+        models = [self._model_of[master] for master in sources]
         if self.lean is not None:
             self._fold(master for master in sources if master in self._spread_out)
         else:
-            master_copy(sources, [self._model_of[master] for master in sources])
-        self.were_written_back(sources)
+            master_copy(sources, models)
+        self.were_written_back(list(zip(sources, models, strict=True)))
 
-    def were_written_back(self, masters: Iterable[Tensor]) -> None:
+    def were_written_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note that the model's parameters are rounded masters, so that `follow` looks no closer."""
-        for master in masters:
-            self._version[master] = self._model_of[master]._version
+        self._version.update([(id(master), model._version) for master, model in pairs])
+
+    def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
+        """Do `follow` for masters that are about to be stepped, where there is anything to do."""
+        ids, versions = list(map(id, masters)), list(map(_VERSION, models))
+        if [self._version[i] for i in ids] != versions or (
+            [master.requires_grad for master in masters] != [model.requires_grad for model in models]
+        ):
+            for master in masters:
+                self.follow(master, stepping=True)
 
     @torch.no_grad()
     def follow(self, master: Tensor, stepping: bool = False) -> None:
@@ -155,15 +173,15 @@ class MasterWeights:
         """
         parameter = self._model_of[master]
         unfrozen = parameter.requires_grad and not master.requires_grad
-        if unfrozen or self._version[master] != parameter._version:
+        if unfrozen or self._version[id(master)] != parameter._version:
             check_device(master, parameter)
             if self.lean is not None:
                 _forget_stale_bits(parameter, self._low_of[master])
             else:
                 same = master.to(parameter.dtype) == parameter
                 master.copy_(torch.where(same, master, parameter.to(master.dtype)))
-            if stepping or self._version[master] != _UNSEEN:
-                self._version[master] = parameter._version
+            if stepping or self._version[id(master)] != _UNSEEN:
+                self._version[id(master)] = parameter._version
         if master.requires_grad is not parameter.requires_grad:
             master.requires_grad_(parameter.requires_grad)
 

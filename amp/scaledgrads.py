@@ -9,61 +9,40 @@ sees what any other optimizer would have shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import compress
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from amp.dtypes import SCALABLE
 
-class ScaledGrad(NamedTuple):
-    """One gradient that is still scaled.
-
-    Attributes:
-        stepped: what the optimizer steps, a master or a parameter.
-        parameter: the model's parameter.
-        grad: its gradient, as backward left it.
-    """
-
-    stepped: Tensor
-    parameter: Tensor
-    grad: Tensor
-
-
-class Incoming(NamedTuple):
-    """What an optimizer that takes scaled gradients is shown for one parameter.
-
-    Attributes:
-        grad: the scaled gradient, dense.
-        model: if what is stepped is a master, the 16-bit weights of the model.
-        low: if the master's bits have no other place, the low half that makes it of the weights; see
-            `amp.kernels.split`. What is stepped then has a shape and nothing else.
-    """
-
-    grad: Tensor
-    model: Tensor | None
-    low: Tensor | None
+Incoming: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+"""What an optimizer that takes scaled gradients is shown for one parameter: the scaled gradient, dense;
+if what is stepped is a master, the 16-bit weights of the model; and, if the master's bits have no other
+place, the low half that makes it of the weights (`amp.kernels.split`). What is stepped then has a shape
+and nothing else."""
 
 
 class StepInputs(NamedTuple):
     """What an optimizer that takes scaled gradients is shown for one step.
 
     Attributes:
-        grads: by what is stepped.
+        grads: by the id of what is stepped.
         inv_scale: what to multiply the gradients by, float32 `[1]`; None is 1.
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
         clip: the same for clipping to the optimizer's `max_grad_norm`; None where it has none.
     """
 
-    grads: dict[Tensor, Incoming]
+    grads: dict[int, Incoming]
     inv_scale: Tensor | None
     found_inf: Tensor | None
     clip: Tensor | None
 
 
-def can_be_kept(entry: ScaledGrad) -> bool:
-    """Whether a gradient is dense, and its parameter of no class of its own."""
-    return type(entry.stepped) is nn.Parameter and entry.grad.layout is torch.strided
+_SCALABLE = frozenset(SCALABLE)
 
 
 class Watched(nn.Parameter):
@@ -105,18 +84,47 @@ class ScaledGrads:
     """The gradients of one loss for one optimizer.
 
     Args:
-        kept: the gradients, each of its own parameter.
         look: called before a gradient that is kept is seen; it has to be back after that.
-        inv_scale: float32 `[1]`, what they are to be multiplied by; None is 1.
+        stepped: what the optimizer steps, masters or parameters.
+        parameters: the model's parameter of each.
+        inv_scale: float32 `[1]`, what the gradients are to be multiplied by; None is 1.
+        done: ids of parameters that are not to be among them.
+        grads: the gradient of each, if it is not what the model's parameter has.
+
+    Attributes:
+        stepped: those of them that have a gradient.
+        parameters: likewise.
+        grads: their gradients.
     """
 
     def __init__(
-        self, kept: list[ScaledGrad], look: Callable[[], None], inv_scale: Tensor | None
+        self,
+        look: Callable[[], None],
+        stepped: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        inv_scale: Tensor | None,
+        done: Collection[int] = (),
+        grads: Sequence[Tensor | None] | None = None,
     ) -> None:
-        self.kept = kept
         self.inv_scale = inv_scale
         self._look = look
         self._clip: Tensor | None = None
+        if grads is None:
+            grads = [parameter.grad for parameter in parameters]
+        there = [grad is not None for grad in grads]
+        if done:
+            there = [has and id(p) not in done for has, p in zip(there, parameters, strict=True)]
+        self.stepped = list(compress(stepped, there))
+        self.parameters = list(compress(parameters, there))
+        self.grads: list[Tensor] = list(compress(grads, there))  # type: ignore[arg-type]
+
+    def can_be_kept(self) -> bool:
+        """Whether all gradients are dense numbers, and no parameter is of a class of its own."""
+        return (
+            set(map(type, self.stepped)) <= {nn.Parameter}
+            and {grad.layout for grad in self.grads} <= {torch.strided}
+            and {grad.dtype for grad in self.grads} <= _SCALABLE
+        )
 
     def check(self, found_inf: Tensor, max_norm: float | None) -> None:
         """Set `found_inf`, float32 `[1]`, on overflow, and find out what clipping does. No host sync.
@@ -129,25 +137,25 @@ class ScaledGrads:
         from amp.kernels.unscale import check
 
         assert self.inv_scale is not None
-        grads = [entry.grad for entry in self.kept]
         if max_norm is None:
-            check(grads, self.inv_scale, found_inf)
+            check(self.grads, self.inv_scale, found_inf)
         else:
-            norms = l2norm(grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm)
+            norms = l2norm(self.grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm)
             self._clip = norms.clip
 
     def hide(self) -> None:
         """Keep the gradients from sight."""
-        for entry in self.kept:
-            stepped: Any = entry.stepped
-            entry.parameter.grad = None
-            stepped._amp_look = self._look
+        look = self._look
+        stepped: Any
+        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
+            parameter.grad = None
+            stepped._amp_look = look
             stepped.__class__ = Watched
 
     def show(self) -> None:
         """Let `.grad` be what it is without any of this. The gradients are still not there."""
-        for entry in self.kept:
-            stepped: Any = entry.stepped
+        stepped: Any
+        for stepped in self.stepped:
             kind: Any = type(stepped)
             if kind is Watched:
                 stepped.__class__ = nn.Parameter
@@ -156,7 +164,7 @@ class ScaledGrads:
     def put_back(self) -> None:
         """Put the gradients, scaled as they are, back into the `.grad` of the model's parameters."""
         self.show()
-        for _, parameter, grad in self.kept:
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
 
     def unscale(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -164,36 +172,45 @@ class ScaledGrads:
         from amp.kernels.unscale import unscale  # loads Triton
 
         self.show()
-        sources = [entry.grad for entry in self.kept]
         targets = [
             grad if stepped is parameter else torch.empty_like(grad, dtype=torch.float32)
-            for stepped, parameter, grad in self.kept
+            for stepped, parameter, grad in zip(self.stepped, self.parameters, self.grads, strict=True)
         ]
         if self.inv_scale is not None:
-            unscale(sources, targets, self.inv_scale, None)
+            unscale(self.grads, targets, self.inv_scale, None)
         elif targets:
-            torch._foreach_copy_(targets, sources)
-        return zip([entry.stepped for entry in self.kept], targets, strict=True)
+            torch._foreach_copy_(targets, self.grads)
+        return zip(self.stepped, targets, strict=True)
 
     def for_step(
-        self, found_inf: Tensor | None, low_of: Callable[[Tensor], Tensor | None]
+        self, found_inf: Tensor | None, low_of: Callable[[Tensor], Tensor | None] | None
     ) -> StepInputs:
         """Return what the optimizer is shown.
 
         Args:
             found_inf: what the checks found; None never skips.
-            low_of: the low half of a master, or None.
+            low_of: returns the low half of a master; None where masters are whole.
         """
-        grads = {
-            stepped: Incoming(grad, None, None)
-            if stepped is parameter
-            else Incoming(grad, parameter, low_of(stepped))
-            for stepped, parameter, grad in self.kept
-        }
+        models = [
+            None if parameter is stepped else parameter
+            for stepped, parameter in zip(self.stepped, self.parameters, strict=True)
+        ]
+        lows: Iterable[Tensor | None] = (
+            itertools.repeat(None) if low_of is None else map(low_of, self.stepped)
+        )
         found_inf = None if found_inf is None else found_inf.reshape(1)
+        incoming = zip(self.grads, models, lows, strict=False)
+        grads = dict(zip(map(id, self.stepped), incoming, strict=True))
         return StepInputs(grads, self.inv_scale, found_inf, self._clip)
 
-    def without(self, stepped: Collection[Tensor]) -> ScaledGrads:
-        """Return those of other parameters, to be looked at and not to be clipped."""
-        kept = [entry for entry in self.kept if entry.stepped not in stepped]
-        return ScaledGrads(kept, self._look, self.inv_scale)
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what is stepped in the place of a model's parameter, with that."""
+        return [(s, p) for s, p in zip(self.stepped, self.parameters, strict=True) if s is not p]
+
+    def without_masters(self) -> ScaledGrads:
+        """Return those of parameters without a master, to be looked at and not to be clipped."""
+        grads = [
+            grad if stepped is parameter else None
+            for stepped, parameter, grad in zip(self.stepped, self.parameters, self.grads, strict=True)
+        ]
+        return ScaledGrads(self._look, self.stepped, self.parameters, self.inv_scale, grads=grads)

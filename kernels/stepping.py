@@ -52,7 +52,7 @@ from amp.kernels.language import (
 )
 from amp.kernels.plainstep import Formula, Streams, step_plainly
 from amp.kernels.split import decode_block, encode_block
-from amp.kernels.tables import Part, kept, plan, real_values, stream_of, to_device, upload
+from amp.kernels.tables import Part, kept, local_shards, plan, stream_of, to_device, upload
 
 BLOCK = 2048
 COUNTERS = 256
@@ -126,7 +126,7 @@ def step(
     """
     others = [tensors for tensors in (models, lows) if tensors is not None]
     written = [params, *moments, *others]
-    lists = [real_values(tensors) for tensors in (params, grads, *written[1:])]
+    lists = [local_shards(tensors) for tensors in (params, grads, *written[1:])]
     todo = plan(*lists, block=BLOCK, numbers=steps, backend=backend)
     rest = list(todo.rest)
     for part in todo.parts:
@@ -191,7 +191,7 @@ def step(
                 whole=rule.direction is not None,
                 backend=backend,
             )
-    increment_version(itertools.chain.from_iterable(written))
+    increment_version(itertools.chain(params, *others))  # what a graph of autograd may have saved
 
 
 def _launch(part: Part, arguments: dict[str, Any], **more: Any) -> None:

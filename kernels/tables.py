@@ -13,6 +13,7 @@ pinned memory that torch sets aside for good, and each replay restores the table
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import threading
 from collections import defaultdict
@@ -32,6 +33,7 @@ _TAKEN = {*FLOATING, torch.int16}  # the low bits of masters, see amp.kernels.sp
 T = TypeVar("T")
 
 _KEPT = 64
+_IS_SPARSE = operator.attrgetter("is_sparse")
 _PLAIN = {Tensor, torch.nn.Parameter}
 _Kind = tuple[torch.device, tuple[torch.dtype, ...]]
 
@@ -154,9 +156,18 @@ def plan(
     return known
 
 
-def real_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+def real_values(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return dense tensors on the same memory: a sparse one's values, a DTensor's local shard."""
+    if set(map(type, tensors)) <= _PLAIN and not any(map(_IS_SPARSE, tensors)):
+        return tensors
     return [t if type(t) in _PLAIN and not t.is_sparse else _real_value(t) for t in tensors]
+
+
+def local_shards(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return dense tensors on the same memory: of a DTensor, the local shard."""
+    if set(map(type, tensors)) <= _PLAIN:
+        return tensors
+    return [_real_value(tensor) for tensor in tensors]
 
 
 def check_lists(*lists: Sequence[Tensor]) -> None:
@@ -200,10 +211,11 @@ def _signature(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     strides = None
     if not all(map(Tensor.is_contiguous, tensors)):
         strides = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
+    dtypes = [tensor.dtype for tensor in tensors]
     return (
         tuple(map(Tensor.data_ptr, tensors)),
         tuple(map(Tensor.numel, tensors)),
-        tuple([tensor.dtype for tensor in tensors]),
+        dtypes[0] if len(set(dtypes)) == 1 else tuple(dtypes),
         strides,
     )
 

@@ -350,7 +350,8 @@ def test_an_optimizer_of_a_users_own_may_take_them_too() -> None:
         def step(self, closure: Any = None) -> None:
             inputs = self.scaled_grads
             assert inputs.found_inf == 0
-            for master, (grad, model, _) in inputs.grads.items():
+            for master in self.param_groups[0]["params"]:
+                grad, model, _ = inputs.grads[id(master)]
                 master.sub_(grad.float() * inputs.inv_scale, alpha=0.1)
                 if model is not None:
                     model.copy_(master)

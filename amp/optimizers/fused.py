@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from amp.kernels.stepping import Rule
 
 
+_SCALABLE = frozenset(SCALABLE)
+
+
 class Formula(NamedTuple):
     """How a group is stepped."""
 
@@ -41,6 +44,7 @@ class Launch(NamedTuple):
         group: the group.
         formula: how it is stepped.
         stepped: what is in the group and has the state: parameters or masters.
+        states: the state of each, empty where there is none yet.
         params: the same, or weights that are masters with their `lows`.
         grads: their gradients, scaled or not.
         models: 16-bit weights to write, for masters.
@@ -51,6 +55,7 @@ class Launch(NamedTuple):
     group: dict[str, Any]
     formula: Formula
     stepped: list[Tensor]
+    states: list[dict[str, Tensor]]
     params: list[Tensor]
     grads: list[Tensor]
     models: list[Tensor] | None
@@ -268,7 +273,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ]
         clip = self._clip(launches, inputs)
         for launch in launches:
-            states = self._states_of(launch)
+            states = self._complete(launch)
             step(
                 *launch.formula,
                 launch.params,
@@ -301,39 +306,63 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def _launches_of(
-        self, index: int, group: dict[str, Any], scaled: Mapping[Tensor, Incoming]
+        self, index: int, group: dict[str, Any], scaled: Mapping[int, Incoming]
     ) -> Iterator[Launch]:
         """Return what a group's launches are given. Nothing is written."""
         self._check_group(group)
-        kinds: dict[tuple[bool, bool], list[tuple[Tensor, Incoming]]] = {}
-        for parameter in group["params"]:
-            incoming = scaled.get(parameter)
-            if incoming is None:
-                if parameter.grad is None:
-                    continue
-                incoming = Incoming(parameter.grad, None, None)
-            self._check_gradient(incoming.grad, parameter, index, group)
-            kind = (incoming.model is not None, incoming.low is not None)
-            kinds.setdefault(kind, []).append((parameter, incoming))
+        params: list[Tensor] = group["params"]
+        kinds: dict[tuple[bool, bool], tuple[list[Tensor], list[Incoming]]] = {}
+        for parameter in params:
+            incoming = scaled.get(id(parameter)) or (parameter.grad, None, None)
+            grad, model, low = incoming
+            if grad is not None:
+                stepped, entries = kinds.setdefault((model is not None, low is not None), ([], []))
+                stepped.append(parameter)
+                entries.append((grad, model, low))
         formula = self._formula(group)
-        for number, ((has_model, has_low), entries) in enumerate(kinds.items()):
-            stepped = [parameter for parameter, _ in entries]
-            models: Any = [incoming.model for _, incoming in entries]
+        for number, ((has_model, has_low), (stepped, entries)) in enumerate(kinds.items()):
+            columns: Any = zip(*entries, strict=True)
+            grads, models, lows = map(list, columns)
+            states: list[dict[str, Tensor]] = [self.state.get(parameter, {}) for parameter in stepped]
+            self._check(stepped, grads, states, index, group)
             yield Launch(
                 group,
                 formula,
                 stepped,
+                states,
                 models if has_low else stepped,
-                [incoming.grad for _, incoming in entries],
+                grads,
                 models if has_model and not has_low else None,
-                [incoming.low for _, incoming in entries] if has_low else None,  # type: ignore[misc]
+                lows if has_low else None,
                 None if self.state_dtype is None else group["seed"] + 4 * index + number,
             )
+
+    def _check(
+        self,
+        stepped: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        index: int,
+        group: dict[str, Any],
+    ) -> None:
+        """Raise if a gradient, or the state, is not what a step takes."""
+        moments = [[state[name] for state in states if state] for name in self._moments(group)]
+        dtypes = {self.state_dtype} if self.state_dtype else {p.dtype for p in stepped}
+        if (
+            {grad.dtype for grad in grads} <= _SCALABLE
+            and {grad.layout for grad in grads} == {torch.strided}
+            and len(dtypes) == 1
+            and {moment.dtype for of_name in moments for moment in of_name} <= dtypes
+            and {moment.device for of_name in moments[:1] for moment in of_name} <= {grads[0].device}
+            and {grad.device for grad in grads} == {grads[0].device}
+        ):
+            return
+        for parameter, grad in zip(stepped, grads, strict=True):
+            self._check_gradient(grad, parameter, index, group)
 
     def _check_gradient(
         self, grad: Tensor, parameter: Tensor, index: int, group: dict[str, Any]
     ) -> None:
-        """Raise if a gradient, or the state, is not what a step takes."""
         if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
             kind = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"
             raise AmpTypeError(
@@ -377,25 +406,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         together = torch.stack([norm.to(norms[0].device) for norm in norms])
         return clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
 
-    def _states_of(self, launch: Launch) -> list[dict[str, Tensor]]:
+    def _complete(self, launch: Launch) -> list[dict[str, Tensor]]:
         """Return the state of what is stepped, made now where there is none."""
-        states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in launch.stepped]
-        for state, like in zip(states, launch.params, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=like.device)
-                whole = like.dtype if launch.lows is None else torch.float32
-                for name in self._moments(launch.group):
-                    state[name] = torch.full_like(
-                        like,
-                        self._first_moment(launch.group),
-                        dtype=self.state_dtype or whole,
-                        memory_format=torch.preserve_format,
-                    )
-                for name in self._scalars(launch.group):
-                    state[name] = torch.zeros_like(state["step"])
-            elif state["step"].device != like.device:  # a loaded one
-                state["step"] = state["step"].to(like.device, non_blocking=True)
+        states, devices = launch.states, {parameter.device for parameter in launch.params}
+        if not all(states) or {state["step"].device for state in states} != devices:
+            states = [self.state[parameter] for parameter in launch.stepped]
+            for state, like in zip(states, launch.params, strict=True):
+                self._complete_one(state, like, launch)
         return states
+
+    def _complete_one(self, state: dict[str, Tensor], like: Tensor, launch: Launch) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=like.device)
+            whole = like.dtype if launch.lows is None else torch.float32
+            for name in self._moments(launch.group):
+                state[name] = torch.full_like(
+                    like,
+                    self._first_moment(launch.group),
+                    dtype=self.state_dtype or whole,
+                    memory_format=torch.preserve_format,
+                )
+            for name in self._scalars(launch.group):
+                state[name] = torch.zeros_like(state["step"])
+        elif state["step"].device != like.device:  # a loaded one
+            state["step"] = state["step"].to(like.device, non_blocking=True)
 
 
 def _name(parameter: Tensor, index: int, group: dict[str, Any]) -> str:

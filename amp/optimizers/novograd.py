@@ -156,5 +156,5 @@ class FusedNovoGrad(FusedOptimizer):
 
         if norm_type == 2:
             return l2norm(grads).each
-        values = real_values(grads)
+        values = list(real_values(grads))
         return torch.stack([norm.float() for norm in torch._foreach_norm(values, math.inf)])
