@@ -26,14 +26,16 @@ test-gpu:  ## Run the tests that need a GPU, with the python3 at hand, and look 
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider
 	tests/sanitize.sh $(PYTHON)
 
-bench: $(READY)  ## Measure the kernels' plain torch selves and op casting on the CPU, once their tests pass
+bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op casting on the CPU, once their tests pass
 	$(BIN)/python -m pytest -q tests/kernels/test_operations.py tests/test_ops.py
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_kernels.py --device cpu
+	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_step.py --device cpu
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_opcast.py
 
-bench-gpu:  ## Measure the kernels on a GPU, with the python3 at hand, once their tests pass
+bench-gpu:  ## Measure the kernels and the step on a GPU, with the python3 at hand, once their tests pass
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m "gpu or triton" -p no:cacheprovider tests/kernels
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_kernels.py --device cuda $(BENCH_OPTIONS)
+	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_step.py --device cuda $(BENCH_OPTIONS)
 
 lint: $(READY)  ## Check style and format
 	$(BIN)/ruff check .

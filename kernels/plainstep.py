@@ -28,7 +28,7 @@ from amp.kernels.tables import are_flat
 
 logger = logging.getLogger("amp")
 
-LARGE = 2**17
+LARGE = 2**16
 """Elements from which a tensor is not worth being gathered with others."""
 SLICE = 2**16
 """Elements whose FP32 temporaries stay in a core's cache."""
@@ -205,8 +205,7 @@ def _compiled(
         "has it in its cache. AMP_KERNELS=reference leaves it out"
     )
 
-    def step(vectors: list[Tensor], prepared: Tensor) -> None:
-        param, grad, *rest = vectors
+    def step(prepared: Tensor, param: Tensor, grad: Tensor, *rest: Tensor) -> None:
         empty = param.new_empty(0)
         m, v, *_ = *[x.float() for x in rest[:moments]], empty, empty
         scale, *numbers = prepared.unbind()
@@ -219,8 +218,13 @@ def _compiled(
             rest[-1].copy_(p)
 
     compiled: Any = torch.compile(step, dynamic=True, fullgraph=True)
-    try:  # on tensors of no account: nothing may be half done when it fails
-        compiled([torch.zeros(1024, dtype=dtype) for dtype in dtypes], torch.ones(n_numbers))
+    # Tensors of no account: nothing may be half done when it fails.
+    example = (torch.ones(n_numbers), *[torch.zeros(1024, dtype=dtype) for dtype in dtypes])
+    try:
+        if hasattr(compiled, "aot_compile"):
+            compiled = compiled.aot_compile((example, {}))
+            compiled.disable_guard_check()  # all that it asks is the same at every call
+        compiled(*example)
     except Exception as error:  # no C++ compiler, one that fails, a build of torch without it
         reason = str(error).strip().splitlines()
         logger.warning(
@@ -229,4 +233,4 @@ def _compiled(
             reason[0] if reason else "",
         )
         return None
-    return lambda streams, prepared, seed: compiled(streams.all(), prepared)
+    return lambda streams, prepared, seed: compiled(prepared, *streams.all())

@@ -219,7 +219,10 @@ def copy_rate(device: torch.device) -> float:
     return 2**32 / device_seconds(lambda: target.copy_(source))
 
 
-def gpu_rows(device: torch.device) -> Iterator[list[str]]:
+Operations = Callable[[list[tuple[int, ...]], torch.device], Iterator[Operation]]
+
+
+def gpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]]:
     """Yield a header and the rows of every set, measured now."""
     rate = copy_rate(device)
     yield ["set", "operation", "by", "GB/s", "% of copy", "device µs", "launches", "host µs", "ratio"]
@@ -260,7 +263,7 @@ def turns(runs: list[Callable[[], object]], rounds: int = 12) -> list[float]:
     return least
 
 
-def cpu_rows(device: torch.device) -> Iterator[list[str]]:
+def cpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]]:
     """Yield a header and the rows of ResNet-50's set, measured now."""
     torch.set_num_threads(1)
     shapes = resnet50()
@@ -317,21 +320,23 @@ def setting(device: torch.device) -> str:
     return ", ".join(facts)
 
 
-def main() -> None:
+def main(title: str, stem: str, operations: Operations, description: str | None) -> None:
     """Measure, print, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where to write")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU here: --device cpu measures what plain torch does")
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    rows = gpu_rows(device) if device.type == "cuda" else cpu_rows(device)
-    header = f"# Kernels on {'a GPU' if device.type == 'cuda' else 'the CPU'}\n\n{setting(device)}\n\n"
+    rows = (gpu_rows if device.type == "cuda" else cpu_rows)(device, operations)
+    header = f"# {title} on {'a GPU' if device.type == 'cuda' else 'the CPU'}\n\n{setting(device)}\n\n"
     text = header + table(rows) + "\n"
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"kernels-{options.device}.md").write_text(text)
+    (options.out / f"{stem}-{options.device}.md").write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    main("Kernels", "kernels", operations, __doc__)
