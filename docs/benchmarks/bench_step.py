@@ -4,8 +4,8 @@
     python docs/benchmarks/bench_step.py --device cpu         # part of `make bench`
 
 Each row is this phase for all parameters of a model, by one way of training; its bytes are those that
-an optimizer with these weights, masters and moments cannot do without. Rows are made and set against the
-memory's speed as in bench_kernels.py.
+an optimizer with these weights, masters and moments cannot do without. Rows are made and set against
+the memory's speed as in bench_kernels.py.
 """
 
 from __future__ import annotations
