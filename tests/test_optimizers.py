@@ -61,6 +61,29 @@ def test_every_torch_optimizer_trains(name: str, level: str) -> None:
     assert loss_of(model).item() < first * 0.98
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["AdamW", "RAdam", "Lion"])
+def test_optimizers_of_others_train(name: str, level: str) -> None:
+    """optimi's, which step parameter by parameter in code of their own."""
+    optimi = pytest.importorskip("optimi")
+    ends = []
+    for masters in (None, "split16") if level == "O5" else (None,):
+        model = conv_net()
+        optimizer = getattr(optimi, name)(model.parameters(), lr=0.003, weight_decay=0.01)
+        if level == "O3" and "eps" in optimizer.defaults:
+            optimizer.param_groups[0]["eps"] = 1e-3  # the default is 0 in float16
+        model, optimizer = initialize(model, optimizer, level, master_weights=masters)
+        first = loss_of(model).item()
+        for _ in range(10):
+            optimizer.zero_grad()
+            backward(model, optimizer)
+            optimizer.step()
+        assert loss_of(model).item() < first
+        ends.append(model.state_dict())
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[-1][name]), name
+
+
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_masters_step_as_fp32_training_on_the_same_gradients_does(level: str) -> None:
     """A step far below half precision's resolution must not be lost."""
