@@ -211,10 +211,18 @@ def _norms_of_direction(rule: Rule, part: Part, arguments: dict[str, Any]) -> Te
 
 def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tensor:
     """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
-    if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
-        there = [torch.as_tensor(number, dtype=torch.float32).to(device) for number in numbers]
-        return torch.stack([number.reshape(()) for number in there])
-    return _uploaded(tuple(map(float, numbers)), device, stream_of(device))
+    there = {
+        i: number
+        for i, number in enumerate(numbers)
+        if isinstance(number, Tensor) and number.device.type != "cpu"
+    }
+    on_host = tuple(0.0 if i in there else float(number) for i, number in enumerate(numbers))
+    result = _uploaded(on_host, device, stream_of(device))
+    if there:
+        result = result.clone()
+        for i, number in there.items():
+            result[i].copy_(number.reshape(()), non_blocking=True)
+    return result
 
 
 @kept
