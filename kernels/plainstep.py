@@ -102,24 +102,27 @@ def step_plainly(
         whole: whether the formula has to see each tensor as a whole.
         backend: see `amp.kernels.backend`.
     """
-    run: Run = functools.partial(_step, formula)
-    same = len(set(numbers)) == 1
-    if whole or not same or not all(map(are_flat, zip(*lists.all(), strict=True))):
-        for i, of_tensor in enumerate(numbers):
-            run(lists.map(operator.itemgetter(i)), (scale, *of_tensor), _noise(seed, i, steps[i]))
-        return
-    prepared: Any = (scale, *numbers[0])
-    slice_size = SLICE
-    if _is_worth_compiling(lists, seed, backend):
-        dtypes = tuple(tensors[0].dtype for tensors in lists.all())
-        compiled = _compiled(
-            formula, len(lists.moments), lists.model is not None, len(prepared), dtypes
-        )
-        if compiled is not None:
-            run, slice_size = compiled, sum(param.numel() for param in lists.param)
-            prepared = torch.tensor(prepared, dtype=torch.float32)
-    for number, streams in enumerate(_pieces(lists, slice_size)):
-        run(streams, prepared, _noise(seed, number, max(steps)))
+    alike: dict[tuple[object, int | None], list[int]] = {}
+    for i, (of_tensor, tensors) in enumerate(zip(numbers, zip(*lists.all(), strict=True), strict=True)):
+        alone = i if whole or not are_flat(tensors) else None
+        alike.setdefault((of_tensor, alone), []).append(i)
+    for (_, alone), indices in alike.items():
+        run: Run = functools.partial(_step, formula)
+        prepared: Any = (scale, *numbers[indices[0]])
+        if alone is not None:
+            run(lists.map(operator.itemgetter(alone)), prepared, _noise(seed, alone, steps[alone]))
+            continue
+        some = lists.map(lambda tensors, indices=indices: [tensors[i] for i in indices])  # type: ignore[misc]
+        slice_size = SLICE
+        if _is_worth_compiling(some, seed, backend):
+            dtypes = tuple(tensors[0].dtype for tensors in some.all())
+            has_model = some.model is not None
+            compiled = _compiled(formula, len(some.moments), has_model, len(prepared), dtypes)
+            if compiled is not None:
+                run, slice_size = compiled, sum(param.numel() for param in some.param)
+                prepared = torch.tensor(prepared, dtype=torch.float32)
+        for piece, streams in enumerate(_pieces(some, slice_size)):
+            run(streams, prepared, _noise(seed, indices[0] + piece, steps[indices[0]]))
 
 
 def _noise(seed: int | None, piece: int, t: float) -> int | None:

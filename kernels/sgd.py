@@ -63,59 +63,74 @@ def sgd_numbers(
 
 @jit
 def _prepare(numbers, t, of_tensor, n):
+    lr = tl.load(numbers)
     momentum = tl.load(numbers + 3)
+    nesterov = tl.load(numbers + 5) != 0.0
     return (
-        tl.load(numbers),
         tl.load(numbers + 1),
-        tl.load(numbers + 2),
         tl.where(t == 1.0, 0.0, momentum),
         tl.where(t == 1.0, 1.0, tl.load(numbers + 4)),
-        # d = along_g * g + along_m * m
-        tl.where(tl.load(numbers + 5) != 0.0, 1.0, 0.0),
-        tl.where(tl.load(numbers + 5) != 0.0, momentum, 1.0),
+        1.0 - lr * tl.load(numbers + 2),
+        tl.where(nesterov, lr, 0.0),
+        tl.where(nesterov, lr * momentum, lr),
     )
 
 
 @jit
 def _update(p, g, m, v, prepared):
-    lr, before, after, keep, fresh, along_g, along_m = prepared
+    before, momentum, fresh, keep, along_g, along_m = prepared
     g += before * p
-    m = keep * m + fresh * g
-    p -= lr * (along_g * g + along_m * m + after * p)
-    return p, m, v
+    m = momentum * m + fresh * g
+    return p * keep - along_g * g - along_m * m, m, v
+
+
+@jit
+def _prepare_without_momentum(numbers, t, of_tensor, n):
+    lr = tl.load(numbers)
+    return lr, tl.load(numbers + 1) + tl.load(numbers + 2)
 
 
 @jit
 def _update_without_momentum(p, g, m, v, prepared):
-    lr, before, after, _, _, _, _ = prepared
-    p -= lr * (g + (before + after) * p)
-    return p, m, v
+    lr, decay = prepared
+    return p - lr * (g + decay * p), m, v
 
 
 def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
     lr, before, after, momentum, fresh, nesterov = numbers
     keep, fresh = (0.0, 1.0) if t == 1 else (momentum, fresh)
-    along_g, along_m = (1.0, momentum) if nesterov else (0.0, 1.0)
-    return lr, before, after, keep, fresh, along_g, along_m
+    along_g, along_m = (lr, lr * momentum) if nesterov else (0.0, lr)
+    return before, keep, fresh, 1 - lr * after, along_g, along_m
 
 
 def _formula(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lr, before, after, keep, fresh, along_g, along_m = numbers
+    before, momentum, fresh, keep, along_g, along_m = numbers
     g = g + before * p
-    m = keep * m + fresh * g
-    return p - lr * (along_g * g + along_m * m + after * p), m, v
+    m = momentum * m + fresh * g
+    return p * keep - along_g * g - along_m * m, m, v
+
+
+def _at_without_momentum(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+    lr, before, after, _, _, _ = numbers
+    return lr, before + after
 
 
 def _formula_without_momentum(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lr, before, after, _, _, _, _ = numbers
-    return p - lr * (g + (before + after) * p), m, v
+    lr, decay = numbers
+    return p - lr * (g + decay * p), m, v
 
 
-SGD = Rule(0, _prepare, _update_without_momentum, _at, _formula_without_momentum)
+SGD = Rule(
+    0,
+    _prepare_without_momentum,
+    _update_without_momentum,
+    _at_without_momentum,
+    _formula_without_momentum,
+)
 """SGD without momentum."""
 
 MOMENTUM_SGD = Rule(1, _prepare, _update, _at, _formula)

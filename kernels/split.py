@@ -135,8 +135,12 @@ def decode_block(weight, low):
         high = weight.to(tl.int16, bitcast=True).to(tl.int32)
         rest = low.to(tl.int32)
         if weight.dtype == tl.bfloat16:
-            rest = tl.where((high & 0x7FFF) == 0, tl.maximum(rest, 0), rest)  # a zero written by hand
-            master = ((high << 16) + rest).to(tl.float32, bitcast=True)
+            whole = high << 16
+            is_zero = (
+                high & 0x7FFF
+            ) == 0  # and perhaps written by hand: no bits of before may make it NaN
+            bits = tl.where(is_zero & (rest < 0), whole, whole + rest)
+            master = bits.to(tl.float32, bitcast=True)
         else:
             magnitude = high & 0x7FFF
             normal = ((magnitude << 13) + rest + FP16_TO_FP32).to(tl.float32, bitcast=True)
