@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter already")
 def test_every_operation_and_a_training_step_in_the_interpreter() -> None:
     files = [
-        *(TESTS / f"test_{name}.py" for name in ("operations", "tables", "stepping")),
+        *(TESTS / f"test_{name}.py" for name in ("operations", "split", "tables", "stepping")),
         TESTS.parent / "test_host_sync.py",
     ]
     options = ["-q", "-p", "no:cacheprovider", "-m"]
