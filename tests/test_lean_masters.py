@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -202,31 +201,17 @@ def test_an_error_in_a_step_leaves_every_group_and_value() -> None:
         another_block(model, optimizer)
 
 
-COUNT_MEMORY = Path(__file__).parents[1] / "docs" / "benchmarks" / "count_memory.py"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "most"),
-    [
-        ({}, 16),
-        ({"master_weights": "split16"}, 14),
-        ({"master_weights": "kahan"}, 14),
-        ({"master_weights": "split16", "state_dtype": "bfloat16"}, 10),
-    ],
-)
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_bytes_for_each_parameter(overrides: Any, most: int, level: str) -> None:
-    script = runpy.run_path(str(COUNT_MEMORY))
-    before, after = script["count"](script["Row"]("", FusedAdam, level, overrides))
-    assert before == pytest.approx(most, rel=0.01)
-    assert after == pytest.approx(most - 2, rel=0.01)
-
-
-def test_the_documents_table_is_what_is_counted() -> None:
-    run = subprocess.run(
-        [sys.executable, COUNT_MEMORY, "--check"], capture_output=True, text=True, check=False
-    )
+def test_bytes_for_each_parameter() -> None:
+    """Counted in a process of its own, and what the document says."""
+    folder = Path(__file__).parents[1] / "docs"
+    count = [sys.executable, folder / "benchmarks" / "count_memory.py", "--check"]
+    run = subprocess.run(count, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+    rows = (folder / "optimizers.md").read_text().splitlines()
+    assert "| O2, `FusedAdam` | 16 | 14 |" in rows
+    assert "| O2, `FusedAdam`, `split16` | 14 | 12 |" in rows
+    assert "| O2, `FusedAdam`, `kahan` | 14 | 12 |" in rows
+    assert "| O2, `FusedAdam`, `split16`, `state_dtype: bfloat16` | 10 | 8 |" in rows
 
 
 def test_values_that_do_not_exist_and_optimizers_that_cannot(tmp_path: Any) -> None:
