@@ -13,7 +13,6 @@ with `AMP_KERNELS=reference`. Where compiling fails, the loop stays eager, and a
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -152,14 +151,14 @@ def _as_vector(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _step(formula: Formula, streams: Streams, prepared: Sequence[Any], seed: int | None) -> None:
+def _step(formula: Formula, streams: Streams, prepared: Any, seed: int | None) -> None:
     """Step tensors of one shape, in eager torch."""
     scale, *numbers = prepared
     param, grad, moments, model, low = streams
     to = torch.float64 if torch.float64 in {x.dtype for x in streams.all()} else torch.float32
     empty = param.new_empty(0)
     p = param.to(to) if low is None else decode(param, low)
-    m, v = itertools.islice(itertools.chain((x.to(to) for x in moments), (empty, empty)), 2)
+    m, v, *_ = *[x.to(to) for x in moments], empty, empty
     p, *new = formula(p, grad.to(to) * scale, m, v, numbers)
     for i, (moment, result) in enumerate(zip(moments, new, strict=False)):
         assert result is not None
@@ -209,16 +208,8 @@ def _compiled(
     )
 
     def step(prepared: Tensor, param: Tensor, grad: Tensor, *rest: Tensor) -> None:
-        empty = param.new_empty(0)
-        m, v, *_ = *[x.float() for x in rest[:moments]], empty, empty
-        scale, *numbers = prepared.unbind()
-        p, *new = formula(param.float(), grad.float() * scale, m, v, numbers)
-        param.copy_(p)
-        for moment, result in zip(rest[:moments], new, strict=False):
-            assert result is not None
-            moment.copy_(result)
-        if has_model:
-            rest[-1].copy_(p)
+        model = rest[-1] if has_model else None
+        _step(formula, Streams(param, grad, rest[:moments], model, None), prepared, None)
 
     compiled: Any = torch.compile(step, dynamic=True, fullgraph=True)
     # Tensors of no account: nothing may be half done when it fails.
