@@ -1,19 +1,12 @@
-"""The optimizer step in plain torch, in one loop that is compiled where it pays.
+"""The optimizer step without Triton: in plain torch, or on the CPU as one loop in C where it pays.
 
 A step reads and writes each tensor once, and a formula in eager torch goes through memory for each of
 its operations. So large tensors are done in slices that stay in the cache, and all small ones are
-gathered into one; on the CPU, where there is a C++ compiler, `torch.compile` makes of the formula one
-loop over a tensor of any size, which then takes a large tensor in one go.
-
-The compiler takes ten to forty seconds, once for a formula and its dtypes; later processes find the
-result in torch's cache. So nothing is compiled for steps of fewer than `WORTH_COMPILING` elements, nor
-with `AMP_KERNELS=reference`. Where compiling fails, the loop stays eager, and a message says so.
+gathered into one. The loop in C does without either, see `amp.kernels.nativestep`.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,27 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.backend import requested
+from amp.kernels.nativestep import Formula, step_loop
 from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat
-
-logger = logging.getLogger("amp")
 
 LARGE = 2**16
 """Elements from which a tensor is not worth being gathered with others."""
 SLICE = 2**16
 """Elements whose FP32 temporaries stay in a core's cache."""
-WORTH_COMPILING = 2**21
-
-Formula = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Sequence[Any]], tuple[Tensor, Tensor | None, Tensor | None]
-]
-"""From a parameter, gradient, two moments and the rule's numbers for this step to the new parameter and
-moments; a moment that the rule does not have comes as an empty tensor, and its result is not used."""
-
-
-Run = Callable[["Streams", Any, "int | None"], None]
-"""A formula for the streams of one piece, with the numbers and the seed of this step."""
 
 
 class Streams(NamedTuple):
@@ -101,27 +81,26 @@ def step_plainly(
         whole: whether the formula has to see each tensor as a whole.
         backend: see `amp.kernels.backend`.
     """
-    alike: dict[tuple[object, int | None], list[int]] = {}
-    for i, (of_tensor, tensors) in enumerate(zip(numbers, zip(*lists.all(), strict=True), strict=True)):
-        alone = i if whole or not are_flat(tensors) else None
-        alike.setdefault((of_tensor, alone), []).append(i)
-    for (_, alone), indices in alike.items():
-        run: Run = functools.partial(_step, formula)
-        prepared: Any = (scale, *numbers[indices[0]])
+    indices = list(range(len(lists.param)))
+    if not (whole or seed is not None or lists.low is not None):
+        flat = [i for i, tensors in enumerate(zip(*lists.all(), strict=True)) if are_flat(tensors)]
+        streams = [[tensors[i] for i in flat] for tensors in lists.all()]
+        run = step_loop(formula, len(lists.moments), streams, len(numbers[0]), backend)
+        if run is not None:
+            run(streams, [(scale, *numbers[i]) for i in flat])
+            indices = sorted({*indices} - {*flat})
+    alike: dict[tuple[tuple[float, ...], int | None], list[int]] = {}
+    for i in indices:
+        alone = i if whole or not are_flat([tensors[i] for tensors in lists.all()]) else None
+        alike.setdefault((numbers[i], alone), []).append(i)
+    for (of_tensor, alone), same in alike.items():
         if alone is not None:
-            run(lists.map(operator.itemgetter(alone)), prepared, _noise(seed, alone, steps[alone]))
+            one = lists.map(operator.itemgetter(alone))
+            _step(formula, one, scale, of_tensor, _noise(seed, alone, steps[alone]))
             continue
-        some = lists.map(lambda tensors, indices=indices: [tensors[i] for i in indices])  # type: ignore[misc]
-        slice_size = SLICE
-        if _is_worth_compiling(some, seed, backend):
-            dtypes = tuple(tensors[0].dtype for tensors in some.all())
-            has_model = some.model is not None
-            compiled = _compiled(formula, len(some.moments), has_model, len(prepared), dtypes)
-            if compiled is not None:
-                run, slice_size = compiled, sum(param.numel() for param in some.param)
-                prepared = torch.tensor(prepared, dtype=torch.float32)
-        for piece, streams in enumerate(_pieces(some, slice_size)):
-            run(streams, prepared, _noise(seed, indices[0] + piece, steps[indices[0]]))
+        some = lists.map(lambda tensors, same=same: [tensors[i] for i in same])  # type: ignore[misc]
+        for piece, vectors in enumerate(_pieces(some)):
+            _step(formula, vectors, scale, of_tensor, _noise(seed, same[0] + piece, steps[same[0]]))
 
 
 def _noise(seed: int | None, piece: int, t: float) -> int | None:
@@ -129,15 +108,15 @@ def _noise(seed: int | None, piece: int, t: float) -> int | None:
     return None if seed is None else hash((seed, piece, t)) % 2**62
 
 
-def _pieces(lists: Streams, slice_size: int) -> Iterator[Streams]:
+def _pieces(lists: Streams) -> Iterator[Streams]:
     """Yield 1-d tensors to step: slices of large tensors, and all small ones together."""
     sizes = [param.numel() for param in lists.param]
     small = [i for i, size in enumerate(sizes) if size < LARGE]
     for i, size in enumerate(sizes):
         if size >= LARGE:
             vectors = lists.map(lambda tensors, i=i: _as_vector(tensors[i]))  # type: ignore[misc]
-            for first in range(0, size, slice_size):
-                yield vectors.map(operator.itemgetter(slice(first, first + slice_size)))
+            for first in range(0, size, SLICE):
+                yield vectors.map(operator.itemgetter(slice(first, first + SLICE)))
     if small:
         few = lists.map(lambda tensors: [_as_vector(tensors[i]) for i in small])
         together = few.map(torch.cat)
@@ -151,9 +130,10 @@ def _as_vector(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _step(formula: Formula, streams: Streams, prepared: Any, seed: int | None) -> None:
+def _step(
+    formula: Formula, streams: Streams, scale: float, numbers: Sequence[float], seed: int | None
+) -> None:
     """Step tensors of one shape, in eager torch."""
-    scale, *numbers = prepared
     param, grad, moments, model, low = streams
     to = torch.float64 if torch.float64 in {x.dtype for x in streams.all()} else torch.float32
     empty = param.new_empty(0)
@@ -183,48 +163,3 @@ def round_stochastically(source: Tensor, target: Tensor, seed: int) -> None:
     noise = torch.randint(2**16, source.shape, generator=generator, dtype=torch.int32, device=device)
     rounded = ((source.view(torch.int32) + noise) >> 16).short().view(torch.bfloat16)
     target.copy_(torch.where(source.isfinite(), rounded, source.bfloat16()))
-
-
-def _is_worth_compiling(lists: Streams, seed: int | None, backend: str | None) -> bool:
-    return (
-        lists.param[0].device.type == "cpu"
-        and lists.low is None
-        and seed is None
-        and all(tensors[0].dtype is not torch.float64 for tensors in lists.all())
-        and sum(param.numel() for param in lists.param) >= WORTH_COMPILING
-        and not requested(backend)[0]
-        and not torch.compiler.is_compiling()
-    )
-
-
-@functools.cache
-def _compiled(
-    formula: Formula, moments: int, has_model: bool, n_numbers: int, dtypes: tuple[torch.dtype, ...]
-) -> Run | None:
-    """Return a formula's compiled loop over vectors of given dtypes, None if there is no compiler."""
-    logger.warning(
-        "compiling the optimizer step for this CPU: ten to forty seconds, once, or one or two if torch "
-        "has it in its cache. AMP_KERNELS=reference leaves it out"
-    )
-
-    def step(prepared: Tensor, param: Tensor, grad: Tensor, *rest: Tensor) -> None:
-        model = rest[-1] if has_model else None
-        _step(formula, Streams(param, grad, rest[:moments], model, None), prepared, None)
-
-    compiled: Any = torch.compile(step, dynamic=True, fullgraph=True)
-    # Tensors of no account: nothing may be half done when it fails.
-    example = (torch.ones(n_numbers), *[torch.zeros(1024, dtype=dtype) for dtype in dtypes])
-    try:
-        if hasattr(compiled, "aot_compile"):
-            compiled = compiled.aot_compile((example, {}))
-            compiled.disable_guard_check()  # all that it asks is the same at every call
-        compiled(*example)
-    except Exception as error:  # no C++ compiler, one that fails, a build of torch without it
-        reason = str(error).strip().splitlines()
-        logger.warning(
-            "it did not compile and runs in eager torch, slower: %s: %s",
-            type(error).__name__,
-            reason[0] if reason else "",
-        )
-        return None
-    return lambda streams, prepared, seed: compiled(prepared, *streams.all())

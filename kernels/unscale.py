@@ -35,7 +35,8 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import flag_on, plan, real_values, to_device
+from amp.kernels.native import is_worth_a_loop, loop
+from amp.kernels.tables import are_flat, flag_on, plan, real_values, to_device
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
@@ -117,7 +118,7 @@ def check(
                 num_warps=WARPS,
             )
     for same in todo.rest:
-        check_reference([inputs[i] for i in same], inv_scale, found_inf)
+        check_reference([inputs[i] for i in same], inv_scale, found_inf, backend)
 
 
 @jit
@@ -216,25 +217,56 @@ def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" or dtype is not torch.bfloat16
 
 
-def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Do `check` in plain torch, on tensors of one device and dtype.
+def check_reference(
+    sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, backend: str | None = None
+) -> None:
+    """Do `check` without Triton, on tensors of one device and dtype.
 
     Products are finite where those of the extremes are. On the CPU torch's own operation, multiplying
-    by 1, is several times faster than finding those.
+    by 1, is several times faster than finding those, and a loop in C, where it pays, faster still.
     """
     device = sources[0].device
-    if _is_at_most_one(inv_scale) and all(
+    largest = _largest_magnitude(sources, backend)
+    if largest is not None:
+        extremes = largest
+    elif _is_at_most_one(inv_scale) and all(
         s.device.type == "cpu" and s.is_contiguous() for s in sources
     ):
         with flag_on(device, found_inf) as flag:
             one = torch.ones(1, dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
         return
-    extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
+    else:
+        extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
     wider = torch.promote_types(extremes.dtype, torch.float32)
     products = extremes.to(wider) * to_device(inv_scale, device)
     with flag_on(device, found_inf) as flag:
         torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
+
+
+def _largest_magnitude(sources: Sequence[Tensor], backend: str | None) -> Tensor | None:
+    """Return the largest magnitude, `[1]`, of CPU tensors that are worth a loop, NaN counting as such.
+
+    Without their signs, numbers of a format have the order of their bits, with inf and NaN at the end.
+    """
+    if not is_worth_a_loop(sources, backend) or not all(are_flat([source]) for source in sources):
+        return None
+    unsigned, bits = (
+        ("uint32_t", torch.int32) if sources[0].element_size() == 4 else ("uint16_t", torch.int16)
+    )
+    body = """
+        for (int64_t i = 0; i < length; i++) {
+            const TYPE magnitude = x0[i] & ((TYPE)-1 >> 1);
+            largest = magnitude > largest ? magnitude : largest;
+        }
+    """
+    of_threads = loop(
+        (unsigned,), body.replace("TYPE", unsigned), before=f"{unsigned} largest = 0;", result="largest"
+    )
+    if of_threads is None:
+        return None
+    largest = max(of_threads([sources]))
+    return torch.tensor([largest], dtype=bits, device="cpu").view(sources[0].dtype)
 
 
 def _is_at_most_one(factor: Tensor) -> bool:

@@ -1,0 +1,127 @@
+"""Loops in C: how they are compiled and kept, and the numbers they convert."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp.kernels import native
+from amp.kernels.language import INTERPRETED
+from amp.kernels.unscale import check
+
+if INTERPRETED:
+    pytest.skip("the interpreter has no loops in C", allow_module_level=True)
+
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caches: tuple[Callable[[], None], ...] = (
+        native._cache_folder.cache_clear,
+        native.loop.cache_clear,
+    )
+    for clear in caches:
+        clear()
+    yield tmp_path / "reamp"
+    for clear in caches:
+        clear()
+
+
+DOUBLE = (("float",), "for (int64_t i = 0; i < length; i++) x0[i] *= 2;")
+
+
+def doubled() -> bool:
+    twice = native.loop(*DOUBLE)
+    x = torch.ones(1000)
+    return twice is not None and twice([[x]]) is not None and bool((x == 2).all())
+
+
+def test_a_loop_is_compiled_once_and_that_is_announced(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        native.loop.cache_clear()  # as another process would
+        assert doubled()
+    assert [record.message[:9] for record in caplog.records] == ["compiling"]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_to_is_done_without(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.joinpath("reamp").write_text("in the way")
+    assert doubled()
+
+
+def test_an_error_of_the_compiler_is_shown(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "amp"):
+        assert native.loop(("float",), "this is not C") is None
+    assert "no loop could be compiled" in caplog.text
+    assert "error" in caplog.text
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("flags", [(), ("-mno-f16c", "-mno-avx512f")])
+@pytest.mark.parametrize("kind", HALVES)
+def test_conversions_are_exact(
+    kind: str, flags: tuple[str, ...], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *flags))
+    dtype = HALVES[kind]
+    there = native.loop((kind, "float"), f"widen_{kind}(x0, x1, length);")
+    back = native.loop(("float", kind), f"narrow_{kind}(x0, x1, length);")
+    assert there is not None
+    assert back is not None
+    every = torch.arange(2**16).to(torch.int16).view(dtype)
+    wide = torch.empty(2**16)
+    there([[every], [wide]])
+    torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
+
+    torch.manual_seed(0)
+    finite = every.float()[every.isfinite()].sort().values
+    halfway = (finite[1:].double() + finite[:-1].double()).div(2).float()
+    above, below = [halfway.nextafter(torch.tensor(x)) for x in (torch.inf, -torch.inf)]
+    some = torch.randint(-(2**31), 2**31, (10**6,)).to(torch.int32).view(torch.float32)
+    numbers = torch.cat([every.float(), halfway, above, below, some])
+    narrow = torch.empty_like(numbers, dtype=dtype)
+    back([[numbers], [narrow]])
+    torch.testing.assert_close(narrow, numbers.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(narrow.signbit()[~narrow.isnan()], numbers.signbit()[~narrow.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, None])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_check_sees_every_element(
+    bad: float | None, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "WORTH_COMPILING", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for at in (0, 1, 999, 5000, 9998, 9999):
+        grads = [torch.randn(n).to(dtype) for n in (1000, 0, 4001, 4999)]
+        versions = [grad._version for grad in grads]
+        if bad is not None:
+            flat = torch.cat(grads)
+            flat[at] = bad
+            grads = list(flat.split([1000, 0, 4001, 4999]))
+            versions = [grad._version for grad in grads]
+        found_inf = torch.zeros(1)
+        check(grads, torch.tensor([0.5]), found_inf)
+        assert bool(found_inf) is (bad is not None)
+        assert [grad._version for grad in grads] == versions
+
+
+def test_the_check_sees_products_that_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "WORTH_COMPILING", 1000)
+    grads = [torch.ones(5000), -torch.full((10,), 1e30)]
+    for inv_scale, overflows in ((1e8, False), (1e9, True)):
+        found_inf = torch.zeros(1)
+        check(grads, torch.tensor([inv_scale]), found_inf)
+        assert bool(found_inf) is overflows
