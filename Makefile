@@ -20,7 +20,7 @@ demo: $(READY)  ## Train on real digits at every opt level: one table, one pictu
 	$(BIN)/python examples/digits.py
 
 test: $(READY)  ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-gpu:  ## Run the tests that need a GPU, with the python3 at hand, and look for stray accesses
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider
