@@ -46,6 +46,7 @@ class Contents(NamedTuple):
 
 
 _VERSION = operator.attrgetter("_version")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _UNSEEN = -1
 """The version of a parameter that has not been compared with its master yet."""
 
@@ -147,17 +148,16 @@ class MasterWeights:
             self._fold(master for master in sources if master in self._spread_out)
         else:
             master_copy(sources, models)
-        self.were_written_back(list(zip(sources, models, strict=True)))
+        self.were_written_back(sources, models)
 
-    def were_written_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def were_written_back(self, masters: Iterable[Tensor], models: Iterable[Tensor]) -> None:
         """Note that the model's parameters are rounded masters, so that `follow` looks no closer."""
-        self._version.update([(id(master), model._version) for master, model in pairs])
+        self._version.update(zip(map(id, masters), map(_VERSION, models), strict=True))
 
     def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
         """Do `follow` for masters that are about to be stepped, where there is anything to do."""
-        ids, versions = list(map(id, masters)), list(map(_VERSION, models))
-        if [self._version[i] for i in ids] != versions or (
-            [master.requires_grad for master in masters] != [model.requires_grad for model in models]
+        if list(map(self._version.__getitem__, map(id, masters))) != list(map(_VERSION, models)) or (
+            list(map(_REQUIRES_GRAD, masters)) != list(map(_REQUIRES_GRAD, models))
         ):
             for master in masters:
                 self.follow(master, stepping=True)
@@ -187,9 +187,9 @@ class MasterWeights:
 
     # Lean masters.
 
-    def low(self, master: Tensor) -> Tensor | None:
-        """Return the low half of a lean master, None of a whole one."""
-        return self._low_of.get(master)
+    def low(self, master: Tensor) -> Tensor:
+        """Return the low half of a lean master."""
+        return self._low_of[master]
 
     def values(self, master: Tensor) -> Tensor:
         """Return what a master holds, float32; a lean one's is new memory. No host sync."""

@@ -9,40 +9,43 @@ sees what any other optimizer would have shown.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from amp.dtypes import SCALABLE
 
-Incoming: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
-"""What an optimizer that takes scaled gradients is shown for one parameter: the scaled gradient, dense;
-if what is stepped is a master, the 16-bit weights of the model; and, if the master's bits have no other
-place, the low half that makes it of the weights (`amp.kernels.split`). What is stepped then has a shape
-and nothing else."""
+_GRAD = operator.attrgetter("grad")
+_DTYPE = operator.attrgetter("dtype")
+_LAYOUT = operator.attrgetter("layout")
 
 
 class StepInputs(NamedTuple):
     """What an optimizer that takes scaled gradients is shown for one step.
 
     Attributes:
-        grads: by the id of what is stepped.
+        stepped: what is to be stepped, masters first; others may have a gradient in their `.grad`.
+        grads: their gradients, dense, as backward left them.
+        models: the 16-bit weights of the masters.
+        lows: the low halves that make masters of the weights, if masters have no other place
+            (`amp.kernels.split`); what is stepped then has a shape and nothing else. Else None.
         inv_scale: what to multiply the gradients by, float32 `[1]`; None is 1.
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
-        clip: the same for clipping to the optimizer's `max_grad_norm`; None where it has none.
+        clip: what to multiply them by for clipping to the optimizer's `max_grad_norm`, likewise; None
+            where that is not known.
     """
 
-    grads: dict[int, Incoming]
+    stepped: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    models: Sequence[Tensor]
+    lows: Sequence[Tensor] | None
     inv_scale: Tensor | None
     found_inf: Tensor | None
     clip: Tensor | None
-
-
-_SCALABLE = frozenset(SCALABLE)
 
 
 class Watched(nn.Parameter):
@@ -85,23 +88,26 @@ class ScaledGrads:
 
     Args:
         look: called before a gradient that is kept is seen; it has to be back after that.
-        stepped: what the optimizer steps, masters or parameters.
-        parameters: the model's parameter of each.
+        masters: masters that the optimizer steps.
+        models: the model's parameter of each.
+        direct: parameters of the model that it steps themselves.
         inv_scale: float32 `[1]`, what the gradients are to be multiplied by; None is 1.
-        done: ids of parameters that are not to be among them.
-        grads: the gradient of each, if it is not what the model's parameter has.
+        done: ids of parameters of the model that are not to be among them.
+        grads: the gradients of masters, if they are not what the model's parameters have.
 
     Attributes:
-        stepped: those of them that have a gradient.
-        parameters: likewise.
-        grads: their gradients.
+        masters: those that have a gradient.
+        models: likewise.
+        direct: likewise.
+        grads: the gradients, of masters first.
     """
 
     def __init__(
         self,
         look: Callable[[], None],
-        stepped: Sequence[Tensor],
-        parameters: Sequence[Tensor],
+        masters: Sequence[Tensor],
+        models: Sequence[Tensor],
+        direct: Sequence[Tensor],
         inv_scale: Tensor | None,
         done: Collection[int] = (),
         grads: Sequence[Tensor | None] | None = None,
@@ -109,21 +115,22 @@ class ScaledGrads:
         self.inv_scale = inv_scale
         self._look = look
         self._clip: Tensor | None = None
-        if grads is None:
-            grads = [parameter.grad for parameter in parameters]
-        there = [grad is not None for grad in grads]
-        if done:
-            there = [has and id(p) not in done for has, p in zip(there, parameters, strict=True)]
-        self.stepped = list(compress(stepped, there))
-        self.parameters = list(compress(parameters, there))
-        self.grads: list[Tensor] = list(compress(grads, there))  # type: ignore[arg-type]
+        of_models = list(map(_GRAD, models)) if grads is None else grads
+        self.masters, self.models, of_models = _with_grads(of_models, done, masters, models)
+        self.direct, of_direct = _with_grads(list(map(_GRAD, direct)), done, direct)
+        self.grads: list[Tensor] = of_models + of_direct
+
+    @property
+    def stepped(self) -> list[Any]:
+        """What the optimizer steps."""
+        return self.masters + self.direct
 
     def can_be_kept(self) -> bool:
         """Whether all gradients are dense numbers, and no parameter is of a class of its own."""
         return (
             set(map(type, self.stepped)) <= {nn.Parameter}
-            and {grad.layout for grad in self.grads} <= {torch.strided}
-            and {grad.dtype for grad in self.grads} <= _SCALABLE
+            and set(map(_LAYOUT, self.grads)) <= {torch.strided}
+            and set(map(_DTYPE, self.grads)) <= SCALABLE
         )
 
     def check(self, found_inf: Tensor, max_norm: float | None) -> None:
@@ -145,26 +152,27 @@ class ScaledGrads:
 
     def hide(self) -> None:
         """Keep the gradients from sight."""
-        look = self._look
-        stepped: Any
-        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
+        for parameter in self.models:
             parameter.grad = None
-            stepped._amp_look = look
-            stepped.__class__ = Watched
+        for parameter in self.direct:
+            parameter.grad = None
+        look = self._look
+        for parameter in self.stepped:
+            parameter._amp_look = look
+            parameter.__class__ = Watched
 
     def show(self) -> None:
         """Let `.grad` be what it is without any of this. The gradients are still not there."""
-        stepped: Any
-        for stepped in self.stepped:
-            kind: Any = type(stepped)
+        for parameter in self.stepped:
+            kind: type = type(parameter)
             if kind is Watched:
-                stepped.__class__ = nn.Parameter
-                del stepped._amp_look
+                parameter.__class__ = nn.Parameter
+                del parameter._amp_look
 
     def put_back(self) -> None:
         """Put the gradients, scaled as they are, back into the `.grad` of the model's parameters."""
         self.show()
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+        for parameter, grad in zip(self.models + self.direct, self.grads, strict=True):
             parameter.grad = grad
 
     def unscale(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -172,10 +180,8 @@ class ScaledGrads:
         from amp.kernels.unscale import unscale  # loads Triton
 
         self.show()
-        targets = [
-            grad if stepped is parameter else torch.empty_like(grad, dtype=torch.float32)
-            for stepped, parameter, grad in zip(self.stepped, self.parameters, self.grads, strict=True)
-        ]
+        of_masters, of_direct = self.grads[: len(self.masters)], self.grads[len(self.masters) :]
+        targets = [torch.empty_like(grad, dtype=torch.float32) for grad in of_masters] + of_direct
         if self.inv_scale is not None:
             unscale(self.grads, targets, self.inv_scale, None)
         elif targets:
@@ -183,7 +189,7 @@ class ScaledGrads:
         return zip(self.stepped, targets, strict=True)
 
     def for_step(
-        self, found_inf: Tensor | None, low_of: Callable[[Tensor], Tensor | None] | None
+        self, found_inf: Tensor | None, low_of: Callable[[Tensor], Tensor] | None
     ) -> StepInputs:
         """Return what the optimizer is shown.
 
@@ -191,26 +197,34 @@ class ScaledGrads:
             found_inf: what the checks found; None never skips.
             low_of: returns the low half of a master; None where masters are whole.
         """
-        models = [
-            None if parameter is stepped else parameter
-            for stepped, parameter in zip(self.stepped, self.parameters, strict=True)
-        ]
-        lows: Iterable[Tensor | None] = (
-            itertools.repeat(None) if low_of is None else map(low_of, self.stepped)
+        return StepInputs(
+            self.stepped,
+            self.grads,
+            self.models,
+            None if low_of is None else list(map(low_of, self.masters)),
+            self.inv_scale,
+            None if found_inf is None else found_inf.reshape(1),
+            self._clip,
         )
-        found_inf = None if found_inf is None else found_inf.reshape(1)
-        incoming = zip(self.grads, models, lows, strict=False)
-        grads = dict(zip(map(id, self.stepped), incoming, strict=True))
-        return StepInputs(grads, self.inv_scale, found_inf, self._clip)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what is stepped in the place of a model's parameter, with that."""
-        return [(s, p) for s, p in zip(self.stepped, self.parameters, strict=True) if s is not p]
 
     def without_masters(self) -> ScaledGrads:
         """Return those of parameters without a master, to be looked at and not to be clipped."""
-        grads = [
-            grad if stepped is parameter else None
-            for stepped, parameter, grad in zip(self.stepped, self.parameters, self.grads, strict=True)
-        ]
-        return ScaledGrads(self._look, self.stepped, self.parameters, self.inv_scale, grads=grads)
+        others = ScaledGrads(self._look, (), (), (), self.inv_scale)
+        others.direct, others.grads = self.direct, self.grads[len(self.masters) :]
+        return others
+
+
+def _with_grads(
+    grads: Sequence[Tensor | None], done: Collection[int], *lists: Sequence[Tensor]
+) -> list[list[Any]]:
+    """Return of parallel lists, and of their gradients, what has a gradient and is not done.
+
+    Args:
+        grads: the gradients.
+        done: ids of tensors in the last list.
+        *lists: the lists.
+    """
+    there = [grad is not None for grad in grads]
+    if done:
+        there = [has and id(p) not in done for has, p in zip(there, lists[-1], strict=True)]
+    return [list(compress(tensors, there)) for tensors in (*lists, grads)]

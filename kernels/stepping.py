@@ -52,7 +52,7 @@ from amp.kernels.language import (
 )
 from amp.kernels.plainstep import Formula, Streams, step_plainly
 from amp.kernels.split import decode_block, encode_block
-from amp.kernels.tables import Part, kept, local_shards, plan, stream_of, to_device, upload
+from amp.kernels.tables import Part, Plan, kept, local_shards, plan, stream_of, to_device, upload
 
 BLOCK = 2048
 COUNTERS = 256
@@ -99,8 +99,9 @@ def step(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
     maximize: bool = False,
+    known: Plan | None = None,
     backend: str | None = None,
-) -> None:
+) -> Plan:
     """Step parameters in place. On a device with Triton the host does not wait.
 
     Args:
@@ -118,7 +119,11 @@ def step(
         clip: the same again.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
         maximize: whether to step along the gradients.
+        known: the plan that an earlier call returned, if all tensors are where they were.
         backend: see `amp.kernels.backend`.
+
+    Returns:
+        The plan, to be passed to a later call.
 
     Raises:
         ValueError: the lists do not match.
@@ -126,8 +131,11 @@ def step(
     """
     others = [tensors for tensors in (models, lows) if tensors is not None]
     written = [params, *moments, *others]
-    lists = [local_shards(tensors) for tensors in (params, grads, *written[1:])]
-    todo = plan(*lists, block=BLOCK, numbers=steps, backend=backend)
+    lists = [params, grads, *written[1:]]
+    todo = known
+    if todo is None:
+        lists = [local_shards(tensors) for tensors in lists]
+        todo = plan(*lists, block=BLOCK, numbers=steps, backend=backend)
     rest = list(todo.rest)
     for part in todo.parts:
         if torch.float64 in part.dtypes:
@@ -192,6 +200,7 @@ def step(
                 backend=backend,
             )
     increment_version(itertools.chain(params, *others))  # what a graph of autograd may have saved
+    return todo
 
 
 def _launch(part: Part, arguments: dict[str, Any], **more: Any) -> None:

@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 _KEPT = 64
 _IS_SPARSE = operator.attrgetter("is_sparse")
+_DTYPE = operator.attrgetter("dtype")
 _PLAIN = {Tensor, torch.nn.Parameter}
 _Kind = tuple[torch.device, tuple[torch.dtype, ...]]
 
@@ -154,6 +155,46 @@ def plan(
                 del _plans[next(iter(_plans))]
             _plans[key] = known
     return known
+
+
+class Recall:
+    """The plan of an operation on lists that hold the same tensors at each call, all but one.
+
+    Whether it is still right takes less than `plan` looks at: of a tensor that was there the last time,
+    where it lies and its dtype.
+    """
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._key: object = None
+
+    def plan(
+        self, same: Sequence[Sequence[Tensor]], others: Sequence[Tensor], backend: str | None = None
+    ) -> Plan | None:
+        """Return the plan that was kept, if nothing has changed.
+
+        Args:
+            same: lists of plain dense tensors.
+            others: dense tensors, which need not be the same.
+            backend: see `amp.kernels.backend`.
+        """
+        in_triton = uses_triton(others[0].device, backend)
+        key = (
+            in_triton,
+            *[
+                [*map(id, tensors), *map(Tensor.data_ptr, tensors), *map(_DTYPE, tensors)]
+                for tensors in same
+            ],
+            *_signature(others)[0 if in_triton else 1 :],
+        )
+        if key != self._key or is_capturing() or not (self._plan and self._plan.is_readable()):
+            self._key, self._plan = key, None
+        return self._plan
+
+    def keep(self, plan: Plan) -> None:
+        """Keep the plan for what `plan` was asked last."""
+        if not is_capturing():
+            self._plan = plan
 
 
 def real_values(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

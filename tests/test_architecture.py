@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels.stepping",),
     ("kernels.adagrad", "kernels.adam", "kernels.lion", "kernels.sgd", "scaledgrads"),
     ("kernels.lamb", "kernels.novograd"),
+    ("optimizers.launches",),
     ("optimizers.fused",),
     (
         *("optimizers.adagrad", "optimizers.adam", "optimizers.lamb"),

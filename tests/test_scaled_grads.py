@@ -350,11 +350,10 @@ def test_an_optimizer_of_a_users_own_may_take_them_too() -> None:
         def step(self, closure: Any = None) -> None:
             inputs = self.scaled_grads
             assert inputs.found_inf == 0
-            for master in self.param_groups[0]["params"]:
-                grad, model, _ = inputs.grads[id(master)]
+            for master, grad in zip(inputs.stepped, inputs.grads, strict=True):
                 master.sub_(grad.float() * inputs.inv_scale, alpha=0.1)
-                if model is not None:
-                    model.copy_(master)
+            for model, master in zip(inputs.models, inputs.stepped, strict=False):
+                model.copy_(master)
 
     ends = []
     for optimizer_class in (Sgd, torch.optim.SGD):

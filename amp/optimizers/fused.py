@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -19,15 +19,14 @@ from torch import Tensor
 from amp.distributed import groups_of_shards, reduce_norm
 from amp.dtypes import SCALABLE
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
-from amp.scaledgrads import Incoming, StepInputs
+from amp.optimizers.launches import Launch, Launches
+from amp.scaledgrads import StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amp.kernels.stepping import Rule
-
-
-_SCALABLE = frozenset(SCALABLE)
+    from amp.kernels.tables import Plan
 
 
 class Formula(NamedTuple):
@@ -35,32 +34,6 @@ class Formula(NamedTuple):
 
     rule: Rule
     numbers: Sequence[float | Tensor]
-
-
-class Launch(NamedTuple):
-    """What one launch of a group's step is given.
-
-    Attributes:
-        group: the group.
-        formula: how it is stepped.
-        stepped: what is in the group and has the state: parameters or masters.
-        states: the state of each, empty where there is none yet.
-        params: the same, or weights that are masters with their `lows`.
-        grads: their gradients, scaled or not.
-        models: 16-bit weights to write, for masters.
-        lows: the low halves of masters that have no other place.
-        seed: for the rounding of moments.
-    """
-
-    group: dict[str, Any]
-    formula: Formula
-    stepped: list[Tensor]
-    states: list[dict[str, Tensor]]
-    params: list[Tensor]
-    grads: list[Tensor]
-    models: list[Tensor] | None
-    lows: list[Tensor] | None
-    seed: int | None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -105,6 +78,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             "seed": torch.initial_seed() % 2**31,
         }
         super().__init__(params, {**defaults, **of_all})
+        self._launches = Launches()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._launches = Launches()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take it that a subclass's own `step` looks at gradients, unless it says that it does not."""
@@ -135,7 +113,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _of_tensor(
         self,
-        launch: Launch,
+        group: Mapping[str, Any],
+        grads: Sequence[Tensor],
         states: Sequence[dict[str, Tensor]],
         inputs: StepInputs,
         clip: Tensor | None,
@@ -259,36 +238,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         In both cases no parameter has been stepped.
         """
-        from amp.kernels.stepping import step  # loads Triton
-
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         inputs = self._inputs()
-        launches = [
-            launch
-            for i, group in enumerate(self.param_groups)
-            for launch in self._launches_of(i, group, inputs.grads)
-        ]
-        clip = self._clip(launches, inputs)
-        for launch in launches:
-            states = self._complete(launch)
-            step(
-                *launch.formula,
-                launch.params,
-                launch.grads,
-                [[state[name] for state in states] for name in self._moments(launch.group)],
-                [state["step"] for state in states],
-                models=launch.models,
-                lows=launch.lows,
-                of_tensor=self._of_tensor(launch, states, inputs, clip),
-                seed=launch.seed,
-                inv_scale=inputs.inv_scale,
-                clip=clip,
-                found_inf=inputs.found_inf,
-                maximize=launch.group["maximize"],
-            )
+        for group in self.param_groups:
+            self._check_group(group)
+        launches = self._launches.of(self.param_groups, self.state, inputs)
+        grads = [launch.grads(inputs) for launch in launches]
+        plans = list(map(self._plan, launches, grads))
+        clip = self._clip(list(itertools.chain.from_iterable(grads)), inputs)
+        for work in zip(launches, grads, plans, strict=True):
+            self._launch(*work, inputs, clip)
         return loss
 
     def _inputs(self) -> StepInputs:
@@ -299,57 +261,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         return StepInputs(
-            {},
+            *([], [], [], None),
             None if scale is None else scale.double().reciprocal().float().reshape(1),
             None if found_inf is None else found_inf.reshape(1),
             None,
         )
 
-    def _launches_of(
-        self, index: int, group: dict[str, Any], scaled: Mapping[int, Incoming]
-    ) -> Iterator[Launch]:
-        """Return what a group's launches are given. Nothing is written."""
-        self._check_group(group)
-        params: list[Tensor] = group["params"]
-        kinds: dict[tuple[bool, bool], tuple[list[Tensor], list[Incoming]]] = {}
-        for parameter in params:
-            incoming = scaled.get(id(parameter)) or (parameter.grad, None, None)
-            grad, model, low = incoming
-            if grad is not None:
-                stepped, entries = kinds.setdefault((model is not None, low is not None), ([], []))
-                stepped.append(parameter)
-                entries.append((grad, model, low))
-        formula = self._formula(group)
-        for number, ((has_model, has_low), (stepped, entries)) in enumerate(kinds.items()):
-            columns: Any = zip(*entries, strict=True)
-            grads, models, lows = map(list, columns)
-            states: list[dict[str, Tensor]] = [self.state.get(parameter, {}) for parameter in stepped]
-            self._check(stepped, grads, states, index, group)
-            yield Launch(
-                group,
-                formula,
-                stepped,
-                states,
-                models if has_low else stepped,
-                grads,
-                models if has_model and not has_low else None,
-                lows if has_low else None,
-                None if self.state_dtype is None else group["seed"] + 4 * index + number,
-            )
+    def _plan(self, launch: Launch, grads: Sequence[Tensor]) -> Plan | None:
+        """Return how a launch's last step ran, if it holds for this one; check the tensors if not."""
+        moments = self._moments(self.param_groups[launch.index])
+        known = [[state[name] for state in launch.states if state] for name in (*moments, "step")]
+        plan = None
+        if launch.recall is not None and {grad.layout for grad in grads} == {torch.strided}:
+            same = [launch.params, launch.models or launch.lows or (), *known]
+            plan = launch.recall.plan(same, grads)
+        if plan is None:
+            self._check(launch, grads, known[:-1])
+        return plan
 
     def _check(
-        self,
-        stepped: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Tensor]],
-        index: int,
-        group: dict[str, Any],
+        self, launch: Launch, grads: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
     ) -> None:
         """Raise if a gradient, or the state, is not what a step takes."""
-        moments = [[state[name] for state in states if state] for name in self._moments(group)]
-        dtypes = {self.state_dtype} if self.state_dtype else {p.dtype for p in stepped}
+        dtypes = {self.state_dtype} if self.state_dtype else {p.dtype for p in launch.stepped}
         if (
-            {grad.dtype for grad in grads} <= _SCALABLE
+            {grad.dtype for grad in grads} <= SCALABLE
             and {grad.layout for grad in grads} == {torch.strided}
             and len(dtypes) == 1
             and {moment.dtype for of_name in moments for moment in of_name} <= dtypes
@@ -357,8 +293,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             and {grad.device for grad in grads} == {grads[0].device}
         ):
             return
-        for parameter, grad in zip(stepped, grads, strict=True):
-            self._check_gradient(grad, parameter, index, group)
+        for parameter, grad in zip(launch.stepped, grads, strict=True):
+            self._check_gradient(grad, parameter, launch.index, self.param_groups[launch.index])
 
     def _check_gradient(
         self, grad: Tensor, parameter: Tensor, index: int, group: dict[str, Any]
@@ -387,15 +323,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "before, or load the optimizer's state dict into a new optimizer"
                 )
 
-    def _clip(self, launches: Sequence[Launch], inputs: StepInputs) -> Tensor | None:
+    def _clip(self, grads: Sequence[Tensor], inputs: StepInputs) -> Tensor | None:
         """Return what clipping multiplies the unscaled gradients by, float32 `[1]`. No host sync."""
         max_norm = self.max_grad_norm
-        if max_norm is None or inputs.clip is not None or not launches:
+        if max_norm is None or inputs.clip is not None or not grads:
             return inputs.clip
         from amp.kernels.l2norm import clip_factor, l2norm  # loads Triton
 
         by_ranks: dict[tuple[Any, ...], list[Tensor]] = {}
-        for grad in itertools.chain.from_iterable(launch.grads for launch in launches):
+        for grad in grads:
             by_ranks.setdefault(tuple(groups_of_shards([grad])), []).append(grad)
         if by_ranks.keys() == {()}:
             return l2norm(by_ranks[()], inputs.inv_scale, max_norm=max_norm).clip
@@ -406,30 +342,59 @@ class FusedOptimizer(torch.optim.Optimizer):
         together = torch.stack([norm.to(norms[0].device) for norm in norms])
         return clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
 
-    def _complete(self, launch: Launch) -> list[dict[str, Tensor]]:
-        """Return the state of what is stepped, made now where there is none."""
-        states, devices = launch.states, {parameter.device for parameter in launch.params}
-        if not all(states) or {state["step"].device for state in states} != devices:
-            states = [self.state[parameter] for parameter in launch.stepped]
-            for state, like in zip(states, launch.params, strict=True):
-                self._complete_one(state, like, launch)
-        return states
+    def _launch(
+        self,
+        launch: Launch,
+        grads: list[Tensor],
+        plan: Plan | None,
+        inputs: StepInputs,
+        clip: Tensor | None,
+    ) -> None:
+        """Step the parameters of one launch."""
+        from amp.kernels.stepping import step  # loads Triton
 
-    def _complete_one(self, state: dict[str, Tensor], like: Tensor, launch: Launch) -> None:
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=like.device)
-            whole = like.dtype if launch.lows is None else torch.float32
-            for name in self._moments(launch.group):
-                state[name] = torch.full_like(
-                    like,
-                    self._first_moment(launch.group),
-                    dtype=self.state_dtype or whole,
-                    memory_format=torch.preserve_format,
-                )
-            for name in self._scalars(launch.group):
-                state[name] = torch.zeros_like(state["step"])
-        elif state["step"].device != like.device:  # a loaded one
-            state["step"] = state["step"].to(like.device, non_blocking=True)
+        group = self.param_groups[launch.index]
+        if plan is None:
+            self._complete(launch, group)
+        states = launch.states
+        seed = None if self.state_dtype is None else group["seed"] + 4 * launch.index + launch.number
+        plan = step(
+            *self._formula(group),
+            launch.params,
+            grads,
+            [[state[name] for state in states] for name in self._moments(group)],
+            [state["step"] for state in states],
+            models=launch.models,
+            lows=launch.lows,
+            of_tensor=self._of_tensor(group, grads, states, inputs, clip),
+            seed=seed,
+            inv_scale=inputs.inv_scale,
+            clip=clip,
+            found_inf=inputs.found_inf,
+            maximize=group["maximize"],
+            known=plan,
+        )
+        if launch.recall is not None:
+            launch.recall.keep(plan)
+
+    def _complete(self, launch: Launch, group: Mapping[str, Any]) -> None:
+        """Make the state of what has none, and move the steps of a loaded one to the device."""
+        launch.states = [self.state[parameter] for parameter in launch.stepped]
+        for state, like in zip(launch.states, launch.params, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=like.device)
+                whole = like.dtype if launch.lows is None else torch.float32
+                for name in self._moments(group):
+                    state[name] = torch.full_like(
+                        like,
+                        self._first_moment(group),
+                        dtype=self.state_dtype or whole,
+                        memory_format=torch.preserve_format,
+                    )
+                for name in self._scalars(group):
+                    state[name] = torch.zeros_like(state["step"])
+            elif state["step"].device != like.device:
+                state["step"] = state["step"].to(like.device, non_blocking=True)
 
 
 def _name(parameter: Tensor, index: int, group: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
-from amp.optimizers.fused import Formula, FusedOptimizer, Launch, check_betas, check_range
+from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
 from amp.scaledgrads import StepInputs
 
 
@@ -123,13 +123,13 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _of_tensor(
         self,
-        launch: Launch,
+        group: Mapping[str, Any],
+        grads: Sequence[Tensor],
         states: Sequence[dict[str, Tensor]],
         inputs: StepInputs,
         clip: Tensor | None,
     ) -> Tensor:
-        group = launch.group
-        norms: Tensor = self._norms(launch.grads, group["norm_type"])
+        norms: Tensor = self._norms(grads, group["norm_type"])
         for factor in (inputs.inv_scale, clip):
             if factor is not None:
                 norms = norms * factor.to(norms.device, non_blocking=True)
