@@ -85,7 +85,6 @@ class _Layout(NamedTuple):
     """What an optimizer's groups hold; made anew when they hold something else.
 
     Attributes:
-        ids: of all parameters.
         stepped: all parameters.
         pairs: every master with its model's parameter.
         masters: the first of each pair.
@@ -93,7 +92,6 @@ class _Layout(NamedTuple):
         direct: every parameter that is stepped without a master.
     """
 
-    ids: list[int]
     stepped: list[Tensor]
     pairs: list[tuple[Tensor, Tensor]]
     masters: list[Tensor]
@@ -134,7 +132,7 @@ class OptimizerBinding:
         self._knows_found_inf = False
         self._takes_scaled = False
         self._dtype_of: dict[Tensor, torch.dtype] = {}
-        self._known_layout = _Layout([], [], [], [], [], [])
+        self._layout = _Layout([], [], [], [], [])
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self._scaled: ScaledGrads | None = None
         self._block: LossScaler | None = None
@@ -253,7 +251,7 @@ class OptimizerBinding:
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
                 master = self._masters.master(parameter)
-                if master is not None and any(master is p for p in self._layout().stepped):
+                if master is not None and any(master is p for p in self._find_layout().stepped):
                     raise AmpValueError(
                         f"a parameter of shape {tuple(parameter.shape)} is in this optimizer already; "
                         "give each parameter to one group"
@@ -285,7 +283,7 @@ class OptimizerBinding:
             )
         self._check_dtypes()
         self._bring_back()
-        layout = self._layout()
+        layout = self._find_layout()
         self._masters.drop_stepped_grads(layout.masters)
         if self._pending is None:
             self._gather_unscaled()
@@ -305,7 +303,7 @@ class OptimizerBinding:
         """
         scaler, self._block = self._block, None
         if self._pending is None and scaler is not None and not scaler.is_identity:
-            layout = self._layout()
+            layout = self._layout
             for parameter in (*layout.models, *layout.direct):
                 parameter.grad = None
             self._take_back()
@@ -331,6 +329,7 @@ class OptimizerBinding:
             AmpRuntimeError: a parameter was moved away from its master, or a DTensor's gradient is not
                 summed over its ranks.
         """
+        self._find_layout()
         return self._left_scaled(scale, done) or self._moves(scale, done)
 
     def _left_scaled(self, scale: ScaleSnapshot, done: set[int]) -> ScaledGrads | None:
@@ -338,7 +337,7 @@ class OptimizerBinding:
 
         Earlier blocks may have left some to add to, and other optimizers may share a master.
         """
-        layout = self._layout()
+        layout = self._layout
         if not self._takes_scaled or self._set_aside:
             return None
         if _have_grads(layout.masters):
@@ -362,13 +361,13 @@ class OptimizerBinding:
         if scale.scaler.is_identity:
             return []
         moves = []
-        for master, parameter in self._layout().pairs:
+        for master, parameter in self._layout.pairs:
             if parameter.grad is not None and id(parameter) not in done:
                 check_device(master, parameter)
                 done.add(id(parameter))
                 moves.append(_Move(master, parameter, parameter.grad, master.grad))
         kept_of = dict(self._set_aside)
-        for parameter in self._layout().direct:
+        for parameter in self._layout.direct:
             if parameter.grad is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 moves.append(_Move(parameter, parameter, parameter.grad, kept_of.get(parameter)))
@@ -454,7 +453,7 @@ class OptimizerBinding:
 
     def process_groups(self) -> list[ProcessGroup]:
         """Return the process groups over which the parameters are cut into shards."""
-        return groups_of_shards(self._layout().stepped)
+        return groups_of_shards(self._layout.stepped)
 
     def note(self, verdict: Verdict) -> None:
         """Remember what a check found until the next step."""
@@ -469,7 +468,7 @@ class OptimizerBinding:
 
     def _gather_unscaled(self) -> None:
         """Move gradients that were never scaled from 16-bit parameters to their masters."""
-        layout = self._layout()
+        layout = self._layout
         for (master, parameter), grad in zip(layout.pairs, map(_GRAD, layout.models), strict=True):
             if grad is not None:
                 check_device(master, parameter)
@@ -484,22 +483,21 @@ class OptimizerBinding:
                 _add_grad(parameter, new)
         self._set_aside = []
 
-    def _layout(self) -> _Layout:
-        """Return what the optimizer's groups hold now."""
+    def _find_layout(self) -> _Layout:
+        """Find out what the optimizer's groups hold now: at the begin of whatever goes by it."""
         stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        ids = list(map(id, stepped))
-        if ids != self._known_layout.ids:
+        known = self._layout.stepped
+        if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
             models = [self._masters.model(parameter) for parameter in stepped]
             pairs = [(p, m) for p, m in zip(stepped, models, strict=True) if m is not None]
-            self._known_layout = _Layout(
-                ids,
+            self._layout = _Layout(
                 stepped,
                 pairs,
                 [master for master, _ in pairs],
                 [parameter for _, parameter in pairs],
                 [p for p, m in zip(stepped, models, strict=True) if m is None],
             )
-        return self._known_layout
+        return self._layout
 
     # The step.
 
@@ -515,6 +513,7 @@ class OptimizerBinding:
                 "still scaled. Call it after the block."
             )
         self._check_dtypes()
+        self._find_layout()
         if closure is not None:
             return self._step_with_closure(step, closure, *args, **kwargs)
         self._unscale_pending()
@@ -539,7 +538,7 @@ class OptimizerBinding:
         if scaled is not None:
             self._step_on_scaled(scaled, step)
         elif self._takes_scaled and self._masters.lean is not None:
-            layout = self._layout()
+            layout = self._layout
             grads = list(map(_GRAD, layout.masters))
             pairs = layout.masters, layout.models
             unscaled = ScaledGrads(self._bring_back, *pairs, (), None, grads=grads)
@@ -563,7 +562,7 @@ class OptimizerBinding:
         if scaled is None or _has_hooks(self.optimizer):
             return None
         scaled.show()
-        layout = self._layout()
+        layout = self._layout
         others = layout.models if scaled.inv_scale is None else layout.models + layout.direct
         if _have_grads(others):
             return None  # a backward outside of any block
@@ -575,7 +574,7 @@ class OptimizerBinding:
         if self._masters.lean is None:
             return step()
         if "param_groups" not in vars(optimizer):  # a wrapper: the groups are another's
-            with self._masters.spread_out(self._layout().masters):
+            with self._masters.spread_out(self._layout.masters):
                 return step()
         groups, result = optimizer.param_groups, None
         try:
@@ -608,7 +607,7 @@ class OptimizerBinding:
         finally:
             del self.optimizer.scaled_grads
         self._masters.were_written_back(scaled.masters, scaled.models)
-        if len(scaled.masters) < len(self._layout().masters):
+        if len(scaled.masters) < len(self._layout.masters):
             self._write_back(without=set(scaled.masters))
 
     def _skips_on_device(self) -> bool:
@@ -677,7 +676,7 @@ class OptimizerBinding:
                 "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
             )
 
-        with disable_casts(), self._masters.spread_out(self._layout().masters):
+        with disable_casts(), self._masters.spread_out(self._layout.masters):
             result = step(evaluate, *args, **kwargs)
         self._step_verdicts = []
         self._write_back()
@@ -693,24 +692,24 @@ class OptimizerBinding:
     def _write_back(self, without: Collection[Tensor] = ()) -> None:
         self._masters.write_back(
             master
-            for master, parameter in self._layout().pairs
+            for master, parameter in self._layout.pairs
             if (parameter.requires_grad or master.grad is not None) and master not in without
         )
 
     def _follow_parameters(self) -> None:
-        layout = self._layout()
+        layout = self._layout
         self._masters.follow_all(layout.masters, layout.models)
 
     def _drop_master_grads(self) -> None:
         """Free the masters' gradients, so that `model.zero_grad()` is all a script has to call."""
-        self._masters.drop_grads(self._layout().masters)
+        self._masters.drop_grads(self._layout.masters)
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._scaled is not None:
             self._scaled.put_back()
         result = zero_grad(*args, **kwargs)
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        for parameter in self._layout().models:
+        for parameter in self._find_layout().models:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -721,7 +720,7 @@ class OptimizerBinding:
     def _forget_gradients(self) -> None:
         if self._scaled is not None:
             self._scaled.show()
-        layout = self._layout()
+        layout = self._find_layout()
         for parameter in (*layout.stepped, *layout.models):
             parameter.grad = None
         self._forget_history()

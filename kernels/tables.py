@@ -161,7 +161,8 @@ class Recall:
     """The plan of an operation on lists that hold the same tensors at each call, all but one.
 
     Whether it is still right takes less than `plan` looks at: of a tensor that was there the last time,
-    where it lies and its dtype.
+    where it lies, of the first list the dtype too; of the others, which are like those of the first
+    list in shape, also the dtype and the order of the elements.
     """
 
     def __init__(self) -> None:
@@ -181,11 +182,11 @@ class Recall:
         in_triton = uses_triton(others[0].device, backend)
         key = (
             in_triton,
-            *[
-                [*map(id, tensors), *map(Tensor.data_ptr, tensors), *map(_DTYPE, tensors)]
-                for tensors in same
-            ],
-            *_signature(others)[0 if in_triton else 1 :],
+            [list(map(Tensor.data_ptr, tensors)) for tensors in same],
+            list(map(_DTYPE, same[0])),
+            list(map(Tensor.data_ptr, others)) if in_triton else None,
+            list(map(_DTYPE, others)),
+            _strides(others),
         )
         if key != self._key or is_capturing() or not (self._plan and self._plan.is_readable()):
             self._key, self._plan = key, None
@@ -249,16 +250,19 @@ def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     """Return all that a plan depends on; addresses tell devices apart."""
-    strides = None
-    if not all(map(Tensor.is_contiguous, tensors)):
-        strides = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
     dtypes = [tensor.dtype for tensor in tensors]
     return (
         tuple(map(Tensor.data_ptr, tensors)),
         tuple(map(Tensor.numel, tensors)),
         dtypes[0] if len(set(dtypes)) == 1 else tuple(dtypes),
-        strides,
+        _strides(tensors),
     )
+
+
+def _strides(tensors: Sequence[Tensor]) -> object:
+    if all(map(Tensor.is_contiguous, tensors)):
+        return None
+    return tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
 
 
 def _signature_without_addresses(tensors: Sequence[Tensor]) -> tuple[object, ...]:
