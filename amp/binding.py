@@ -351,9 +351,8 @@ class OptimizerBinding:
             scaled = ScaledGrads(self._bring_back, masters, models, direct, scale.inv_scale, done)
         if not scaled.can_be_kept():
             return None
-        if list(map(Tensor.get_device, masters)) != list(map(Tensor.get_device, models)):
-            for master, parameter in layout.pairs:
-                check_device(master, parameter)
+        for master, parameter in layout.pairs[:1]:  # the optimizer looks at all of them
+            check_device(master, parameter)
         done.update(map(id, scaled.models + scaled.direct))
         return scaled
 

@@ -141,9 +141,11 @@ class ScaledGrads:
             max_norm: what to clip the norm of all gradients to; None does not clip.
         """
         from amp.kernels.l2norm import l2norm  # load Triton
+        from amp.kernels.tables import Located
         from amp.kernels.unscale import check
 
         assert self.inv_scale is not None
+        self.grads = Located(self.grads)  # until they are stepped on, or shown
         if max_norm is None:
             check(self.grads, self.inv_scale, found_inf)
         else:
@@ -210,7 +212,8 @@ class ScaledGrads:
     def without_masters(self) -> ScaledGrads:
         """Return those of parameters without a master, to be looked at and not to be clipped."""
         others = ScaledGrads(self._look, (), (), (), self.inv_scale)
-        others.direct, others.grads = self.direct, self.grads[len(self.masters) :]
+        others.direct = self.direct
+        others.grads += self.grads[len(self.masters) :]
         return others
 
 

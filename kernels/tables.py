@@ -157,12 +157,23 @@ def plan(
     return known
 
 
+class Located(list[Tensor]):
+    """Dense tensors of no class of their own that stay where they are for as long as this is used.
+
+    What a plan depends on is looked up once, however many operations the list goes through.
+    """
+
+    @functools.cached_property
+    def signature(self) -> tuple[object, ...]:
+        """What `_signature` returns for them."""
+        return _signature([*self])
+
+
 class Recall:
     """The plan of an operation on lists that hold the same tensors at each call, all but one.
 
     Whether it is still right takes less than `plan` looks at: of a tensor that was there the last time,
-    where it lies, of the first list the dtype too; of the others, which are like those of the first
-    list in shape, also the dtype and the order of the elements.
+    where it lies, and of the first list the dtype.
     """
 
     def __init__(self) -> None:
@@ -184,9 +195,7 @@ class Recall:
             in_triton,
             [list(map(Tensor.data_ptr, tensors)) for tensors in same],
             list(map(_DTYPE, same[0])),
-            list(map(Tensor.data_ptr, others)) if in_triton else None,
-            list(map(_DTYPE, others)),
-            _strides(others),
+            _signature(others)[0 if in_triton else 1 :],
         )
         if key != self._key or is_capturing() or not (self._plan and self._plan.is_readable()):
             self._key, self._plan = key, None
@@ -200,7 +209,9 @@ class Recall:
 
 def real_values(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return dense tensors on the same memory: a sparse one's values, a DTensor's local shard."""
-    if set(map(type, tensors)) <= _PLAIN and not any(map(_IS_SPARSE, tensors)):
+    if isinstance(tensors, Located) or (
+        set(map(type, tensors)) <= _PLAIN and not any(map(_IS_SPARSE, tensors))
+    ):
         return tensors
     return [t if type(t) in _PLAIN and not t.is_sparse else _real_value(t) for t in tensors]
 
@@ -250,6 +261,8 @@ def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     """Return all that a plan depends on; addresses tell devices apart."""
+    if isinstance(tensors, Located):
+        return tensors.signature
     dtypes = [tensor.dtype for tensor in tensors]
     return (
         tuple(map(Tensor.data_ptr, tensors)),

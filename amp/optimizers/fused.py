@@ -7,7 +7,6 @@ a session, which lets it write the model's 16-bit weights too; see `amp.scaledgr
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
@@ -246,11 +245,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._check_group(group)
         launches = self._launches.of(self.param_groups, self.state, inputs)
-        grads = [launch.grads(inputs) for launch in launches]
-        plans = list(map(self._plan, launches, grads))
-        clip = self._clip(list(itertools.chain.from_iterable(grads)), inputs)
-        for work in zip(launches, grads, plans, strict=True):
-            self._launch(*work, inputs, clip)
+        prepared = [self._prepare(launch, inputs) for launch in launches]
+        clip = self._clip([grad for grads, _, _ in prepared for grad in grads], inputs)
+        for launch, work in zip(launches, prepared, strict=True):
+            self._launch(launch, *work, inputs, clip)
         return loss
 
     def _inputs(self) -> StepInputs:
@@ -267,17 +265,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             None,
         )
 
-    def _plan(self, launch: Launch, grads: Sequence[Tensor]) -> Plan | None:
-        """Return how a launch's last step ran, if it holds for this one; check the tensors if not."""
-        moments = self._moments(self.param_groups[launch.index])
-        known = [[state[name] for state in launch.states if state] for name in (*moments, "step")]
+    def _prepare(
+        self, launch: Launch, inputs: StepInputs
+    ) -> tuple[Sequence[Tensor], list[list[Tensor]], Plan | None]:
+        """Find a launch's gradients, moments and steps, and how its last step ran if that still holds.
+
+        Otherwise the tensors are checked. Nothing is written.
+        """
+        from amp.kernels.tables import Located  # loads Triton
+
+        grads = launch.grads(inputs)
+        names = (*self._moments(self.param_groups[launch.index]), "step")
+        known = [[state[name] for state in launch.states if state] for name in names]
         plan = None
-        if launch.recall is not None and {grad.layout for grad in grads} == {torch.strided}:
-            same = [launch.params, launch.models or launch.lows or (), *known]
-            plan = launch.recall.plan(same, grads)
+        if launch.recall is not None and (
+            isinstance(grads, Located) or {grad.layout for grad in grads} == {torch.strided}
+        ):
+            plan = launch.recall.plan(
+                [launch.params, launch.models or launch.lows or (), *known], grads
+            )
         if plan is None:
             self._check(launch, grads, known[:-1])
-        return plan
+        return grads, known, plan
 
     def _check(
         self, launch: Launch, grads: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
@@ -291,6 +300,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             and {moment.dtype for of_name in moments for moment in of_name} <= dtypes
             and {moment.device for of_name in moments[:1] for moment in of_name} <= {grads[0].device}
             and {grad.device for grad in grads} == {grads[0].device}
+            and {parameter.device for parameter in launch.params} == {grads[0].device}
         ):
             return
         for parameter, grad in zip(launch.stepped, grads, strict=True):
@@ -304,6 +314,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise AmpTypeError(
                 f"the gradient of {_name(parameter, index, group)} is {kind}; "
                 f"{type(self).__name__} takes dense float16, bfloat16, float32 and float64"
+            )
+        if parameter.device != grad.device:
+            raise AmpRuntimeError(
+                f"the gradient of {_name(parameter, index, group)} is on {grad.device}, and what is "
+                f"stepped on {parameter.device}: the model was moved. Do that before amp.initialize"
             )
         state = self.state.get(parameter)
         if not state:
@@ -345,28 +360,32 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _launch(
         self,
         launch: Launch,
-        grads: list[Tensor],
+        grads: Sequence[Tensor],
+        known: list[list[Tensor]],
         plan: Plan | None,
         inputs: StepInputs,
         clip: Tensor | None,
     ) -> None:
-        """Step the parameters of one launch."""
+        """Step the parameters of one launch, with what `_prepare` found."""
         from amp.kernels.stepping import step  # loads Triton
 
         group = self.param_groups[launch.index]
         if plan is None:
             self._complete(launch, group)
-        states = launch.states
+            known = [
+                [state[name] for state in launch.states] for name in (*self._moments(group), "step")
+            ]
+        *moments, steps = known
         seed = None if self.state_dtype is None else group["seed"] + 4 * launch.index + launch.number
         plan = step(
             *self._formula(group),
             launch.params,
             grads,
-            [[state[name] for state in states] for name in self._moments(group)],
-            [state["step"] for state in states],
+            moments,
+            steps,
             models=launch.models,
             lows=launch.lows,
-            of_tensor=self._of_tensor(group, grads, states, inputs, clip),
+            of_tensor=self._of_tensor(group, grads, launch.states, inputs, clip),
             seed=seed,
             inv_scale=inputs.inv_scale,
             clip=clip,

@@ -55,12 +55,13 @@ class Launch:
         self.states: list[dict[str, Tensor]] = []
         self.recall = Recall() if set(map(type, self.params)) <= _PLAIN else None
 
-    def grads(self, inputs: StepInputs) -> list[Tensor]:
+    def grads(self, inputs: StepInputs) -> Sequence[Tensor]:
         """Return the gradients, scaled or not."""
         if self.sources is None:
             return [parameter.grad for parameter in self.stepped]  # type: ignore[misc]
-        grads = inputs.grads
-        return [grads[i] for i in self.sources]
+        if self.sources == list(range(len(inputs.grads))):
+            return inputs.grads
+        return [inputs.grads[i] for i in self.sources]
 
 
 class Launches:
