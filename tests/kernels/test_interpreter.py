@@ -23,6 +23,7 @@ TESTS = Path(__file__).parent
 def test_every_operation_and_a_training_step_in_the_interpreter() -> None:
     files = [
         *(TESTS / f"test_{name}.py" for name in ("operations", "split", "tables", "stepping")),
+        TESTS.parent / "test_changes_between_steps.py",
         TESTS.parent / "test_host_sync.py",
     ]
     options = ["-q", "-p", "no:cacheprovider", "-m"]

@@ -1,0 +1,153 @@
+"""A step keeps what it knows of its tensors, and notices whatever somebody does to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp
+from amp.kernels.language import INTERPRETED
+from amp.optimizers import FusedAdam
+from amp.optimizers.launches import Launches
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def states(optimizer: Any) -> list[dict[str, Any]]:
+    return list(optimizer.state.values())
+
+
+def replace_moments(net: Any, optimizer: Any) -> None:
+    for state in states(optimizer):
+        state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def move_moments(net: Any, optimizer: Any) -> None:
+    for state in states(optimizer):
+        state["exp_avg_sq"].data = state["exp_avg_sq"].data.clone()
+
+
+def offload_moments_and_bring_them_back(net: Any, optimizer: Any) -> None:
+    kept = [{name: value.clone() for name, value in state.items()} for state in states(optimizer)]
+    for state in states(optimizer):
+        state.clear()
+    for state, values in zip(states(optimizer), kept, strict=True):
+        state.update(values)
+
+
+def replace_a_counter(net: Any, optimizer: Any) -> None:
+    states(optimizer)[0]["step"] = states(optimizer)[0]["step"] + 3
+
+
+def start_anew(net: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def load(net: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def move_weights(net: Any, optimizer: Any) -> None:
+    for parameter in net.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def transpose_a_weight(net: Any, optimizer: Any) -> None:
+    net[0].weight.data = net[0].weight.data.t().contiguous().t()
+
+
+def freeze(net: Any, optimizer: Any) -> None:
+    net[2].weight.requires_grad_(False)
+
+
+def unfreeze(net: Any, optimizer: Any) -> None:
+    net[2].weight.requires_grad_(True)
+
+
+def change_the_rate(net: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def split_the_group(net: Any, optimizer: Any) -> None:
+    group = optimizer.param_groups[0]
+    if len(group["params"]) > 1:
+        rest = {**group, "params": group["params"][1:], "lr": 0.02}
+        group["params"] = group["params"][:1]
+        optimizer.param_groups.append(rest)
+
+
+def transposed_gradient(net: Any, optimizer: Any) -> None:
+    """Gradients in another order, until somebody clears them."""
+    net[0].weight.register_post_accumulate_grad_hook(transpose)
+
+
+def transpose(parameter: Any) -> None:
+    parameter.grad = parameter.grad.t().contiguous().t()
+
+
+def nothing(net: Any, optimizer: Any) -> None:
+    pass
+
+
+CHANGES: list[Callable[[Any, Any], None]] = [
+    *(nothing, replace_moments, move_moments, offload_moments_and_bring_them_back),
+    *(replace_a_counter, start_anew, load, move_weights, transpose_a_weight),
+    *(freeze, unfreeze, change_the_rate, split_the_group, transposed_gradient),
+]
+
+
+def train(
+    change: Callable[[Any, Any], None], level: str | None, device: str, forgets: bool
+) -> list[Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)).to(device)
+    if change is unfreeze:
+        freeze(net, None)
+    optimizer: Any = FusedAdam(net.parameters(), lr=0.01)
+    session = None
+    if level is not None:
+        session = amp.Session(level, verbosity=0)
+        net, optimizer = session.initialize(net, optimizer)
+    for i in range(6):
+        if i in (2, 4):
+            change(net, optimizer)
+        if forgets:
+            optimizer._launches = Launches()
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(i)).to(device)
+        loss = net(x).float().square().mean()
+        if session is None:
+            loss.backward()
+        else:
+            with session.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results = [p.detach().clone() for p in net.parameters()]
+    results += [value.clone() for state in states(optimizer) for value in state.values()]
+    if session is not None:
+        session.close()
+    return results
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", [None, "O2"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_whatever_is_changed(
+    change: Callable[[Any, Any], None], level: str | None, device: str
+) -> None:
+    if device == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
+        pytest.skip("needs a GPU")
+    knows, forgets = [train(change, level, device, forgets) for forgets in (False, True)]
+    assert len(knows) == len(forgets)
+    assert all(map(torch.equal, knows, forgets))
