@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.stepping import Rule, expm1_of_negative
+from amp.kernels.stepping import Rule, bias_correction, in_double
 
 
 class AdamNumbers(NamedTuple):
@@ -61,7 +61,7 @@ def adam_numbers(
         decoupled: whether the weight decay is AdamW's.
         bias_correction: whether the moments are corrected for having started at 0.
     """
-    beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
+    beta1, beta2 = map(in_double, betas)
     return AdamNumbers(
         lr,
         beta1,
@@ -88,8 +88,8 @@ def log_of(beta: float | Tensor) -> float | Tensor:
 def _prepare(numbers, t, of_tensor, n):
     lr = tl.load(numbers)
     corrects_bias = tl.load(numbers + 10)
-    correction1 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 5)))
-    correction2 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 6)))
+    correction1 = bias_correction(t, tl.load(numbers + 5), corrects_bias)
+    correction2 = bias_correction(t, tl.load(numbers + 6), corrects_bias)
     return (
         1.0 - lr * tl.load(numbers + 8),
         tl.load(numbers + 9),

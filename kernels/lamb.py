@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.adam import log_of
+from amp.kernels.adam import adam_numbers
 from amp.kernels.language import jit, tl
-from amp.kernels.stepping import Rule, expm1_of_negative
+from amp.kernels.stepping import Rule, bias_correction
 
 
 class LambNumbers(NamedTuple):
@@ -66,21 +66,11 @@ def lamb_numbers(
         averages: whether the first moment is a mean of gradients, or a sum.
         always_adapts: whether norms count without a weight decay too (NVLAMB).
     """
-    beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
-    return LambNumbers(
-        lr,
-        beta1,
-        beta2,
-        1 - beta1 if averages else 1.0,
-        1 - beta2,
-        log_of(beta1),
-        log_of(beta2),
-        eps,
-        weight_decay if decoupled else 0.0,
-        0.0 if decoupled else weight_decay,
-        float(bias_correction),
-        float(always_adapts),
+    numbers = adam_numbers(
+        lr, betas, eps, weight_decay, decoupled=decoupled, bias_correction=bias_correction
     )
+    fresh = numbers.one_minus_beta1 if averages else 1.0
+    return LambNumbers(*numbers._replace(one_minus_beta1=fresh), float(always_adapts))
 
 
 @jit
@@ -89,8 +79,8 @@ def _prepare(numbers, t, of_tensor, n):
     decay = tl.load(numbers + 8)
     l2 = tl.load(numbers + 9)
     corrects_bias = tl.load(numbers + 10)
-    correction1 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 5)))
-    correction2 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 6)))
+    correction1 = bias_correction(t, tl.load(numbers + 5), corrects_bias)
+    correction2 = bias_correction(t, tl.load(numbers + 6), corrects_bias)
     size = lr
     if of_tensor is not None:
         of_param, of_direction = tl.load(of_tensor), tl.load(of_tensor + n)

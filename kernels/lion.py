@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.stepping import Rule
+from amp.kernels.stepping import Rule, in_double
 
 
 class LionNumbers(NamedTuple):
@@ -42,7 +42,7 @@ def lion_numbers(
         betas: how much of the mean is kept, for the step and after it.
         weight_decay: decoupled, as in AdamW.
     """
-    beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
+    beta1, beta2 = map(in_double, betas)
     return LionNumbers(lr, beta1, beta2, 1 - beta1, 1 - beta2, weight_decay)
 
 

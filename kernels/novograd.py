@@ -23,7 +23,7 @@ from torch import Tensor
 
 from amp.kernels.adam import log_of
 from amp.kernels.language import jit, tl
-from amp.kernels.stepping import Rule, expm1_of_negative
+from amp.kernels.stepping import Rule, bias_correction, in_double
 
 
 class NovoGradNumbers(NamedTuple):
@@ -61,7 +61,7 @@ def novograd_numbers(
         averages: whether the moment is a mean, or a sum.
         inside: whether norm and weight decay are inside the moment.
     """
-    beta1, beta2 = [beta.double() if isinstance(beta, Tensor) else float(beta) for beta in betas]
+    beta1, beta2 = map(in_double, betas)
     return NovoGradNumbers(
         lr,
         beta1,
@@ -81,8 +81,8 @@ def _prepare(numbers, t, of_tensor, n):
     decay = tl.load(numbers + 6)
     corrects_bias = tl.load(numbers + 7)
     inside = tl.load(numbers + 8) != 0.0
-    correction1 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 3)))
-    correction2 = tl.where(corrects_bias == 0.0, 1.0, -expm1_of_negative(t * tl.load(numbers + 4)))
+    correction1 = bias_correction(t, tl.load(numbers + 3), corrects_bias)
+    correction2 = bias_correction(t, tl.load(numbers + 4), corrects_bias)
     factor = 1.0 / (tl.load(of_tensor) / tl.sqrt_rn(correction2) + tl.load(numbers + 5))
     size = lr / correction1
     return (

@@ -82,6 +82,11 @@ class Rule(NamedTuple):
     direction: Any = None
 
 
+def in_double(number: float | Tensor) -> float | Tensor:
+    """Return a hyper-parameter, which may be a tensor, in FP64."""
+    return number.double() if isinstance(number, Tensor) else float(number)
+
+
 @torch.no_grad()
 def step(
     rule: Rule,
@@ -288,7 +293,7 @@ def _narrow_moment(x, dtype: tl.constexpr, noise):
 
 
 @jit
-def _step_block(
+def _block(
     param,
     grad,
     first,
@@ -302,15 +307,20 @@ def _step_block(
     start,
     key,
     UPDATE: tl.constexpr,
+    MEASURES: tl.constexpr,
 ):
+    """Step a block; or return the sums of squares of the parameter and of the direction."""
     p, g, m, v = _load_block(param, grad, first, second, low, i, mask, scale)
-    p, m, v = UPDATE(p, g, m, v, prepared)
+    result, m, v = UPDATE(p, g, m, v, prepared)
+    if MEASURES:
+        result = tl.where(mask, result, 0.0)
+        return tl.sum(p * p, axis=0), tl.sum(result * result, axis=0)
     if low is not None:
-        high, rest = encode_block(p, param.dtype.element_ty, low.dtype.element_ty)
+        high, rest = encode_block(result, param.dtype.element_ty, low.dtype.element_ty)
         tl.store(param + i, high, mask=mask)
         tl.store(low + i, rest, mask=mask)
     else:
-        tl.store(param + i, narrow(p, param.dtype.element_ty), mask=mask)
+        tl.store(param + i, narrow(result, param.dtype.element_ty), mask=mask)
     noise1 = None
     noise2 = None
     if key is not None:
@@ -322,15 +332,8 @@ def _step_block(
     if second is not None:
         tl.store(second + i, _narrow_moment(v, second.dtype.element_ty, noise2), mask=mask)
     if model is not None:
-        tl.store(model + i, narrow(p, model.dtype.element_ty), mask=mask)
-
-
-@jit
-def _measure_block(param, grad, first, second, low, i, mask, scale, prepared, DIRECTION: tl.constexpr):
-    p, g, m, v = _load_block(param, grad, first, second, low, i, mask, scale)
-    u, m, v = DIRECTION(p, g, m, v, prepared)
-    u = tl.where(mask, u, 0.0)
-    return tl.sum(p * p, axis=0), tl.sum(u * u, axis=0)
+        tl.store(model + i, narrow(result, model.dtype.element_ty), mask=mask)
+    return 0.0, 0.0
 
 
 @jit(
@@ -402,80 +405,44 @@ def step_kernel(
         addresses |= other
     vectors = vector_length(addresses, length)
     i = tl.arange(0, BLOCK)
-    of_param = 0.0
-    of_direction = 0.0
-    if sums is not None:
-        of_param, of_direction = _measure_block(
-            tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
-            tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
-            None
-            if FIRST is None
-            else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
-            None
-            if SECOND is None
-            else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
-            None if LOW is None else tl.multiple_of(other.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
-            i,
-            i < vectors,
-            scale,
-            prepared,
-            UPDATE,
-        )
-    else:
-        _step_block(
-            tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
-            tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
-            None
-            if FIRST is None
-            else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
-            None
-            if SECOND is None
-            else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
-            None
-            if MODEL is None
-            else tl.multiple_of(other.to(tl.pointer_type(MODEL)), ALIGNMENT) + start,
-            None if LOW is None else tl.multiple_of(other.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
-            i,
-            i < vectors,
+    of_param, of_direction = _block(
+        tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
+        tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
+        None if FIRST is None else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
+        None
+        if SECOND is None
+        else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
+        None if MODEL is None else tl.multiple_of(other.to(tl.pointer_type(MODEL)), ALIGNMENT) + start,
+        None if LOW is None else tl.multiple_of(other.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
+        i,
+        i < vectors,
+        scale,
+        prepared,
+        start,
+        key,
+        UPDATE,
+        sums is not None,
+    )
+    for tail in range(vectors, length, STEP):
+        j = tail + tl.arange(0, STEP)
+        more_of_param, more_of_direction = _block(
+            param.to(tl.pointer_type(PARAM)) + start,
+            grad.to(tl.pointer_type(GRAD)) + start,
+            None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
+            None if SECOND is None else second.to(tl.pointer_type(SECOND)) + start,
+            None if MODEL is None else other.to(tl.pointer_type(MODEL)) + start,
+            None if LOW is None else other.to(tl.pointer_type(LOW)) + start,
+            j,
+            j < length,
             scale,
             prepared,
             start,
             key,
             UPDATE,
+            sums is not None,
         )
-    for tail in range(vectors, length, STEP):
-        j = tail + tl.arange(0, STEP)
-        if sums is not None:
-            more_of_param, more_of_direction = _measure_block(
-                param.to(tl.pointer_type(PARAM)) + start,
-                grad.to(tl.pointer_type(GRAD)) + start,
-                None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
-                None if SECOND is None else second.to(tl.pointer_type(SECOND)) + start,
-                None if LOW is None else other.to(tl.pointer_type(LOW)) + start,
-                j,
-                j < length,
-                scale,
-                prepared,
-                UPDATE,
-            )
-            of_param += more_of_param
-            of_direction += more_of_direction
-        else:
-            _step_block(
-                param.to(tl.pointer_type(PARAM)) + start,
-                grad.to(tl.pointer_type(GRAD)) + start,
-                None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
-                None if SECOND is None else second.to(tl.pointer_type(SECOND)) + start,
-                None if MODEL is None else other.to(tl.pointer_type(MODEL)) + start,
-                None if LOW is None else other.to(tl.pointer_type(LOW)) + start,
-                j,
-                j < length,
-                scale,
-                prepared,
-                start,
-                key,
-                UPDATE,
-            )
+        of_param += more_of_param
+        of_direction += more_of_direction
     if sums is not None:
         tl.store(sums + tl.program_id(0), of_param)
         tl.store(sums + tl.num_programs(0) + tl.program_id(0), of_direction)
@@ -491,7 +458,13 @@ def step_kernel(
 
 
 @jit
-def expm1_of_negative(x):
+def bias_correction(t, log_beta, corrects_bias):
+    """Return 1 - beta^t, or 1 if there is nothing to correct."""
+    return tl.where(corrects_bias == 0.0, 1.0, -_expm1_of_negative(t * log_beta))
+
+
+@jit
+def _expm1_of_negative(x):
     """Return e^x - 1 for x <= 0, to a few units in the last place, also near 0."""
     near = 1.0 + x / 8.0
     near = 1.0 + x / 7.0 * near

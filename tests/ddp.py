@@ -20,7 +20,7 @@ import amp
 import amp.distributed
 from amp.frontend import _Default
 from amp.kernels.l2norm import l2norm
-from amp.optimizers import FusedSGD
+from amp.optimizers import FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import LEVELS, initialize
 
 
@@ -145,6 +145,19 @@ def overflow_in_one_shard(rank: int) -> None:
         amp.get_session().close()
 
 
+def norms_of_a_shard_are_not_taken_for_a_tensors(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for make in (FusedLAMB, FusedNovoGrad):
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+        optimizer = make([weight], lr=0.5)
+        (weight * weight).sum().backward()
+        with pytest.raises(
+            TypeError, match=r"param_groups\[0\]\['params'\]\[0\].*DTensor cut into shards"
+        ):
+            optimizer.step()
+        assert torch.equal(DTensor.to_local(weight), torch.ones(2, 3))  # type: ignore[arg-type]
+
+
 def norms_of_shards(rank: int) -> None:
     world = dist.group.WORLD
     assert world is not None
@@ -187,6 +200,7 @@ def main(rank: int, file: str) -> None:
         amp.get_session().close()
         _Default.session = None
     overflow_in_one_shard(rank)
+    norms_of_a_shard_are_not_taken_for_a_tensors(rank)
     norms_of_shards(rank)
     wrong_process_group()
     dist.destroy_process_group()

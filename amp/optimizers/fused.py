@@ -55,6 +55,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _step_takes_scaled_grads = True
     scaled_grads: StepInputs | None = None
+    _goes_by_norms = False
+    """Whether a step goes by the norm of each tensor, which no rank knows of a DTensor's shards."""
     _required: frozenset[str]
     """What every saved group of this optimizer has."""
 
@@ -232,7 +234,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: evaluates the model and returns the loss, as with `torch.optim`.
 
         Raises:
-            AmpTypeError: a gradient is sparse, or of a dtype that no kernel takes.
+            AmpTypeError: a gradient is sparse, or of a dtype that no kernel takes; or a parameter is in
+                shards, and the step goes by norms.
             AmpValueError: a hyper-parameter is out of its range or not a number.
 
         In both cases no parameter has been stepped.
@@ -292,6 +295,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, launch: Launch, grads: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
     ) -> None:
         """Raise if a gradient, or the state, is not what a step takes."""
+        if self._goes_by_norms and groups_of_shards(launch.stepped):
+            sharded = next(p for p in launch.stepped if groups_of_shards([p]))
+            raise AmpTypeError(
+                f"{_name(sharded, launch.index, self.param_groups[launch.index])} is a DTensor cut "
+                f"into shards, and {type(self).__name__} steps by the norms of whole tensors"
+            )
         dtypes = {self.state_dtype} if self.state_dtype else {p.dtype for p in launch.stepped}
         if (
             {grad.dtype for grad in grads} <= SCALABLE

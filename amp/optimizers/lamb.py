@@ -35,6 +35,7 @@ class FusedLAMB(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
     """
 
+    _goes_by_norms = True
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
     def __init__(

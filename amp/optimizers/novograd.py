@@ -38,6 +38,7 @@ class FusedNovoGrad(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
     """
 
+    _goes_by_norms = True
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
     def __init__(
