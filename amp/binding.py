@@ -382,19 +382,21 @@ class OptimizerBinding:
             return
         for parameter, dtype in self._dtype_of.items():
             if parameter.dtype is not dtype:
-                name = self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
                 raise AmpRuntimeError(
-                    f"{name} is {parameter.dtype} and was {dtype} at amp.initialize: the model was "
-                    "cast after it, by .half(), .float() or .to(). Leave that out, or do it before."
+                    f"{self._called(parameter)} is {parameter.dtype} and was {dtype} at "
+                    "amp.initialize: the model was cast after it, by .half(), .float() or .to(). "
+                    "Leave that out, or do it before."
                 )
 
+    def _called(self, parameter: Tensor) -> str:
+        """Return how to call a parameter in a message."""
+        return self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+
     def _refusal_of(self, move: _Move) -> AmpTypeError:
-        shape = tuple(move.parameter.shape)
-        name = self._name_of(move.parameter) or f"a parameter of shape {shape}"
         return AmpTypeError(
-            f"the gradient of {name} is {move.source.dtype} and cannot be unscaled: loss scaling takes "
-            "float16, bfloat16, float32 and float64. Freeze the parameter, leave it out of the "
-            "optimizer, or use a loss_scale of 1."
+            f"the gradient of {self._called(move.parameter)} is {move.source.dtype} and cannot be "
+            "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze the parameter, leave "
+            "it out of the optimizer, or use a loss_scale of 1."
         )
 
     def take(self, outlook: ScaledGrads | list[_Move], scale: ScaleSnapshot) -> None:
@@ -792,7 +794,8 @@ def _have_grads(tensors: Sequence[Tensor]) -> bool:
 
 def _has_hooks(optimizer: Any) -> bool:
     """Whether somebody asked to be called around the step, and may look at gradients there."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    own = [getattr(optimizer, name, None) for name in names]
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 

@@ -213,14 +213,14 @@ def real_values(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         set(map(type, tensors)) <= _PLAIN and not any(map(_IS_SPARSE, tensors))
     ):
         return tensors
-    return [t if type(t) in _PLAIN and not t.is_sparse else _real_value(t) for t in tensors]
+    return [t._values() if t.is_sparse else t for t in local_shards(tensors)]
 
 
 def local_shards(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return dense tensors on the same memory: of a DTensor, the local shard."""
     if set(map(type, tensors)) <= _PLAIN:
         return tensors
-    return [_real_value(tensor) for tensor in tensors]
+    return [getattr(t, "_local_tensor", t) for t in tensors]  # to_local() would be differentiable
 
 
 def check_lists(*lists: Sequence[Tensor]) -> None:
@@ -347,11 +347,6 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
 def stream_of(device: torch.device) -> int:
     """Return the current stream of a device: what is kept was sent there on one, and is read on it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _real_value(tensor: Tensor) -> Tensor:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() would be differentiable
-    return local._values() if local.is_sparse else local
 
 
 def are_flat(tensors: Sequence[Tensor]) -> bool:

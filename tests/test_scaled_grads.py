@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import amp
 from amp.errors import AmpValueError
 from amp.kernels import unscale
+from amp.masters import MasterWeights
 from amp.optimizers import FusedAdam, FusedSGD
 from tests.models import initialize
 
@@ -83,6 +84,17 @@ def test_no_gradient_is_written_between_backward_and_step(level: str, loss_scale
         optimizer.zero_grad()
     if loss_scale == "dynamic":
         assert amp.loss_scale() == SCALES["dynamic"]["init"] * 2
+
+
+def test_masters_are_not_compared_with_weights_that_the_step_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = make("O2")
+    block(model, optimizer)
+    optimizer.step()
+    monkeypatch.setattr(MasterWeights, "follow", None)
+    block(model, optimizer)
+    optimizer.step()
 
 
 def look(model: nn.Module, optimizer: Any) -> None:
