@@ -395,8 +395,8 @@ class OptimizerBinding:
     def _refusal_of(self, move: _Move) -> AmpTypeError:
         return AmpTypeError(
             f"the gradient of {self._called(move.parameter)} is {move.source.dtype} and cannot be "
-            "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze the parameter, leave "
-            "it out of the optimizer, or use a loss_scale of 1."
+            "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze the "
+            "parameter, leave it out of the optimizer, or use a loss_scale of 1."
         )
 
     def take(self, outlook: ScaledGrads | list[_Move], scale: ScaleSnapshot) -> None:

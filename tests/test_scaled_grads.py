@@ -86,9 +86,7 @@ def test_no_gradient_is_written_between_backward_and_step(level: str, loss_scale
         assert amp.loss_scale() == SCALES["dynamic"]["init"] * 2
 
 
-def test_masters_are_not_compared_with_weights_that_the_step_wrote(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_masters_are_not_compared_with_what_a_step_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make("O2")
     block(model, optimizer)
     optimizer.step()
