@@ -30,12 +30,14 @@ bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op cas
 	$(BIN)/python -m pytest -q tests/kernels/test_operations.py tests/test_ops.py
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_kernels.py --device cpu
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_step.py --device cpu
+	$(BIN)/python docs/benchmarks/plot_step.py docs/benchmarks/step-cpu.md
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_opcast.py
 
 bench-gpu:  ## Measure the kernels and the step on a GPU, with the python3 at hand, once their tests pass
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m "gpu or triton" -p no:cacheprovider tests/kernels
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_kernels.py --device cuda $(BENCH_OPTIONS)
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_step.py --device cuda $(BENCH_OPTIONS)
+	-$(PYTHON) docs/benchmarks/plot_step.py docs/benchmarks/step-cuda.md
 
 lint: $(READY)  ## Check style and format
 	$(BIN)/ruff check .

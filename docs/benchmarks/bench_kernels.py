@@ -200,8 +200,8 @@ def host_seconds(run: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def launches(run: Callable[[], object]) -> int:
-    """Return how many kernels and copies a call starts."""
+def launches(run: Callable[[], object]) -> str:
+    """Return how many kernels a call starts, and how many copies and fills."""
     run()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -209,7 +209,9 @@ def launches(run: Callable[[], object]) -> int:
         run()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == cuda for event in profile.events() or ())
+    names = [event.name for event in profile.events() or () if event.device_type == cuda]
+    copies = sum(name.startswith("Mem") for name in names)
+    return f"{len(names) - copies} + {copies}"
 
 
 def copy_rate(device: torch.device) -> float:
@@ -225,8 +227,11 @@ Operations = Callable[[list[tuple[int, ...]], torch.device], Iterator[Operation]
 def gpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]]:
     """Yield a header and the rows of every set, measured now."""
     rate = copy_rate(device)
-    yield ["set", "operation", "by", "GB/s", "% of copy", "device µs", "launches", "host µs", "ratio"]
-    yield ["2 GiB", "copy_", "torch", f"{rate / 1e9:.0f}", "100", "", "1", "", ""]
+    yield [
+        *("set", "operation", "B/param", "by", "GB/s", "% of copy"),
+        *("device µs", "kernels + copies", "host µs", "ratio"),
+    ]
+    yield ["2 GiB", "copy_", "", "torch", f"{rate / 1e9:.0f}", "100", "", "", "", ""]
     for name, make in SETS.items():
         shapes = make()
         elements = sum(torch.Size(shape).numel() for shape in shapes)
@@ -239,11 +244,12 @@ def gpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
                 yield [
                     f"{name} ({len(shapes)})",
                     operation.name,
+                    str(operation.bytes_per_element),
                     contender.name,
                     f"{speed / 1e9:.0f}",
                     f"{100 * speed / rate:.1f}",
                     f"{seconds * 1e6:.1f}",
-                    str(launches(contender.run)),
+                    launches(contender.run),
                     f"{host_seconds(contender.run) * 1e6:.0f}",
                     f"{seconds / ours:.2f}",
                 ]
@@ -269,7 +275,7 @@ def cpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
     shapes = resnet50()
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     memory = torch.randn(elements)
-    yield ["set", "operation", "by", "GB/s", "x of in-place time", "process ms", "ratio"]
+    yield ["set", "operation", "B/param", "by", "GB/s", "x of in-place time", "process ms", "ratio"]
     for operation in operations(shapes, device):
         runs = [lambda: memory.mul_(1.0), *(contender.run for contender in operation.contenders)]
         in_place, *seconds = turns(runs)
@@ -279,6 +285,7 @@ def cpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
             yield [
                 f"ResNet-50 ({len(shapes)})",
                 operation.name,
+                str(operation.bytes_per_element),
                 contender.name,
                 f"{moved / spent / 1e9:.1f}",
                 f"{spent / (moved / rate):.2f}",

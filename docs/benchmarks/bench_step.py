@@ -5,7 +5,8 @@
 
 Each row is this phase for all parameters of a model, by one way of training; its bytes are those that
 an optimizer with these weights, masters and moments cannot do without. Rows are made and set against
-the memory's speed as in bench_kernels.py.
+the memory's speed as in bench_kernels.py. One of this library's kernels scales the loss; its small
+copies keep the scale and the verdict for the step, and tell the host of overflows later.
 """
 
 from __future__ import annotations
