@@ -10,6 +10,7 @@ What happened reaches the host in two ways: a `Verdict` is asked, and the host w
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, AmpWarning
 from amp.hostcopy import HostCopies
 from amp.kernels import scale_state
 from amp.properties import LossScaling
@@ -84,6 +85,7 @@ class LossScaler:
         self.version = 0
         self._state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32)
         self._reports = HostCopies()
+        self._warned = False
         self._set(config.start, 0, config.hysteresis)
 
     @property
@@ -147,6 +149,22 @@ class LossScaler:
             for state in self._reports.arrived(wait)
             if state[scale_state.OVERFLOWS] > 0
         ]
+
+    def warn_if_endless(self, overflow: Overflow) -> None:
+        """Warn, once, if overflows go on where scaling cannot be their cause any more."""
+        hopeless = overflow.scale <= max(self.config.floor, 1.0)
+        if overflow.in_a_row < self.config.overflow_patience or not hopeless or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{overflow.in_a_row} backward passes in a row gave inf or nan gradients, down to a loss "
+            f"scale of {overflow.scale}: scaling is not the cause. Look at whether the loss and the "
+            "inputs are finite (torch.isfinite), whether the learning rate is too high, at divisions, "
+            "logarithms and exponentials in the model (torch.autograd.detect_anomaly names the "
+            "op), and try opt_level O4 or O5: bfloat16 has the range of FP32.",
+            AmpWarning,
+            stacklevel=3,
+        )
 
     def loss_scale(self) -> float:
         """Return the current scale. The host waits for the device."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from amp.errors import (
     AmpRuntimeError,
     AmpTypeError,
     AmpValueError,
-    AmpWarning,
 )
 from amp.masters import Contents, MasterWeights
 from amp.modulerules import restore_classes, run_in_float32
@@ -104,7 +102,6 @@ class Session:
             table = load_policy(self.properties.patch_torch_functions_type or torch.float16)
             self._policy = table.with_rules(rule for rule in self.properties.rules if rule.kind == "op")
         self._undo = ExitStack()
-        self._warned: set[LossScaler] = set()
         if self.properties.enabled:
             self._log(
                 logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
@@ -310,26 +307,14 @@ class Session:
 
     def _report_overflows(self, scaler: LossScaler, wait: bool = False) -> None:
         """Log the overflows that the host has learnt of, and warn once if they do not end."""
-        for scale, in_a_row in scaler.overflows(wait):
+        for overflow in scaler.overflows(wait):
             self._log(
                 logging.WARNING,
                 "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
                 scaler.loss_id,
-                scale,
+                overflow.scale,
             )
-            hopeless = scale <= max(scaler.config.floor, 1.0)
-            if in_a_row < scaler.config.overflow_patience or not hopeless or scaler in self._warned:
-                continue
-            self._warned.add(scaler)
-            warnings.warn(
-                f"{in_a_row} backward passes in a row gave inf or nan gradients, down to a loss scale "
-                f"of {scale}: scaling is not the cause. Look at whether the loss and the inputs are "
-                "finite (torch.isfinite), whether the learning rate is too high, at divisions, "
-                "logarithms and exponentials in the model (torch.autograd.detect_anomaly names the "
-                "op), and try opt_level O4 or O5: bfloat16 has the range of FP32.",
-                AmpWarning,
-                stacklevel=2,
-            )
+            scaler.warn_if_endless(overflow)
 
     def _name_of(self, parameter: Tensor) -> str | None:
         for reference in self._models:
