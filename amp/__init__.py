@@ -15,6 +15,7 @@ from amp.frontend import master_params as master_params
 from amp.frontend import scale_loss as scale_loss
 from amp.frontend import state_dict as state_dict
 from amp.frontend import step_was_skipped as step_was_skipped
+from amp.grad_scaler import GradScaler as GradScaler
 from amp.profiles import load_profile as load_profile
 from amp.properties import LossScaling as LossScaling
 from amp.properties import Properties as Properties
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmpError",
     "AmpWarning",
+    "GradScaler",
     "LossScaling",
     "Properties",
     "Rule",

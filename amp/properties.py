@@ -70,9 +70,9 @@ class LossScaling:
         if self.mode not in ("dynamic", "static"):
             raise AmpValueError(f"mode={self.mode!r} is not one of dynamic, static")
         for name in ("init", "growth_factor", "backoff_factor", "max"):
-            _set(self, name, _positive(name, getattr(self, name)))
+            _set(self, name, parse_positive(name, getattr(self, name)))
         if self.min is not None:
-            _set(self, "min", _positive("min", self.min))
+            _set(self, "min", parse_positive("min", self.min))
         for name in ("growth_interval", "hysteresis", "overflow_patience"):
             _set(self, name, _positive_integer(name, getattr(self, name)))
         _set(
@@ -122,7 +122,12 @@ def parse_number(name: str, value: object) -> float:
     raise AmpValueError(f"{name}={value!r} is not a number")
 
 
-def _positive(name: str, value: object) -> float:
+def parse_positive(name: str, value: object) -> float:
+    """Return `value` as a float that a loss scale can be.
+
+    Raises:
+        AmpValueError: it is not one.
+    """
     number = parse_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         hint = "; DeepSpeed's 0 is 'dynamic' here" if name == "loss_scale" and number == 0 else ""
@@ -197,7 +202,7 @@ def parse_loss_scale(value: object) -> LossScaling:
         return LossScaling()
     if isinstance(value, (str, SupportsFloat)):
         try:
-            return LossScaling(mode="static", init=_positive("loss_scale", value))
+            return LossScaling(mode="static", init=parse_positive("loss_scale", value))
         except AmpValueError as error:
             raise AmpValueError(f"{error}; allowed: 'dynamic', a number, or a mapping") from None
     raise AmpTypeError(
@@ -477,7 +482,7 @@ def override(properties: Properties, overrides: Mapping[str, Any]) -> Properties
         if value is None:
             continue
         if name in ("min_loss_scale", "max_loss_scale"):
-            bounds[name.removesuffix("_loss_scale")] = _positive(name, value)
+            bounds[name.removesuffix("_loss_scale")] = parse_positive(name, value)
         else:
             changes.update(parse_property(name, value))
     if "rules" in changes:

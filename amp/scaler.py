@@ -22,7 +22,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
 from amp.hostcopy import HostCopies
 from amp.kernels import scale_state
-from amp.properties import LossScaling
+from amp.properties import LossScaling, parse_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,6 +101,41 @@ class LossScaler:
         if self._state.device != loss.device:
             self._state = self._state.to(loss.device)
         return wide * self._state[scale_state.SCALE]
+
+    @property
+    def scale_on_device(self) -> Tensor:
+        """The scale, float32 `[]`, where it is; it changes with it."""
+        return self._state[scale_state.SCALE]
+
+    @property
+    def good_steps_on_device(self) -> Tensor:
+        """How many good steps there were since the scale moved, int32 `[]`, as of now."""
+        return self._state[scale_state.GOOD_STEPS].int()
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """Set the scale, and nothing else. The host does not wait for the device.
+
+        Args:
+            scale: a number, or a tensor of one element; one on a device is not looked at.
+
+        Raises:
+            AmpValueError: it is no number that a scale can be.
+        """
+        if isinstance(scale, Tensor):
+            if scale.numel() != 1 or scale.requires_grad or scale.dtype.is_complex:
+                raise AmpValueError(
+                    f"the new scale is a {scale.dtype} tensor of shape {tuple(scale.shape)}"
+                    f"{' that requires a gradient' if scale.requires_grad else ''}; give a number or a "
+                    "tensor of one element that requires none"
+                )
+            if scale.device.type == "cpu":
+                scale = scale.item()
+        if not isinstance(scale, Tensor):
+            scale = torch.tensor(parse_positive("scale", scale), device="cpu")
+        self.version += 1
+        self.scale_on_device.copy_(scale.detach().reshape(()), non_blocking=True)
+        inverse = self.scale_on_device.double().reciprocal()
+        self._state[scale_state.INVERSE].copy_(inverse)
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""

@@ -52,7 +52,7 @@ from amp.kernels.language import (
 )
 from amp.kernels.plainstep import Formula, Streams, step_plainly
 from amp.kernels.split import decode_block, encode_block
-from amp.kernels.tables import Part, Plan, kept, local_shards, plan, stream_of, to_device, upload
+from amp.kernels.tables import Part, Plan, kept, local_shards, numbers_on, plan, stream_of, to_device
 
 BLOCK = 2048
 COUNTERS = 256
@@ -231,17 +231,12 @@ def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Ten
         if isinstance(number, Tensor) and number.device.type != "cpu"
     }
     on_host = tuple(0.0 if i in there else float(number) for i, number in enumerate(numbers))
-    result = _uploaded(on_host, device, stream_of(device))
+    result = numbers_on(device, stream_of(device), on_host, torch.float32)
     if there:
         result = result.clone()
         for i, number in there.items():
             result[i].copy_(number.reshape(()), non_blocking=True)
     return result
-
-
-@kept
-def _uploaded(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    return upload(torch.tensor(numbers, dtype=torch.float32, device="cpu"), device)
 
 
 @kept

@@ -344,6 +344,14 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
+@kept
+def numbers_on(
+    device: torch.device, stream: int, numbers: tuple[float, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return numbers as a tensor `[n]` that was sent to a device on its stream; not to be written."""
+    return upload(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
+
+
 def stream_of(device: torch.device) -> int:
     """Return the current stream of a device: what is kept was sent there on one, and is read on it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -9,7 +9,8 @@ hysteresis left, found_inf, overflows in a row; see `amp.kernels.scale_state`.
                if good >= interval: scale = min(scale * growth, ceiling); good = 0; hysteresis = full
     always:    inverse = 1 / scale; found_inf = 0
 
-An overflow with hysteresis left keeps the scale. With `reset_each_step`, each good step gives the
+Products are FP64, rounded to FP32 once, as in `torch.amp.GradScaler`. An overflow with hysteresis
+left keeps the scale. With `reset_each_step`, each good step gives the
 hysteresis back too. The step is skipped on every overflow; that is the caller's business.
 Launches: one.
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from amp.kernels import scale_state
 from amp.kernels.backend import uses_triton
 from amp.kernels.language import jit, launch, tl
+from amp.kernels.tables import numbers_on, stream_of
 
 LAYOUT = {
     name: getattr(scale_state, name)
@@ -47,13 +49,13 @@ def update_scale(
     """Advance `state`, float32 `[6]`, in place. The host does not wait for the device."""
     numbers = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
     if uses_triton(state.device, backend):
-        floats = [float(number) for number in numbers]
+        floats = tuple(map(float, numbers))
         launch(
             update_kernel,
             1,
             state.device,
             state,
-            *floats,
+            numbers_on(state.device, stream_of(state.device), floats, torch.float64),
             RESET_EACH_STEP=reset_each_step,
             **LAYOUT,
             num_warps=1,
@@ -62,15 +64,10 @@ def update_scale(
         update_scale_reference(state, *numbers, reset_each_step)
 
 
-@jit(do_not_specialize=["state"])
+@jit(do_not_specialize=["state", "factors"])
 def update_kernel(
     state,
-    growth_factor,
-    backoff_factor,
-    growth_interval,
-    full_hysteresis,
-    floor,
-    ceiling,
+    factors,
     RESET_EACH_STEP: tl.constexpr,
     SCALE: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -79,7 +76,9 @@ def update_kernel(
     FOUND_INF: tl.constexpr,
     OVERFLOWS: tl.constexpr,
 ):
+    full_hysteresis = tl.load(factors + 3).to(tl.float32)
     scale = tl.load(state + SCALE)
+    wide_scale = scale.to(tl.float64)
     good = tl.load(state + GOOD_STEPS)
     left = tl.load(state + HYSTERESIS)
     overflows = tl.load(state + OVERFLOWS)
@@ -88,14 +87,16 @@ def update_kernel(
         left = tl.maximum(left - 1.0, 0.0)
         overflows += 1.0
         if left <= 0.0:
-            scale = tl.minimum(tl.maximum(scale * backoff_factor, floor), scale)
+            lower = tl.maximum(wide_scale * tl.load(factors + 1), tl.load(factors + 4))
+            scale = tl.minimum(lower.to(tl.float32), scale)
     else:
         good += 1.0
         overflows = 0.0
         if RESET_EACH_STEP:
             left = full_hysteresis
-        if good >= growth_interval:
-            scale = tl.maximum(tl.minimum(scale * growth_factor, ceiling), scale)
+        if good >= tl.load(factors + 2).to(tl.float32):
+            higher = tl.minimum(wide_scale * tl.load(factors), tl.load(factors + 5))
+            scale = tl.maximum(higher.to(tl.float32), scale)
             good = 0.0
             left = full_hysteresis
     tl.store(state + SCALE, scale)
@@ -117,7 +118,7 @@ def update_scale_reference(
     reset_each_step: bool,
 ) -> None:
     """Do `update_scale` in plain torch."""
-    scale, _, good, left, found, overflows = state.unbind()
+    scale, _, good, left, found, overflows = state.double().unbind()
     overflow = found > 0
     full = torch.full_like(left, hysteresis)
 
@@ -132,13 +133,13 @@ def update_scale_reference(
     good_if_good = torch.where(grow, 0.0, counted)
     left_if_good = full if reset_each_step else torch.where(grow, full, left)
 
-    new_scale = torch.where(overflow, scale_if_overflow, scale_if_good)
+    new_scale = torch.where(overflow, scale_if_overflow, scale_if_good).float()
     zero = torch.zeros_like(scale)
     state.copy_(
         torch.stack(
             [
                 new_scale,
-                new_scale.double().reciprocal().float(),
+                new_scale.double().reciprocal(),
                 torch.where(overflow, zero, good_if_good),
                 torch.where(overflow, torch.clamp(left_if_overflow, min=0.0), left_if_good),
                 zero,

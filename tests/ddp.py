@@ -145,6 +145,27 @@ def overflow_in_one_shard(rank: int) -> None:
         amp.get_session().close()
 
 
+def grad_scaler_with_shards(rank: int) -> None:
+    """An overflow in one rank's shard skips the step on both."""
+    mesh = init_device_mesh("cpu", (2,))
+    for make in (torch.optim.SGD, FusedSGD):
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+        optimizer: Any = make([weight], lr=0.5)
+        scaler = amp.GradScaler("cpu", init_scale=1024.0)
+        for bad, expected in ((1.0, 0.5), (math.inf, 0.5), (1.0, 0.0)):
+            optimizer.zero_grad()
+            factor = torch.ones(4, 3)
+            factor[3, 2] = bad  # in rank 1's shard
+            loss: Any = (weight * distribute_tensor(factor, mesh, [Shard(0)])).sum()
+            scaler.scale(loss.full_tensor()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.step_was_skipped(optimizer) == (bad != 1.0), (rank, bad)
+            local = DTensor.to_local(weight)  # type: ignore[arg-type]
+            assert torch.equal(local, torch.full_like(local, expected)), (rank, local)
+        assert scaler.get_scale() == 512.0
+
+
 def norms_of_a_shard_are_not_taken_for_a_tensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for make in (FusedLAMB, FusedNovoGrad):
@@ -200,6 +221,7 @@ def main(rank: int, file: str) -> None:
         amp.get_session().close()
         _Default.session = None
     overflow_in_one_shard(rank)
+    grad_scaler_with_shards(rank)
     norms_of_a_shard_are_not_taken_for_a_tensors(rank)
     norms_of_shards(rank)
     wrong_process_group()

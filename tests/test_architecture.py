@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("policy",),
     ("opcast", "modelcast", "checkpoint"),
     ("registry", "modulerules", "binding"),
-    ("session",),
+    ("session", "grad_scaler"),
     ("frontend", "cli"),
     ("__init__",),
     ("__main__",),

@@ -63,6 +63,7 @@ POINTERS = {
         "*fp32",
     ),
     "ticket": "*i32",
+    "factors": "*fp64",
 }
 COUNTS = {"n": "i32", "n_partials": "i32", "n_of_tensor": "i32", "seed": "i32"}
 

@@ -1,0 +1,445 @@
+"""`GradScaler`: the face that `torch.amp` gave loss scaling, on this library's scaler and kernels.
+
+It is torch's class by inheritance, and what scripts and libraries call and override is there: the
+stages of an optimizer, `_unscale_grads_`, `_maybe_opt_step`, `grad_scale` and `found_inf` for fused
+optimizers. The scale is a `LossScaler`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
+from amp.dtypes import LOW_PRECISION, SCALABLE
+from amp.errors import (
+    AmpAssertionError,
+    AmpRuntimeError,
+    AmpTypeError,
+    AmpValueError,
+    AmpWarning,
+)
+from amp.hostcopy import HostCopies
+from amp.properties import LARGEST_SCALE, LossScaling
+from amp.scaler import LossScaler
+
+Outputs: TypeAlias = "Tensor | Iterable[Any]"
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A drop-in for `torch.amp.GradScaler` and the older `torch.cuda.amp.GradScaler`.
+
+    It takes what torch's takes, in the order of either, and gives the same scales. Besides, gradients
+    may be float16 and bfloat16, what becomes inf by unscaling is noticed, the scale stays within
+    bounds, a hysteresis can bear with single overflows, and `step_was_skipped` tells what became of a
+    step.
+
+    Args:
+        device: the type of the devices that train; "cuda" without a GPU disables the scaler and warns.
+            May be left out, also where the other arguments are given by position.
+        init_scale: the first scale.
+        growth_factor: above 1; what the scale is multiplied by after `growth_interval` good updates.
+        backoff_factor: below 1; what the scale is multiplied by after an overflow.
+        growth_interval: good updates in a row before the scale grows.
+        enabled: False makes every method do nothing but step.
+        min_scale: the floor of the scale; None is 2**-126, FP32's smallest normal number.
+        max_scale: the ceiling of the scale; None is 2**126, whose inverse is that.
+        hysteresis: overflows since the last growth that are needed before the scale backs off.
+
+    Raises:
+        AmpValueError: a number that is not in its range.
+    """
+
+    @overload
+    def __init__(
+        self,
+        device: str | torch.device = ...,
+        init_scale: float = ...,
+        growth_factor: float = ...,
+        backoff_factor: float = ...,
+        growth_interval: int = ...,
+        enabled: bool = ...,
+        *,
+        min_scale: float | None = ...,
+        max_scale: float | None = ...,
+        hysteresis: int = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        init_scale: float,
+        growth_factor: float = ...,
+        backoff_factor: float = ...,
+        growth_interval: int = ...,
+        enabled: bool = ...,
+        *,
+        device: str | torch.device = ...,
+        min_scale: float | None = ...,
+        max_scale: float | None = ...,
+        hysteresis: int = ...,
+    ) -> None: ...
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if args and not isinstance(args[0], (str, torch.device)):
+            args = (kwargs.pop("device", "cuda"), *args)
+        self._set_up(*args, **kwargs)
+
+    def _set_up(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+    ) -> None:
+        self._device = torch.device(device).type
+        self._enabled = bool(enabled)
+        if enabled and self._device == "cuda" and not torch.cuda.is_available():
+            warnings.warn(
+                "GradScaler is for CUDA, and there is no GPU: it is disabled. On a CPU, "
+                "GradScaler('cpu') scales.",
+                AmpWarning,
+                stacklevel=3,
+            )
+            self._enabled = False
+        _check_factors(growth_factor, backoff_factor)
+        self._scaler = LossScaler(
+            LossScaling(
+                init=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+                min=min_scale,
+                max=LARGEST_SCALE if max_scale is None else max_scale,
+            )
+        )
+        self._begin_iteration()
+        self._skipped: weakref.WeakKeyDictionary[Any, bool | HostCopies]
+        self._skipped = weakref.WeakKeyDictionary()
+
+    def _begin_iteration(self) -> None:
+        self._per_optimizer_states: dict[int, dict[str, Any]]
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    # What torch's own methods, and classes made of torch's, read and write.
+
+    @property
+    def _scale(self) -> Tensor:  # type: ignore[override]
+        return self._scaler.scale_on_device
+
+    @property
+    def _growth_tracker(self) -> Tensor:  # type: ignore[override]
+        return self._scaler.good_steps_on_device
+
+    @property
+    def _init_scale(self) -> float:  # type: ignore[override]
+        return self._scaler.config.start
+
+    @property
+    def _growth_factor(self) -> float:
+        return self._scaler.config.growth_factor
+
+    @_growth_factor.setter
+    def _growth_factor(self, value: float) -> None:
+        _check_factors(growth=value)
+        self._configure(growth_factor=value)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return self._scaler.config.backoff_factor
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, value: float) -> None:
+        _check_factors(backoff=value)
+        self._configure(backoff_factor=value)
+
+    @property
+    def _growth_interval(self) -> int:
+        return self._scaler.config.growth_interval
+
+    @_growth_interval.setter
+    def _growth_interval(self, value: int) -> None:
+        self._configure(growth_interval=value)
+
+    def _configure(self, **changes: Any) -> None:
+        self._scaler.config = dataclasses.replace(self._scaler.config, **changes)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        return self._scale, self._growth_tracker
+
+    # Scaling.
+
+    def scale(self, outputs: Any) -> Any:
+        """Return outputs times the scale, float32 for 16-bit ones. The host does not wait.
+
+        Args:
+            outputs: a tensor, or an iterable or mapping of such, nested as you like. Lists, tuples,
+                named tuples and dicts come back as what they are, other iterables as iterators.
+
+        Raises:
+            AmpValueError: something else.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return self._scaler.scale(outputs)
+        if isinstance(outputs, Mapping):
+            return type(outputs)((key, self.scale(value)) for key, value in outputs.items())  # type: ignore[call-arg]
+        if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
+            raise AmpValueError(
+                f"GradScaler.scale got a {type(outputs).__name__}; give it a tensor or an iterable of "
+                "tensors"
+            )
+        scaled = map(self.scale, outputs)
+        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+            return type(outputs)(*scaled)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale an optimizer's gradients where they are, and report an overflow. No host sync."""
+        from amp.kernels.unscale import unscale  # loads Triton
+
+        params, grads = _gradients(optimizer)
+        if not grads:
+            return {}
+        flag = found_inf.reshape(1)
+        unscale(grads, grads, inv_scale.reshape(1), flag)
+        reduce_found_inf(flag, groups_of_shards(params))
+        return {found_inf.device: found_inf}
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
+        """Check an optimizer's gradients, which it will unscale itself. No host sync."""
+        from amp.kernels.unscale import check  # loads Triton
+
+        params, grads = _gradients(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if grads:
+            flag = torch.zeros(1, dtype=torch.float32, device=self._scale.device)
+            check(grads, self._scaler.snapshot().inv_scale, flag)
+            reduce_found_inf(flag, groups_of_shards(params))
+            state["found_inf_per_device"] = {flag.device: flag.reshape(())}
+        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    # The step.
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale an optimizer's gradients, unless `unscale_` did, and step if they are finite.
+
+        The host waits once for 4 bytes, unless the optimizer skips on the device (torch's with
+        `fused=True`, those of `amp.optimizers`).
+
+        Returns:
+            What `optimizer.step` returned; None after a skip.
+
+        Raises:
+            AmpRuntimeError: it was stepped since the last `update`, or `closure=` was given.
+            AmpAssertionError: none of its parameters has a gradient.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            raise AmpAssertionError(
+                f"{type(optimizer).__name__} was stepped, and none of its parameters has a gradient. "
+                "Call backward on a loss that depends on them before, or leave the step out"
+            )
+        result = super().step(optimizer, *args, **kwargs)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            found = self._found_inf_per_device(optimizer).values()
+            copies = HostCopies()
+            copies.send(torch.stack([x.reshape(()).to(self._scale.device) for x in found]))
+            self._skipped[optimizer] = copies
+        return result
+
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        found = optimizer_state["found_inf_per_device"].values()
+        skips = self._skipped[optimizer] = any(x.item() > 0 for x in found)
+        return None if skips else optimizer.step(*args, **kwargs)
+
+    def step_was_skipped(self, optimizer: Any, wait: bool = True) -> bool | None:
+        """Whether the last `step` of an optimizer was skipped.
+
+        Args:
+            optimizer: that was stepped.
+            wait: for the device, where an optimizer skips there. Otherwise the answer is None until
+                it has come by itself; the host never waits then.
+
+        Raises:
+            AmpRuntimeError: the optimizer has not been stepped.
+        """
+        if not self._enabled:
+            return False
+        skipped = self._skipped.get(optimizer)
+        if skipped is None:
+            raise AmpRuntimeError(
+                f"this {type(optimizer).__name__} was not stepped by this GradScaler yet: call "
+                "scaler.step(optimizer) first"
+            )
+        if isinstance(skipped, HostCopies):
+            arrived = skipped.arrived(wait)
+            if not arrived:
+                return None
+            skipped = self._skipped[optimizer] = any(value > 0 for value in arrived[0])
+        return skipped
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale by what the optimizers' gradients were, or to a new scale. No host sync.
+
+        Args:
+            new_scale: a number, or a tensor of one element, which is not looked at if it lies on a
+                device. How many good updates there were is not forgotten.
+
+        Raises:
+            AmpAssertionError: no optimizer was stepped or unscaled since the last `update`.
+            AmpValueError: the new scale is no finite number above 0, or has several elements.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._scaler.set_scale(new_scale)
+        else:
+            found = [
+                x.reshape(()).to(self._scale.device, non_blocking=True)
+                for state in self._per_optimizer_states.values()
+                for x in state["found_inf_per_device"].values()
+            ]
+            if not found:
+                raise AmpAssertionError(
+                    "GradScaler.update was called, and no optimizer was stepped or unscaled since the "
+                    "last update. Call scaler.step(optimizer) before"
+                )
+            flag = self._scaler.found_inf
+            assert flag is not None
+            flag.copy_(torch.stack(found).max())
+            self._scaler.update()
+            for overflow in self._scaler.overflows():
+                self._scaler.warn_if_endless(overflow)
+        self._begin_iteration()
+
+    def get_scale(self) -> float:
+        """Return the scale, 1.0 where scaling is disabled. The host waits for the device."""
+        return self._scaler.loss_scale() if self._enabled else 1.0
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five entries, and what the hysteresis needs; `{}` where disabled.
+
+        The host waits for the device.
+        """
+        if not self._enabled:
+            return {}
+        state = self._scaler.state_dict()
+        return {
+            "scale": state["loss_scale"],
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": state["unskipped"],
+            "_hysteresis_left": state["hysteresis_left"],
+            "_overflows_in_a_row": state["overflows_in_a_row"],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, torch's or this class's. A scale out of bounds is brought within them.
+
+        Raises:
+            AmpRuntimeError: it is empty, as that of a disabled scaler is.
+            AmpValueError: an entry is missing, or not in its range. Nothing has been changed then.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise AmpRuntimeError(
+                "the state dict is empty: it was saved from a GradScaler that was disabled. Save one "
+                "from an enabled scaler, or leave load_state_dict out"
+            )
+        factors = ("growth_factor", "backoff_factor", "growth_interval")
+        missing = [name for name in ("scale", *factors, "_growth_tracker") if name not in state_dict]
+        if missing:
+            raise AmpValueError(
+                f"the state dict has no {', '.join(missing)}, only {', '.join(state_dict)}: it is no "
+                "GradScaler's"
+            )
+        _check_factors(state_dict["growth_factor"], state_dict["backoff_factor"])
+        config = dataclasses.replace(
+            self._scaler.config, **{name: state_dict[name] for name in factors}
+        )
+        state = {
+            "loss_scale": state_dict["scale"],
+            "unskipped": state_dict["_growth_tracker"],
+            "hysteresis_left": state_dict.get("_hysteresis_left", config.hysteresis),
+            "overflows_in_a_row": state_dict.get("_overflows_in_a_row", 0),
+        }
+        self._scaler.load_state_dict(state)
+        self._scaler.config = config
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise AmpAssertionError(
+                "a GradScaler is pickled or copied between step and update, when it knows of gradients "
+                "that the copy would not. Call scaler.update() before"
+            )
+        scaler = self._scaler
+        return {
+            **vars(self),
+            "_scaler": (scaler.config, scaler.state_dict()),
+            "_skipped": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        config, of_scaler = state["_scaler"]
+        vars(self).update(state)
+        self._scaler = LossScaler(config)
+        self._scaler.load_state_dict(of_scaler)
+        self._skipped = weakref.WeakKeyDictionary()
+
+
+def _check_factors(growth: float = 2.0, backoff: float = 0.5) -> None:
+    """Raise AmpValueError unless one factor makes the scale grow, and the other makes it smaller."""
+    if not isinstance(growth, (int, float)) or not 1 < growth < torch.inf:
+        raise AmpValueError(f"growth_factor={growth!r} must be a finite number above 1")
+    if not isinstance(backoff, (int, float)) or not 0 < backoff < 1:
+        raise AmpValueError(f"backoff_factor={backoff!r} must be a number between 0 and 1")
+
+
+def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters of an optimizer that have gradients, and the gradients.
+
+    Sparse 16-bit gradients are coalesced: their sums may overflow.
+
+    Raises:
+        AmpTypeError: a gradient is of a dtype that cannot be unscaled. Nothing has been changed then.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for i, parameter in enumerate(params):
+        grad = parameter.grad
+        if grad.dtype not in SCALABLE:
+            raise AmpTypeError(
+                f"a gradient of shape {tuple(grad.shape)} (number {i} of those of this "
+                f"{type(optimizer).__name__}) is {grad.dtype} and cannot be unscaled: GradScaler takes "
+                "float16, bfloat16, float32 and float64"
+            )
+        check_placements(grad)
+    for parameter in params:
+        if parameter.grad.is_sparse and parameter.grad.dtype in LOW_PRECISION:
+            parameter.grad = parameter.grad.coalesce()
+    return params, [parameter.grad for parameter in params]
