@@ -184,7 +184,7 @@ class OptimizerBinding:
         if not self._live:
             return
         try:
-            self._unscale_pending()
+            self.unscale_pending()
             self._bring_back()
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self._forget_gradients()
@@ -268,7 +268,7 @@ class OptimizerBinding:
         """Unscale what is pending at another scale than `scaler` has now; tell whether there was."""
         if self._pending is None or self._pending.scale.is_current(scaler):
             return False
-        self._unscale_pending()
+        self.unscale_pending()
         return True
 
     def begin(self, scaler: LossScaler) -> None:
@@ -460,7 +460,7 @@ class OptimizerBinding:
         """Remember what a check found until the next step."""
         self._verdicts.append(verdict)
 
-    def _unscale_pending(self) -> None:
+    def unscale_pending(self) -> None:
         """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
         pending = self._pending
         if pending is not None:
@@ -500,7 +500,28 @@ class OptimizerBinding:
             )
         return self._layout
 
+    def groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
+        """Return what is stepped of each group, with the model's parameter of each master."""
+        return [
+            [(stepped, self._masters.model(stepped)) for stepped in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that wait for unscaling."""
+        return self._pending is not None
+
     # The step.
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether gradients overflowed: those since the last step, else those of it. The host waits."""
+        return any(verdict.overflowed for verdict in self._verdicts or self._step_verdicts)
+
+    def write_back(self) -> None:
+        """Write all masters to the model. No host sync."""
+        self._masters.write_back(self._find_layout().masters)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -517,7 +538,7 @@ class OptimizerBinding:
         self._find_layout()
         if closure is not None:
             return self._step_with_closure(step, closure, *args, **kwargs)
-        self._unscale_pending()
+        self.unscale_pending()
         scaled = self._for_optimizer()
         if scaled is None:
             self._settle()
@@ -686,7 +707,7 @@ class OptimizerBinding:
 
     def _settle(self) -> None:
         """Bring every gradient, unscaled, to where the optimizer reads it."""
-        self._unscale_pending()
+        self.unscale_pending()
         self._bring_back()
         self._gather_unscaled()
 

@@ -9,6 +9,7 @@ What happened reaches the host in two ways: a `Verdict` is asked, and the host w
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
@@ -113,10 +114,10 @@ class LossScaler:
         return self._state[scale_state.GOOD_STEPS].int()
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """Set the scale, and nothing else. The host does not wait for the device.
+        """Set the scale, and nothing else. The host does not wait, but for a static scaler's tensor.
 
         Args:
-            scale: a number, or a tensor of one element; one on a device is not looked at.
+            scale: a number, or a tensor of one element; on a device it is not looked at.
 
         Raises:
             AmpValueError: it is no number that a scale can be.
@@ -128,10 +129,13 @@ class LossScaler:
                     f"{' that requires a gradient' if scale.requires_grad else ''}; give a number or a "
                     "tensor of one element that requires none"
                 )
-            if scale.device.type == "cpu":
+            if scale.device.type == "cpu" or not self.config.dynamic:
                 scale = scale.item()
         if not isinstance(scale, Tensor):
-            scale = torch.tensor(parse_positive("scale", scale), device="cpu")
+            scale = parse_positive("scale", scale)
+            if not self.config.dynamic:
+                self.config = dataclasses.replace(self.config, init=scale)
+            scale = torch.tensor(scale, device="cpu")
         self.version += 1
         self.scale_on_device.copy_(scale.detach().reshape(()), non_blocking=True)
         inverse = self.scale_on_device.double().reciprocal()

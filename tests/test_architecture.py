@@ -34,12 +34,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("opcast", "modelcast", "checkpoint"),
     ("registry", "modulerules", "binding"),
     ("session", "grad_scaler"),
+    ("fp16_utils.loss_scaler", "fp16_utils.util"),
+    ("fp16_utils.optimizer",),
+    ("fp16_utils",),
     ("frontend", "cli"),
     ("__init__",),
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-FOLDERS = {"amp": "", "amp/optimizers": "optimizers.", "kernels": "kernels."}
+FOLDERS = {
+    "amp": "",
+    "amp/optimizers": "optimizers.",
+    "amp/fp16_utils": "fp16_utils.",
+    "kernels": "kernels.",
+}
 SOURCES = {
     (prefix + path.stem).removesuffix(".__init__"): path
     for folder, prefix in FOLDERS.items()

@@ -1,0 +1,160 @@
+"""Static and dynamic loss scalers with the names of `apex.fp16_utils`: faces of `amp.scaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp import scaler
+from amp.properties import LARGEST_SCALE, LossScaling
+
+
+class LossScaler:
+    """A scale that does not move.
+
+    Args:
+        scale: what losses are multiplied by.
+
+    Raises:
+        AmpValueError: it is no number that a scale can be.
+    """
+
+    def __init__(self, scale: float = 1) -> None:
+        self._scaler = scaler.LossScaler(LossScaling(mode="static", init=scale))
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale. The host waits for the device."""
+        return self._scaler.loss_scale()
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale; may be set. The host waits for the device."""
+        return self._scaler.loss_scale()
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self._scaler.set_scale(value)
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether gradients overflowed: a static scaler does not look."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing."""
+
+    def scale_gradient(
+        self, module: Any, grad_in: tuple[Tensor | None, ...], grad_out: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients times the scale: a backward hook of a module."""
+        return tuple(None if grad is None else self._scaler.scale(grad) for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run backward of a loss times the scale. The host does not wait."""
+        self._scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"cur_scale": self.cur_scale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["cur_scale"])  # type: ignore[misc]
+
+
+class DynamicLossScaler(LossScaler):
+    """A scale that halves on overflow and doubles after a while without, and never falls below 1.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: what the scale is multiplied or divided by.
+        scale_window: good updates in a row before the scale grows.
+
+    Attributes:
+        scale_factor: likewise.
+        scale_window: likewise.
+        cur_iter: how many updates there were.
+        last_overflow_iter: the last of them with an overflow, counted from 0; -1 if there was none.
+
+    Raises:
+        AmpValueError: a number that is not in its range.
+    """
+
+    def __init__(
+        self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000
+    ) -> None:
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        config = LossScaling(
+            init=init_scale,
+            growth_factor=scale_factor,
+            backoff_factor=1 / scale_factor,
+            growth_interval=scale_window,
+            min=1.0,
+            max=LARGEST_SCALE,
+        )
+        self._scaler = scaler.LossScaler(config)
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether a gradient of these parameters is inf or NaN. The host waits for the device."""
+        return _is_not_finite([p.grad for p in params if p.grad is not None])
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor) -> bool:
+        return _is_not_finite([x])
+
+    def update_scale(self, overflow: bool) -> None:
+        """Move the scale by whether there was an overflow. The host does not wait."""
+        found_inf = self._scaler.found_inf
+        assert found_inf is not None
+        found_inf.fill_(float(overflow))
+        self._scaler.update()
+        for event in self._scaler.overflows():
+            self._scaler.warn_if_endless(event)
+        if overflow:
+            self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("scale_factor", "scale_window", "cur_iter", "last_overflow_iter")
+        return {"cur_scale": self.cur_scale, **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["cur_scale"], state["scale_factor"], state["scale_window"])  # type: ignore[misc]
+        self.cur_iter = state["cur_iter"]
+        self.last_overflow_iter = state["last_overflow_iter"]
+        good = (self.cur_iter - self.last_overflow_iter - 1) % self.scale_window
+        self._scaler.load_state_dict({"loss_scale": state["cur_scale"], "unskipped": good})
+
+
+class SavedLossScaler:
+    """The scaler that `FP16_Optimizer.state_dict()` of apex held: what it was, and nothing it did."""
+
+    _loss_scale: float
+    _unskipped: int
+
+
+SAFE_GLOBALS: list[Any] = [
+    (SavedLossScaler, "apex.amp.scaler.LossScaler"),
+    (LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
+    (DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
+]
+"""What `torch.load` has to know to read old checkpoints of `FP16_Optimizer` safely:
+
+    with torch.serialization.safe_globals(amp.fp16_utils.SAFE_GLOBALS):
+        checkpoint = torch.load(path, weights_only=True)
+"""
+
+
+def _is_not_finite(tensors: list[Tensor]) -> bool:
+    from amp.kernels.unscale import check  # loads Triton
+
+    if not tensors:
+        return False
+    device = tensors[0].device
+    found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+    check(tensors, torch.ones(1, dtype=torch.float32, device=device), found_inf)
+    return found_inf.item() > 0

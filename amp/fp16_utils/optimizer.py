@@ -1,0 +1,306 @@
+"""`FP16_Optimizer`: an optimizer around an optimizer, with masters and loss scaling inside.
+
+It is a session with one optimizer and no model: `backward` is a `scale_loss` block, and the rest looks
+at what the session's binding has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.binding import OptimizerBinding, Pending
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, SavedLossScaler
+from amp.session import Session
+
+_DYNAMIC_ARGUMENTS = {
+    "init_scale": "init",
+    "scale_factor": "growth_factor",
+    "scale_window": "growth_interval",
+    "min_loss_scale": "min",
+    "max_loss_scale": "max",
+}
+
+
+class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801 (apex's name)
+    """An optimizer of 16-bit parameters, which steps FP32 masters of them on scaled gradients.
+
+    The model is the caller's to cast; see `network_to_half`. Gradients of several backwards add up,
+    whether each is followed by `update_master_grads` or the last. A step with inf or NaN gradients is
+    skipped under a dynamic scale, with a log message.
+
+    Args:
+        init_optimizer: the optimizer; its groups then hold the masters.
+        static_loss_scale: what losses are multiplied by.
+        dynamic_loss_scale: whether the scale follows overflows instead.
+        dynamic_loss_args: `init_scale`, `scale_factor`, `scale_window`, `min_loss_scale` and
+            `max_loss_scale` of a dynamic scale.
+        verbose: whether skipped steps are logged.
+
+    Attributes:
+        optimizer: the optimizer that was given.
+
+    Raises:
+        AmpValueError: a scale that cannot be.
+        AmpTypeError: an argument that a dynamic scale does not have.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        loss_scale: Any = float(static_loss_scale)
+        if dynamic_loss_scale:
+            loss_scale = {"mode": "dynamic"}
+            for name, value in (dynamic_loss_args or {}).items():
+                if name not in _DYNAMIC_ARGUMENTS:
+                    raise AmpTypeError(
+                        f"dynamic_loss_args has '{name}'; allowed: {', '.join(_DYNAMIC_ARGUMENTS)}"
+                    )
+                if value is not None:
+                    loss_scale[_DYNAMIC_ARGUMENTS[name]] = value
+            if "growth_factor" in loss_scale:
+                loss_scale["backoff_factor"] = 1 / loss_scale["growth_factor"]
+        self._session = Session("O2", verbosity=int(verbose), loss_scale=loss_scale)
+        self._session.initialize([], init_optimizer)
+        self.optimizer = init_optimizer
+        self.first_closure_call_this_step = True
+
+    @property
+    def _binding(self) -> OptimizerBinding:
+        binding = OptimizerBinding.of(self.optimizer)
+        assert binding is not None
+        return binding
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # before there is one
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    # What it shows of the optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, of masters."""
+        return self.optimizer.param_groups  # type: ignore[no-any-return]
+
+    @param_groups.setter
+    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: list[dict[str, Any]]
+    ) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The optimizer's defaults."""
+        return self.optimizer.defaults  # type: ignore[no-any-return]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose 16-bit parameters get masters."""
+        self.optimizer.add_param_group(param_group)
+
+    # Parameters, group by group.
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The trainable 16-bit parameters of each group."""
+        return [[model for _, model in pairs] for pairs in self._pairs()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of those."""
+        return [[master for master, _ in pairs] for pairs in self._pairs()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The other trainable parameters of each group."""
+        return [
+            [stepped for stepped, model in group if model is None and stepped.requires_grad]
+            for group in self._binding.groups()
+        ]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The parameters of `fp16_groups`."""
+        return list(itertools.chain.from_iterable(self.fp16_groups))
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The parameters of `fp32_from_fp16_groups`."""
+        return list(itertools.chain.from_iterable(self.fp32_from_fp16_groups))
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The parameters of `fp32_from_fp32_groups`."""
+        return list(itertools.chain.from_iterable(self.fp32_from_fp32_groups))
+
+    def _pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        return [
+            [(master, model) for master, model in group if model is not None and model.requires_grad]
+            for group in self._binding.groups()
+        ]
+
+    # A training step.
+
+    def zero_grad(  # type: ignore[override]
+        self,
+        set_grads_to_None: bool = False,  # noqa: N803 (apex's name)
+        set_to_none: bool | None = None,
+    ) -> None:
+        """Clear the gradients of masters and model.
+
+        Args:
+            set_grads_to_None: whether to remove them, or to write zeros.
+            set_to_none: the same by torch's name.
+        """
+        self.optimizer.zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Run backward of the scaled loss. The host does not wait.
+
+        Args:
+            loss: the loss.
+            update_master_grads: whether to bring the gradients, unscaled, to the masters; else call
+                `update_master_grads` after the last backward.
+            retain_graph: as for `torch.Tensor.backward`.
+        """
+        with self._session.scale_loss(
+            loss, self.optimizer, delay_unscale=not update_master_grads
+        ) as scaled_loss:
+            scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def update_master_grads(self) -> None:
+        """Bring scaled gradients, unscaled, to the masters, and move the scale. No host sync.
+
+        Gradients are those of `backward(..., update_master_grads=False)`, or of a loss that the caller
+        has multiplied by `loss_scale`.
+        """
+        binding = self._binding
+        if not binding.is_pending and any(p.grad is not None for p in self.all_fp16_params):
+            scale = self._session.scalers[0].snapshot()
+            binding.delay(Pending(scale, [binding]))
+        binding.unscale_pending()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the gradients overflowed, those of the last step or newer. The host waits."""
+        return self._binding.overflowed
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters, and write them to the model; or skip after an overflow.
+
+        Args:
+            closure: computes a loss, calls this object's `backward` on it, and returns it. Evaluated
+                again, at a lower scale, after an overflow.
+        """
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float | Tensor:
+        """Clip the unscaled gradients, and return their norm; -1 after an overflow. The host waits."""
+        if self.overflow:
+            return -1
+        params = [parameter for group in self.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Return the gradients that the step will see, group by group; None after an overflow."""
+        if self.overflow:
+            return None
+        return [
+            [None if p.grad is None else p.grad.detach() for p in group["params"]]
+            for group in self.param_groups
+        ]
+
+    # The scale.
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale; may be set. The host waits for the device."""
+        return self._session.loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._session.scalers[0].set_scale(value)
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer and scale, and the masters; read under `weights_only=True`."""
+        scaler = self._session.scalers[0]
+        return {
+            "loss_scaler": scaler.state_dict(),
+            "dynamic_loss_scale": scaler.config.dynamic,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [
+                [master.detach() for master in masters] for masters in self.fp32_from_fp16_groups
+            ],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of this class or apex's, masters bit for bit; the model gets them rounded.
+
+        Raises:
+            AmpValueError: the masters are not those of this optimizer. Nothing has been changed then.
+        """
+        saved, masters = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
+        shapes = [[[tuple(p.shape) for p in group] for group in groups] for groups in (saved, masters)]
+        if shapes[0] != shapes[1]:
+            raise AmpValueError(
+                f"the saved masters have the shapes {shapes[0]} and those of this optimizer "
+                f"{shapes[1]}: make the same model and groups before loading"
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        scaler, state = self._session.scalers[0], _as_state(state_dict["loss_scaler"])
+        if scaler.config.dynamic:
+            scaler.load_state_dict(state)
+        elif not state_dict["dynamic_loss_scale"]:
+            scaler.set_scale(state["loss_scale"])
+        with torch.no_grad():
+            for into, group in zip(masters, saved, strict=True):
+                for master, values in zip(into, group, strict=True):
+                    master.copy_(values)
+        self._binding.write_back()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise AmpRuntimeError("an FP16_Optimizer is saved by state_dict(), not by pickling")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise AmpRuntimeError("an FP16_Optimizer is loaded by load_state_dict(), not by unpickling")
+
+
+def _as_state(scaler: Any) -> dict[str, Any]:
+    """Return the state of a saved scaler; apex saved the object itself."""
+    if isinstance(scaler, Mapping):
+        return dict(scaler)
+    if isinstance(scaler, DynamicLossScaler):
+        return scaler._scaler.state_dict()
+    if isinstance(scaler, LossScaler):
+        return {"loss_scale": scaler.cur_scale, "unskipped": 0}
+    if isinstance(scaler, SavedLossScaler) or hasattr(scaler, "_unskipped"):
+        return {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
+    raise AmpTypeError(f"the saved loss_scaler is a {type(scaler).__name__}, of which nothing is known")
