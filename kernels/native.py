@@ -21,8 +21,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
+from amp.kernels.tables import are_plain
 
 logger = logging.getLogger("amp")
 
-WORTH_COMPILING = 2**21
-"""Elements from which a loop saves more time than its compilation takes."""
+WORTH_COMPILING = 2**18
+"""Elements from which training with a loop saves more time than its compilation takes."""
 PIECE = 256
 """Elements of a piece."""
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-w")
@@ -141,18 +143,16 @@ class Loop:
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         rows = array.array("q", [x for row in zip(*addresses, sizes, strict=True) for x in row])
         floats = array.array("f", itertools.chain.from_iterable(numbers))
-        table, _ = rows.buffer_info()
-        constants, _ = floats.buffer_info()
+
+        def run(first: int, last: int) -> int:
+            """Run over a part; an interrupted caller must not take the tensors and tables along."""
+            table, constants = rows.buffer_info()[0], floats.buffer_info()[0]
+            result: int = self._run(table, len(lists[0]), first, last, constants)
+            return result
+
         total, threads = sum(sizes), torch.get_num_threads()
-        if threads == 1:
-            return [self._run(table, len(sizes), 0, total, constants)]
-        pool = _pool(os.getpid(), threads)
         bounds = [total * i // threads // PIECE * PIECE for i in range(threads)] + [total]
-        parts = [
-            pool.submit(self._run, table, len(sizes), first, last, constants)
-            for first, last in itertools.pairwise(bounds)
-        ]
-        return [part.result() for part in parts]
+        return _in_threads(run, list(itertools.pairwise(bounds)))
 
 
 @functools.cache
@@ -196,10 +196,24 @@ def is_worth_a_loop(tensors: Sequence[Tensor], backend: str | None) -> bool:
         sum(map(Tensor.numel, tensors)) >= WORTH_COMPILING
         and tensors[0].device.type == "cpu"
         and {tensor.dtype for tensor in tensors} <= C_TYPES.keys()
-        and set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
+        and are_plain(tensors)
+        and not any(map(Tensor.is_neg, tensors))  # whose memory holds other numbers
         and not requested(backend)[0]
         and not torch.compiler.is_compiling()
     )
+
+
+def _in_threads(run: Callable[[int, int], int], parts: Sequence[tuple[int, int]]) -> list[int]:
+    """Return what a function makes of each part; all have come to their end then, come what may."""
+    others: list[Future[int]] = []
+    try:
+        with suppress(RuntimeError):  # no thread starts while the interpreter ends
+            for part in parts[1:]:  # one by one: those that were started are waited for
+                others.append(_pool(os.getpid(), len(parts) - 1).submit(run, *part))  # noqa: PERF401
+        own = [run(*part) for part in (parts[0], *parts[1 + len(others) :])]
+    finally:
+        wait(others)
+    return [*own, *(other.result() for other in others)]
 
 
 @functools.cache
@@ -213,13 +227,18 @@ def _library(source: str) -> Any:
     compiler = _compiler()
     key = repr((source, compiler, _FLAGS, _processor()))
     path = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    if not path.exists():
-        _compile(compiler, source, path)
+    if path.exists():
+        with suppress(OSError):  # a damaged file
+            return ctypes.CDLL(str(path))
+    _compile(compiler, source, path)
     return ctypes.CDLL(str(path))
 
 
 def _compiler() -> list[str]:
-    asked = shlex.split(os.environ.get("CC", ""))
+    try:
+        asked = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise OSError(f"CC={os.environ['CC']!r} cannot be read: {error}") from None
     found = asked or [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))][:1]
     if not found:
         raise FileNotFoundError("no C compiler was found; install gcc or clang, or set CC")
@@ -245,7 +264,13 @@ def _cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):  # no home
         pass
-    return Path(tempfile.mkdtemp(prefix="reamp-"))
+    return Path(_own_folder().name)
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="reamp-")
 
 
 def _compile(compiler: Sequence[str], source: str, path: Path) -> None:
@@ -262,4 +287,7 @@ def _compile(compiler: Sequence[str], source: str, path: Path) -> None:
         )
         if run.returncode:
             raise OSError(f"{compiler[0]} failed: {run.stderr.strip() or run.returncode}")
+        ctypes.CDLL(str(compiled))  # what cannot be loaded is not kept
+        with compiled.open("rb") as file:
+            os.fsync(file)  # nor half a file, if the machine stops
         compiled.replace(path)

@@ -169,56 +169,68 @@ class Located(list[Tensor]):
         return _signature([*self])
 
 
-class Recall:
-    """The plan of an operation on lists that hold the same tensors at each call, all but one.
+class Whereabouts(NamedTuple):
+    """What has to stay as it is for a plan to hold for another call.
 
-    Whether it is still right takes less than `plan` looks at: of a tensor that was there the last time,
-    where it lies, and of the first list the dtype.
+    Attributes:
+        same: the addresses of lists that hold the same tensors at each call.
+        dtypes: of the first of these.
+        strides: likewise; None if all are contiguous.
+        others: the addresses of tensors that need not be the same, None where no kernel reads them.
+        kinds: what else there is to know of those.
     """
 
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._key: object = None
+    same: list[list[int]]
+    dtypes: list[torch.dtype]
+    strides: object
+    others: object
+    kinds: list[object]
 
-    def plan(
-        self, same: Sequence[Sequence[Tensor]], others: Sequence[Tensor], backend: str | None = None
-    ) -> Plan | None:
-        """Return the plan that was kept, if nothing has changed.
+    @classmethod
+    def of(
+        cls, same: Sequence[Sequence[Tensor]], others: Sequence[Tensor], backend: str | None = None
+    ) -> Whereabouts | None:
+        """Return the whereabouts of tensors, or None where no plan may be kept.
+
+        It takes less than `plan` looks at: the lists are taken to be alike in shape, and what holds the
+        same tensors, the first list apart, to change no dtype or order where it lies.
 
         Args:
-            same: lists of plain dense tensors.
+            same: lists of dense tensors, the same at each call.
             others: dense tensors, which need not be the same.
             backend: see `amp.kernels.backend`.
         """
-        in_triton = uses_triton(others[0].device, backend)
-        key = (
-            in_triton,
+        if is_capturing() or not (are_plain(same[0]) and are_plain(others)):
+            return None
+        addresses, *kinds = _signature(others)
+        return cls(
             [list(map(Tensor.data_ptr, tensors)) for tensors in same],
             list(map(_DTYPE, same[0])),
-            _signature(others)[0 if in_triton else 1 :],
+            _strides(same[0]),
+            addresses if uses_triton(others[0].device, backend) else None,
+            kinds,
         )
-        if key != self._key or is_capturing() or not (self._plan and self._plan.is_readable()):
-            self._key, self._plan = key, None
-        return self._plan
 
-    def keep(self, plan: Plan) -> None:
-        """Keep the plan for what `plan` was asked last."""
-        if not is_capturing():
-            self._plan = plan
+    def know_all_of(self, plan: Plan) -> bool:
+        """Whether nothing that a plan has tables of is missing here."""
+        return self.others is not None or not plan.parts
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor is of a class of its own, which may have its values elsewhere."""
+    return set(map(type, tensors)) <= _PLAIN
 
 
 def real_values(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return dense tensors on the same memory: a sparse one's values, a DTensor's local shard."""
-    if isinstance(tensors, Located) or (
-        set(map(type, tensors)) <= _PLAIN and not any(map(_IS_SPARSE, tensors))
-    ):
+    if isinstance(tensors, Located) or (are_plain(tensors) and not any(map(_IS_SPARSE, tensors))):
         return tensors
     return [t._values() if t.is_sparse else t for t in local_shards(tensors)]
 
 
 def local_shards(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return dense tensors on the same memory: of a DTensor, the local shard."""
-    if set(map(type, tensors)) <= _PLAIN:
+    if are_plain(tensors):
         return tensors
     return [getattr(t, "_local_tensor", t) for t in tensors]  # to_local() would be differentiable
 

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "hostcopy", "kernels.language", "kernels.scale_state"),
     ("dtypes", "distributed", "kernels.backend"),
-    ("rules", "patching", "yamlfile", "kernels.native", "kernels.tables"),
-    ("properties", "regions"),
+    ("rules", "patching", "yamlfile", "kernels.tables"),
+    ("properties", "regions", "kernels.native"),
     ("kernels.nativestep",),
     ("kernels.unscale", "kernels.master_copy", "kernels.split", "kernels.update_scale"),
     ("kernels.axpby", "kernels.l2norm"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,16 @@ def offload_moments_and_bring_them_back(net: Any, optimizer: Any) -> None:
         state.clear()
     for state, values in zip(states(optimizer), kept, strict=True):
         state.update(values)
+
+
+def empty_the_states(net: Any, optimizer: Any) -> None:
+    for state in states(optimizer):
+        state.clear()
+
+
+def turn_a_weight(net: Any, optimizer: Any) -> None:
+    """The same memory, read in another order."""
+    net[0].weight.data = net[0].weight.data.t()
 
 
 def replace_a_counter(net: Any, optimizer: Any) -> None:
@@ -101,7 +112,8 @@ def nothing(net: Any, optimizer: Any) -> None:
 
 CHANGES: list[Callable[[Any, Any], None]] = [
     *(nothing, replace_moments, move_moments, offload_moments_and_bring_them_back),
-    *(replace_a_counter, start_anew, load, move_weights, transpose_a_weight),
+    *(empty_the_states, replace_a_counter, start_anew, load),
+    *(move_weights, transpose_a_weight, turn_a_weight),
     *(freeze, unfreeze, change_the_rate, split_the_group, transposed_gradient),
 ]
 
@@ -119,7 +131,7 @@ def train(
         session = amp.Session(level, verbosity=0)
         net, optimizer = session.initialize(net, optimizer)
     for i in range(6):
-        if i in (2, 4):
+        if i in (1, 2, 4):
             change(net, optimizer)
         if forgets:
             optimizer._launches = Launches()
@@ -151,3 +163,40 @@ def test_whatever_is_changed(
     knows, forgets = [train(change, level, device, forgets) for forgets in (False, True)]
     assert len(knows) == len(forgets)
     assert all(map(torch.equal, knows, forgets))
+
+
+def test_what_was_given_up_is_freed() -> None:
+    """Nothing that a step knows of tensors keeps them in memory."""
+    net = nn.Linear(4, 4)
+    optimizer = FusedAdam(net.parameters())
+    session = amp.Session("O2", verbosity=0)
+    net, optimizer = session.initialize(net, optimizer)
+    with session.scale_loss(net(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    masters = [weakref.ref(p) for p in amp.master_params(optimizer)]
+    optimizer.state.clear()
+    assert [moment() for moment in moments] == [None, None]
+    session.close()
+    assert [master() for master in masters] == [None, None]
+
+
+def test_a_group_that_leaves_between_block_and_step_takes_no_other_along() -> None:
+    ends = []
+    for optimizer_class in (FusedAdam, torch.optim.AdamW):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
+        groups = [{"params": [net[0].weight]}, {"params": [net[1].weight, net[2].weight]}]
+        optimizer: Any = optimizer_class(groups, lr=0.1, weight_decay=0.0)
+        session = amp.Session("O5", verbosity=0)
+        net, optimizer = session.initialize(net, optimizer)
+        with session.scale_loss(net(torch.randn(5, 4)).square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        del optimizer.param_groups[0]
+        optimizer.step()
+        ends.append([p.detach().float() for p in net.parameters()])
+        session.close()
+    for mine, torchs in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, torchs)

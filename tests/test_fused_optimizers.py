@@ -589,3 +589,25 @@ def test_a_parameter_that_changes_between_steps_is_named() -> None:
     ):
         optimizer.step()
     assert all(map(torch.equal, net.parameters(), before.parameters()))
+
+
+def test_momentum_may_come_later() -> None:
+    ends = []
+    for optimizer_class in (FusedSGD, torch.optim.SGD):
+        net = model()
+        optimizer = optimizer_class(net.parameters(), lr=0.1, momentum=0.0)
+        train(net, optimizer, steps=2)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(net, optimizer, steps=3)
+        ends.append([p.detach() for p in net.parameters()])
+    for mine, torchs in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, torchs)
+
+
+def test_moments_in_16_bits_are_not_for_float64() -> None:
+    net = model(torch.float64)
+    optimizer = FusedAdam(net.parameters(), state_dtype=torch.bfloat16)
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    with pytest.raises(TypeError, match=r"params.* is torch.float64 .* Leave state_dtype out"):
+        optimizer.step()
+    assert not optimizer.state

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amp.kernels.stepping import Rule
-    from amp.kernels.tables import Plan
+    from amp.kernels.tables import Plan, Whereabouts
 
 
 class Formula(NamedTuple):
@@ -33,6 +33,24 @@ class Formula(NamedTuple):
 
     rule: Rule
     numbers: Sequence[float | Tensor]
+
+
+class Work(NamedTuple):
+    """What one launch has to do in one step.
+
+    Attributes:
+        launch: which parameters.
+        grads: their gradients, scaled or not.
+        kept: their moments and steps; None where some have to be made first.
+        whereabouts: of all these, where a plan may be kept for them.
+        plan: how the last step ran, if that still holds.
+    """
+
+    launch: Launch
+    grads: Sequence[Tensor]
+    kept: list[list[Tensor]] | None
+    whereabouts: Whereabouts | None
+    plan: Plan | None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -114,9 +132,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _of_tensor(
         self,
-        group: Mapping[str, Any],
+        launch: Launch,
         grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
         inputs: StepInputs,
         clip: Tensor | None,
     ) -> Tensor | None:
@@ -151,6 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._cast_moments()
 
     def _cast_moments(self) -> None:
+        self._launches = Launches()
         for group in self.param_groups:
             group["state_dtype"] = self.state_dtype
             for parameter in group["params"]:
@@ -247,11 +265,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         inputs = self._inputs()
         for group in self.param_groups:
             self._check_group(group)
-        launches = self._launches.of(self.param_groups, self.state, inputs)
-        prepared = [self._prepare(launch, inputs) for launch in launches]
-        clip = self._clip([grad for grads, _, _ in prepared for grad in grads], inputs)
-        for launch, work in zip(launches, prepared, strict=True):
-            self._launch(launch, *work, inputs, clip)
+        launches = self._launches.of(self.param_groups, inputs)
+        works = [self._prepare(launch, inputs) for launch in launches]
+        clip = self._clip([grad for work in works for grad in work.grads], inputs)
+        for work in works:
+            self._launch(work, inputs, clip)
         return loss
 
     def _inputs(self) -> StepInputs:
@@ -268,52 +286,43 @@ class FusedOptimizer(torch.optim.Optimizer):
             None,
         )
 
-    def _prepare(
-        self, launch: Launch, inputs: StepInputs
-    ) -> tuple[Sequence[Tensor], list[list[Tensor]], Plan | None]:
-        """Find a launch's gradients, moments and steps, and how its last step ran if that still holds.
-
-        Otherwise the tensors are checked. Nothing is written.
-        """
-        from amp.kernels.tables import Located  # loads Triton
+    def _prepare(self, launch: Launch, inputs: StepInputs) -> Work:
+        """Find the tensors of a launch; those that are not where the last step had them are checked."""
+        from amp.kernels.tables import Located, Whereabouts  # loads Triton
 
         grads = launch.grads(inputs)
-        names = (*self._moments(self.param_groups[launch.index]), "step")
-        known = [[state[name] for state in launch.states if state] for name in names]
-        plan = None
-        if launch.recall is not None and (
+        states = list(map(self.state.get, launch.stepped))
+        names = self._names(self.param_groups[launch.index])
+        whereabouts = plan = None
+        try:
+            kept = [[state[name] for state in states] for name in names]  # type: ignore[index]
+        except (KeyError, TypeError):  # there is no state yet, or not all of it
+            kept = None
+        if kept is not None and (
             isinstance(grads, Located) or {grad.layout for grad in grads} == {torch.strided}
         ):
-            plan = launch.recall.plan(
-                [launch.params, launch.models or launch.lows or (), *known], grads
-            )
+            same = [launch.params, launch.models or launch.lows or (), *kept]
+            whereabouts = Whereabouts.of(same, grads)
+            plan = launch.plan(whereabouts)
         if plan is None:
-            self._check(launch, grads, known[:-1])
-        return grads, known, plan
+            self._check(launch, grads)
+        return Work(launch, grads, kept, whereabouts, plan)
 
-    def _check(
-        self, launch: Launch, grads: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
-    ) -> None:
+    def _names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of what a step takes of the state of a group's parameters."""
+        return (*self._moments(group), "step")
+
+    def _check(self, launch: Launch, grads: Sequence[Tensor]) -> None:
         """Raise if a gradient, or the state, is not what a step takes."""
+        group = self.param_groups[launch.index]
         if self._goes_by_norms and groups_of_shards(launch.stepped):
             sharded = next(p for p in launch.stepped if groups_of_shards([p]))
             raise AmpTypeError(
-                f"{_name(sharded, launch.index, self.param_groups[launch.index])} is a DTensor cut "
-                f"into shards, and {type(self).__name__} steps by the norms of whole tensors"
+                f"{_name(sharded, launch.index, group)} is a DTensor cut into shards, and "
+                f"{type(self).__name__} steps by the norms of whole tensors"
             )
-        dtypes = {self.state_dtype} if self.state_dtype else {p.dtype for p in launch.stepped}
-        if (
-            {grad.dtype for grad in grads} <= SCALABLE
-            and {grad.layout for grad in grads} == {torch.strided}
-            and len(dtypes) == 1
-            and {moment.dtype for of_name in moments for moment in of_name} <= dtypes
-            and {moment.device for of_name in moments[:1] for moment in of_name} <= {grads[0].device}
-            and {grad.device for grad in grads} == {grads[0].device}
-            and {parameter.device for parameter in launch.params} == {grads[0].device}
-        ):
-            return
         for parameter, grad in zip(launch.stepped, grads, strict=True):
-            self._check_gradient(grad, parameter, launch.index, self.param_groups[launch.index])
+            self._check_gradient(grad, parameter, launch.index, group)
 
     def _check_gradient(
         self, grad: Tensor, parameter: Tensor, index: int, group: dict[str, Any]
@@ -329,11 +338,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"the gradient of {_name(parameter, index, group)} is on {grad.device}, and what is "
                 f"stepped on {parameter.device}: the model was moved. Do that before amp.initialize"
             )
-        state = self.state.get(parameter)
-        if not state:
-            return
+        if self.state_dtype and torch.float64 in (parameter.dtype, grad.dtype):
+            raise AmpTypeError(
+                f"{_name(parameter, index, group)} is {parameter.dtype} and its gradient {grad.dtype}: "
+                f"moments in {self.state_dtype} are of float32 at most. Leave state_dtype out"
+            )
+        state = self.state.get(parameter, {})
         for name in self._moments(group):
-            moment = state[name]
+            moment = state.get(name)
+            if moment is None:
+                continue
             if moment.dtype is not (self.state_dtype or parameter.dtype):
                 raise AmpRuntimeError(
                     f"{_name(parameter, index, group)} is {parameter.dtype} and its {name} "
@@ -366,62 +380,53 @@ class FusedOptimizer(torch.optim.Optimizer):
         together = torch.stack([norm.to(norms[0].device) for norm in norms])
         return clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
 
-    def _launch(
-        self,
-        launch: Launch,
-        grads: Sequence[Tensor],
-        known: list[list[Tensor]],
-        plan: Plan | None,
-        inputs: StepInputs,
-        clip: Tensor | None,
-    ) -> None:
-        """Step the parameters of one launch, with what `_prepare` found."""
+    def _launch(self, work: Work, inputs: StepInputs, clip: Tensor | None) -> None:
+        """Step the parameters of one launch."""
         from amp.kernels.stepping import step  # loads Triton
 
+        launch = work.launch
         group = self.param_groups[launch.index]
-        if plan is None:
+        kept = work.kept
+        if kept is None or work.plan is None:
             self._complete(launch, group)
-            known = [
-                [state[name] for state in launch.states] for name in (*self._moments(group), "step")
-            ]
-        *moments, steps = known
+            kept = [[self.state[p][name] for p in launch.stepped] for name in self._names(group)]
+        *moments, steps = kept
         seed = None if self.state_dtype is None else group["seed"] + 4 * launch.index + launch.number
         plan = step(
             *self._formula(group),
             launch.params,
-            grads,
+            work.grads,
             moments,
             steps,
             models=launch.models,
             lows=launch.lows,
-            of_tensor=self._of_tensor(group, grads, launch.states, inputs, clip),
+            of_tensor=self._of_tensor(launch, work.grads, inputs, clip),
             seed=seed,
             inv_scale=inputs.inv_scale,
             clip=clip,
             found_inf=inputs.found_inf,
             maximize=group["maximize"],
-            known=plan,
+            known=work.plan,
         )
-        if launch.recall is not None:
-            launch.recall.keep(plan)
+        launch.keep(plan, work.whereabouts)
 
     def _complete(self, launch: Launch, group: Mapping[str, Any]) -> None:
-        """Make the state of what has none, and move the steps of a loaded one to the device."""
-        launch.states = [self.state[parameter] for parameter in launch.stepped]
-        for state, like in zip(launch.states, launch.params, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=like.device)
-                whole = like.dtype if launch.lows is None else torch.float32
-                for name in self._moments(group):
+        """Make what the state has not, and move the steps of a loaded one to the device."""
+        for parameter, like in zip(launch.stepped, launch.params, strict=True):
+            state = self.state[parameter]
+            whole = like.dtype if launch.lows is None else torch.float32
+            for name in self._moments(group):
+                if name not in state:
                     state[name] = torch.full_like(
                         like,
                         self._first_moment(group),
                         dtype=self.state_dtype or whole,
                         memory_format=torch.preserve_format,
                     )
-                for name in self._scalars(group):
-                    state[name] = torch.zeros_like(state["step"])
-            elif state["step"].device != like.device:
+            for name in ("step", *self._scalars(group)):
+                if name not in state:
+                    state[name] = torch.zeros((), dtype=torch.float32, device=like.device)
+            if state["step"].device != like.device:
                 state["step"] = state["step"].to(like.device, non_blocking=True)
 
 

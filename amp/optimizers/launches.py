@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp.scaledgrads import StepInputs
 
-_PLAIN = {Tensor, nn.Parameter}
+if TYPE_CHECKING:
+    from amp.kernels.tables import Plan, Whereabouts
 
 
 class Launch:
@@ -30,8 +31,6 @@ class Launch:
 
     Attributes:
         params: what the kernel steps: the same, or weights that are masters with their `lows`.
-        states: the state of each, empty where there is none yet.
-        recall: how the last step's plan is found again; None for parameters of a class of their own.
     """
 
     def __init__(
@@ -43,25 +42,35 @@ class Launch:
         lows: list[Tensor] | None,
         sources: list[int] | None,
     ) -> None:
-        from amp.kernels.tables import Recall  # loads Triton
-
         self.index = index
         self.number = number
         self.stepped = stepped
         self.params = stepped if lows is None or models is None else models
         self.models = models if lows is None else None
         self.lows = lows
-        self.sources = sources
-        self.states: list[dict[str, Tensor]] = []
-        self.recall = Recall() if set(map(type, self.params)) <= _PLAIN else None
+        self._sources = sources
+        self._takes_all = sources == list(range(len(stepped)))
+        self._known: tuple[Whereabouts, Plan] | None = None
 
     def grads(self, inputs: StepInputs) -> Sequence[Tensor]:
         """Return the gradients, scaled or not."""
-        if self.sources is None:
+        if self._sources is None:
             return [parameter.grad for parameter in self.stepped]  # type: ignore[misc]
-        if self.sources == list(range(len(inputs.grads))):
+        if self._takes_all and len(self.stepped) == len(inputs.grads):
             return inputs.grads
-        return [inputs.grads[i] for i in self.sources]
+        return [inputs.grads[i] for i in self._sources]
+
+    def plan(self, whereabouts: Whereabouts | None) -> Plan | None:
+        """Return the plan of the last step if all tensors are where they were."""
+        if self._known is None:
+            return None
+        known, plan = self._known
+        return plan if known == whereabouts and plan.is_readable() else None
+
+    def keep(self, plan: Plan, whereabouts: Whereabouts | None) -> None:
+        """Keep the plan of a step."""
+        holds = whereabouts is not None and whereabouts.know_all_of(plan)
+        self._known = (whereabouts, plan) if whereabouts is not None and holds else None
 
 
 class Launches:
@@ -69,32 +78,20 @@ class Launches:
 
     def __init__(self) -> None:
         self._key: object = None
-        self._state_ids: list[int] | None = None
         self._launches: list[Launch] = []
 
-    def of(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[Tensor, dict[str, Tensor]],
-        inputs: StepInputs,
-    ) -> list[Launch]:
-        """Return the launches of one step, with the states that there are. Nothing is written."""
+    def of(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> list[Launch]:
+        """Return the launches of one step. Nothing is written."""
         lists: list[list[Tensor]] = [group["params"] for group in groups]
-        has_own = [
-            [parameter.grad is not None for parameter in params]
-            for params in (lists if len(inputs.stepped) < sum(map(len, lists)) else ())
-        ]
         given = (*lists, inputs.stepped, inputs.models, inputs.lows or ())
-        key = ([list(map(id, tensors)) for tensors in given], inputs.lows is None, has_own)
+        ids = [list(map(id, tensors)) for tensors in given]
+        has_own: list[list[bool]] = []
+        if not set(ids[len(lists)]).issuperset(itertools.chain.from_iterable(ids[: len(lists)])):
+            has_own = [[parameter.grad is not None for parameter in params] for params in lists]
+        key = (ids, inputs.lows is None, has_own)
         if key != self._key:
             self._launches = list(_launches(lists, inputs, has_own))
             self._key = key
-            self._state_ids = None
-        state_ids = list(map(id, state.values()))
-        if state_ids != self._state_ids:
-            for launch in self._launches:
-                launch.states = [state.get(parameter, {}) for parameter in launch.stepped]
-            self._state_ids = state_ids
         return self._launches
 
 

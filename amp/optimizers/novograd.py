@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp.errors import AmpValueError
 from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
+from amp.optimizers.launches import Launch
 from amp.scaledgrads import StepInputs
 
 
@@ -124,12 +125,13 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _of_tensor(
         self,
-        group: Mapping[str, Any],
+        launch: Launch,
         grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
         inputs: StepInputs,
         clip: Tensor | None,
     ) -> Tensor:
+        group = self.param_groups[launch.index]
+        states = [self.state[parameter] for parameter in launch.stepped]
         norms: Tensor = self._norms(grads, group["norm_type"])
         for factor in (inputs.inv_scale, clip):
             if factor is not None:

@@ -36,7 +36,7 @@ def read(text: str) -> dict[str, list[Row]]:
             milliseconds, fraction = float(cells["device µs"]) / 1e3, float(cells["% of copy"]) / 100
         else:
             milliseconds, fraction = float(cells["process ms"]), 1 / float(cells["x of in-place time"])
-        row = Row(f"{cells['by']}", int(cells["B/param"]), milliseconds, fraction)
+        row = Row(cells["by"], int(cells["B/param"]), milliseconds, fraction)
         sets.setdefault(cells["set"], []).append(row)
     return sets
 

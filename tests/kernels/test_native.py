@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +36,66 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "reamp"
     for clear in caches:
         clear()
+
+
+def test_an_interrupted_caller_waits_for_what_it_started() -> None:
+    """Otherwise weights would go on changing, from tables that are gone."""
+    done = []
+
+    def part(first: int, last: int) -> int:
+        if first == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        done.append(first)
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        native._in_threads(part, [(0, 1), (1, 2), (2, 3)])
+    assert sorted(done) == [1, 2]
+
+
+AFTER_THE_MAIN_THREAD = """
+import threading, time, torch
+from amp.kernels import native
+torch.set_num_threads(3)
+def work():
+    threading.main_thread().join()
+    time.sleep(0.2)
+    print(native._in_threads(lambda first, last: last, [(0, 1), (1, 2), (2, 3)]), flush=True)
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_one_can_step() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", AFTER_THE_MAIN_THREAD],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert run.stdout == "[1, 2, 3]\n", run.stderr
+
+
+def test_a_damaged_file_is_compiled_anew(cache: Path) -> None:
+    assert doubled()
+    (file,) = cache.iterdir()
+    file.unlink()
+    file.touch()
+    native.loop.cache_clear()
+    assert doubled()
+    assert file.stat().st_size > 0
+
+
+@pytest.mark.parametrize("compiler", ['"', "/nowhere/cc", "true", "cc -c"])
+def test_a_compiler_that_does_not_work_leaves_nothing_behind(
+    compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with caplog.at_level(logging.WARNING, "amp"):
+        assert native.loop(*DOUBLE) is None
+    assert "no loop could be compiled" in caplog.text
+    assert not list(cache.glob("*.so"))
 
 
 DOUBLE = (("float",), "for (int64_t i = 0; i < length; i++) x0[i] *= 2;")
