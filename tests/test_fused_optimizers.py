@@ -607,7 +607,8 @@ def test_momentum_may_come_later() -> None:
 def test_moments_in_16_bits_are_not_for_float64() -> None:
     net = model(torch.float64)
     optimizer = FusedAdam(net.parameters(), state_dtype=torch.bfloat16)
-    net[0].weight.grad = torch.ones_like(net[0].weight)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
     with pytest.raises(TypeError, match=r"params.* is torch.float64 .* Leave state_dtype out"):
         optimizer.step()
     assert not optimizer.state

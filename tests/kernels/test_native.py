@@ -77,14 +77,17 @@ def test_a_thread_that_outlives_the_main_one_can_step() -> None:
     assert run.stdout == "[1, 2, 3]\n", run.stderr
 
 
-def test_a_damaged_file_is_compiled_anew(cache: Path) -> None:
+def test_a_damaged_file_is_compiled_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doubled()
-    (file,) = cache.iterdir()
-    file.unlink()
-    file.touch()
+    (whole,) = cache.iterdir()
+    damaged = cache.parent / "other" / "reamp" / whole.name
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(damaged.parents[1]))
+    native._cache_folder.cache_clear()
     native.loop.cache_clear()
     assert doubled()
-    assert file.stat().st_size > 0
+    assert damaged.stat().st_size == whole.stat().st_size
 
 
 @pytest.mark.parametrize("compiler", ['"', "/nowhere/cc", "true", "cc -c"])
