@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from amp.compat.run import run
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpValueError, did_you_mean
 from amp.policy import OpPolicy, OpRule, load_policy, resolve, spellings
@@ -24,8 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "op", help="its full name, such as torch.softmax or torch.Tensor.__matmul__"
     )
     explaining.add_argument("--opt-level", default="O1", help="a level, an alias or a YAML profile")
-    arguments = parser.parse_args(argv)
+    commands.add_parser(
+        "run",
+        help="run a script that imports apex, unchanged",
+        usage="reamp run [-h] [--] script.py ... | -m package.module ...",
+    )
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
+        if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
+            run(given[1:])
+            return 0
+        arguments = parser.parse_args(given)
         print(explain(arguments.op, load_profile(arguments.opt_level)))
     except AmpError as error:
         print(f"reamp: {error}", file=sys.stderr)

@@ -37,13 +37,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fp16_utils.loss_scaler", "fp16_utils.util"),
     ("fp16_utils.optimizer",),
     ("fp16_utils",),
-    ("frontend", "cli"),
+    ("frontend", "compat.normalization", "compat.parallel", "compat.alias"),
+    ("compat.state", "compat.run"),
+    ("compat.apex_amp",),
+    ("compat",),
+    ("cli",),
     ("__init__",),
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 FOLDERS = {
     "amp": "",
+    "amp/compat": "compat.",
     "amp/optimizers": "optimizers.",
     "amp/fp16_utils": "fp16_utils.",
     "kernels": "kernels.",

@@ -1,0 +1,6 @@
+"""The names of NVIDIA's apex, for scripts that import them: see `install`, and `python -m amp run`."""
+
+from amp.compat.alias import install as install
+from amp.compat.alias import uninstall as uninstall
+
+__all__ = ["install", "uninstall"]

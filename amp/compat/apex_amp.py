@@ -1,0 +1,65 @@
+"""What `apex.amp` had, as it spelled it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amp import frontend
+from amp.binding import OptimizerBinding
+from amp.compat.state import Stash, _amp_state
+from amp.frontend import load_state_dict, master_params, scale_loss
+from amp.regions import disable_casts
+from amp.registry import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+
+__all__ = [
+    "_amp_state",
+    "bfloat16_function",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]
+
+
+def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Do `amp.initialize`, and give optimizers the private names that apex gave them."""
+    result = frontend.initialize(models, optimizers, *args, **kwargs)
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in given:
+        binding = OptimizerBinding.of(optimizer)
+        if binding is not None:
+            optimizer._amp_stash = Stash(optimizer)
+            optimizer._lazy_init_maybe_master_weights = _nothing
+            optimizer._master_params_to_model_params = binding.write_back
+    return result
+
+
+def state_dict(destination: Any = None) -> Any:
+    """Do `amp.state_dict`; `destination` is written to, if it is given."""
+    state = frontend.state_dict()
+    if destination is None:
+        return state
+    destination.update(state)
+    return destination
+
+
+def _nothing() -> None:
+    """Do nothing: masters are there as soon as `initialize` returns."""

@@ -1,0 +1,120 @@
+"""What `apex.normalization` had: torch's norms, which are fused, by apex's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+]
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`.
+
+    Args:
+        normalized_shape: the last dimensions.
+        eps: added to the variance.
+        elementwise_affine: whether there are a weight and a bias.
+        memory_efficient: accepted for apex's sake.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm`, with arguments as of `FusedLayerNorm`."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """A layer norm whose output has the dtype of its weight, whatever its input's is."""
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **options: Any
+    ) -> None:
+        super().__init__(normalized_shape, eps, True, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the norm of the input, in the weight's dtype."""
+        return F.layer_norm(
+            input.float(), self.normalized_shape, _wide(self.weight), _wide(self.bias), self.eps
+        ).to(self.weight.dtype)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """An RMS norm whose output has the dtype of its weight, whatever its input's is."""
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **options: Any
+    ) -> None:
+        super().__init__(normalized_shape, eps, True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of the input, in the weight's dtype."""
+        wide = F.rms_norm(x.float(), list(self.normalized_shape), _wide(self.weight), self.eps)
+        return wide.to(self.weight.dtype)
+
+
+def fused_layer_norm(input: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6) -> Tensor:
+    """Return the layer norm of an input."""
+    return F.layer_norm(input, list(normalized_shape), None, None, eps)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Sequence[int],
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return the layer norm of an input, times a weight and with a bias."""
+    return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6) -> Tensor:
+    """Return the RMS norm of an input."""
+    return F.rms_norm(input, list(normalized_shape), None, eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Sequence[int],
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return the RMS norm of an input, times a weight."""
+    return F.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.float32)

@@ -1,0 +1,205 @@
+"""What `apex.parallel` had: torch's distributed training by apex's names, and LARC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+
+__all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's, with apex's arguments.
+
+    Args:
+        module: the model, on its device.
+        gradient_average: whether gradients are averaged over the ranks, or summed.
+        allreduce_always_fp32: whether gradients are reduced in float32, whatever their dtype is.
+        **others: apex's `message_size`, `delay_allreduce`, `shared_param`, `allreduce_trigger_params`,
+            `retain_allreduce_buffers`, `num_allreduce_streams`, `allreduce_communicators`,
+            `gradient_predivide_factor` and `prof`, which say when and in what pieces apex reduced, and
+            are not looked at.
+
+    Raises:
+        TypeError: an argument that apex did not have.
+    """
+
+    _IGNORED = frozenset(
+        {
+            *("message_size", "delay_allreduce", "shared_param", "allreduce_trigger_params"),
+            *("retain_allreduce_buffers", "num_allreduce_streams", "allreduce_communicators"),
+            *("gradient_predivide_factor", "gradient_average_split_factor", "prof"),
+        }
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        gradient_average: bool = True,
+        allreduce_always_fp32: bool = False,
+        **others: Any,
+    ) -> None:
+        unknown = others.keys() - self._IGNORED
+        if unknown:
+            raise TypeError(
+                f"apex.parallel.DistributedDataParallel has no argument '{min(unknown)}'; for those of "
+                "torch use torch.nn.parallel.DistributedDataParallel"
+            )
+        super().__init__(module)
+        if not gradient_average or allreduce_always_fp32:
+            world = distributed.get_world_size()
+            divisor = world if gradient_average else 1
+            self.register_comm_hook((divisor, allreduce_always_fp32), _reduce)
+
+
+def _reduce(state: tuple[int, bool], bucket: Any) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over the ranks, in float32 if that is asked for, and divide it."""
+    divisor, in_fp32 = state
+    buffer = bucket.buffer()
+    wide = buffer.float() if in_fp32 else buffer
+    reduced = distributed.all_reduce(wide / divisor, async_op=True)
+    assert reduced is not None
+    return reduced.get_future().then(lambda future: future.value()[0].to(buffer.dtype))  # type: ignore[no-any-return]
+
+
+class Reducer:
+    """Averages over the ranks when it is told to; parameters once, when it is made.
+
+    Args:
+        module_or_grads_list: a model, or a list of gradients.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | list[Tensor]) -> None:
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            for parameter in self.module.parameters():
+                distributed.broadcast(parameter.detach(), 0)
+        else:
+            self.grads = module_or_grads_list
+
+    def reduce(self) -> None:
+        """Average the gradients over the ranks."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        for grad in grads:
+            distributed.all_reduce(grad)
+            grad.div_(distributed.get_world_size())
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's, with apex's arguments.
+
+    Args:
+        num_features: channels.
+        eps: added to the variance.
+        momentum: of the running statistics.
+        affine: whether there are a weight and a bias.
+        track_running_stats: whether there are running statistics.
+        process_group: whose ranks share their statistics.
+        channel_last: accepted for apex's sake; channels are the second dimension.
+        fuse_relu: whether a ReLU comes after it.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        self.fuse_relu = fuse_relu
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized input."""
+        output = super().forward(input)
+        return F.relu(output) if self.fuse_relu else output
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """Return a model whose batch norms share their statistics over the ranks."""
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(module, process_group)  # type: ignore[no-any-return]
+
+
+class LARC:
+    """Layer-wise adaptive rate control: an optimizer around an optimizer.
+
+    The gradient of each parameter, its weight decay included, is multiplied by
+    `trust_coefficient * norm(p) / (norm(gradient) + weight_decay * norm(p) + eps)`, or by that over the
+    rate and at most 1. Source: You, Gitman, Ginsburg 2017.
+
+    Args:
+        optimizer: the optimizer.
+        trust_coefficient: how much of a parameter's norm a step may be.
+        clip: whether the rate is a bound of the adapted one, or is multiplied by it.
+        eps: added to the divisor.
+    """
+
+    def __init__(
+        self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state."""
+        return self.optim.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        return self.optim.param_groups  # type: ignore[no-any-return]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Adapt the gradients and step. The host does not wait for the device."""
+        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
+        try:
+            with torch.no_grad():
+                for group, decay in zip(self.param_groups, decays, strict=True):
+                    if "weight_decay" in group:
+                        group["weight_decay"] = 0.0
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._adapt(parameter, decay, group["lr"])
+            return self.optim.step(*args, **kwargs)
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = decay
+
+    def _adapt(self, parameter: Tensor, decay: float, lr: float) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        of_parameter, of_grad = parameter.norm(), grad.norm()
+        rate = self.trust_coefficient * of_parameter / (of_grad + decay * of_parameter + self.eps)
+        if self.clip:
+            rate = (rate / lr).clamp(max=1.0)
+        adapts = (of_parameter != 0) & (of_grad != 0)
+        adapted = (grad + decay * parameter) * rate
+        grad.copy_(torch.where(adapts, adapted, grad))

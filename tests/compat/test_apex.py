@@ -1,0 +1,212 @@
+"""Scripts written for apex, run without an edit by `python -m amp run`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp
+from amp import compat
+from amp.errors import AmpRuntimeError
+from amp.optimizers import FusedAdam
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: Any, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m amp run`, and expect an exit status."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "amp", "run", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+    assert finished.returncode == status, finished.stderr
+    return finished
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_classifier(level: str) -> None:
+    options = ["--keep-batchnorm-fp32", "True"] if level == "O3" else []
+    scale = ["--loss-scale", "128.0"] if level != "O1" else []
+    lines = run(SCRIPTS / "classify.py", "--opt-level", level, *options, *scale).stdout.splitlines()
+    losses = [line for line in lines if line.startswith("loss")]
+    assert len(losses) == 8
+    assert losses[0].endswith("scale 65536.0" if level == "O1" else "scale 128.0")
+
+
+def test_a_classifier_with_larc_after_two_dashes() -> None:
+    assert run("--", SCRIPTS / "classify.py", "--opt-level", "O2", "--larc").stdout.count("loss") == 8
+
+
+def test_a_classifier_resumes(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    run(SCRIPTS / "classify.py", "--opt-level", "O2", "--save", file)
+    first = torch.load(file, weights_only=True)
+    assert first["amp"]["loss_scaler0"]["unskipped"] == 8
+    resumed = run(SCRIPTS / "classify.py", "--opt-level", "O2", "--resume", file)
+    assert "loss" in resumed.stdout
+
+
+def test_two_processes_train_together() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "amp",
+        "run",
+    ]
+    finished = subprocess.run(
+        [*command, str(SCRIPTS / "classify.py"), "--opt-level", "O2"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    losses = re.findall(r"loss \d\.\d+ scale \d+\.0", finished.stdout)
+    assert len(losses) == 16
+    assert sorted(losses)[::2] == sorted(losses)[1::2]
+
+
+def test_a_gan_with_three_scales() -> None:
+    assert run(SCRIPTS / "gan.py").stdout.startswith("['loss_scaler0', 'loss_scaler1', 'loss_scaler2'")
+
+
+def test_a_language_model_of_fp16_utils() -> None:
+    lines = run(SCRIPTS / "language.py").stdout.splitlines()
+    losses = [float(line.split()[0]) for line in lines]
+    assert losses[-1] < losses[0]
+    assert all(line.endswith("1024.0 False") for line in lines)
+
+
+def test_private_names_that_bert_touched(tmp_path: Path) -> None:
+    assert run(SCRIPTS / "bert.py", tmp_path / "ckpt.pt").stdout.splitlines()[-1] == "resumed at 4096.0"
+
+
+def test_a_module_and_its_arguments(tmp_path: Path) -> None:
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text("import sys, apex.amp; print(sys.argv[1:], __name__)")
+    finished = run("-m", "project.train", "--lr", "1", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert finished.stdout.strip() == "['--lr', '1'] __main__"
+
+
+def test_nothing_to_run_and_parts_that_are_not_here(tmp_path: Path) -> None:
+    assert run(status=2).stderr.startswith("reamp: nothing to run: give script.py or -m")
+    assert run("nowhere.py", status=2).stderr == "reamp: there is no file 'nowhere.py'\n"
+    script = tmp_path / "script.py"
+    script.write_text("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss")
+    assert (
+        "ModuleNotFoundError: 'apex.contrib' is a part of apex that reamp does not have"
+        in run(script, status=1).stderr
+    )
+    script.write_text("import sys; sys.exit(3)")
+    run(script, status=3)
+
+
+@pytest.fixture
+def apex() -> Iterator[ModuleType]:
+    compat.install()
+    yield importlib.import_module("apex")
+    compat.uninstall()
+
+
+def test_it_is_not_there_unless_it_is_asked_for() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'apex'"):
+        importlib.import_module("apex")
+
+
+def test_names_are_ours(apex: Any) -> None:
+    compat.install()
+    assert apex.amp.scale_loss is amp.scale_loss
+    assert apex.optimizers.FusedAdam is FusedAdam
+    assert apex.fp16_utils.FP16_Optimizer is importlib.import_module("amp.fp16_utils").FP16_Optimizer
+    for name in ("LARC", "_amp_state"):  # names of a module, and of what is in it
+        for parent in ("apex.parallel", "apex.amp"):
+            if hasattr(importlib.import_module(parent), name):
+                inner = importlib.import_module(f"{parent}.{name}")
+                assert getattr(inner, name) is getattr(importlib.import_module(parent), name)
+                assert not isinstance(getattr(importlib.import_module(parent), name), ModuleType)
+
+
+def test_the_state_is_that_of_the_session(apex: Any) -> None:
+    with pytest.raises(AmpRuntimeError, match=r"called before amp.initialize"):
+        _ = apex.amp._amp_state.loss_scalers
+    model = nn.Linear(2, 2)
+    model, optimizer = apex.amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", min_loss_scale=2.0, verbosity=0
+    )
+    state = apex.amp._amp_state
+    state.loss_scalers[0]._loss_scale = 32.0
+    state.loss_scalers[0]._unskipped = 7
+    assert apex.amp.state_dict()["loss_scaler0"]["unskipped"] == 7
+    assert amp.loss_scale() == state.loss_scalers[0].loss_scale() == 32.0
+    assert state.loss_scalers[0].dynamic
+    assert (state.min_loss_scale, state.max_loss_scale) == (2.0, 2.0**24)
+    assert state.opt_properties.opt_level == "O2"
+    stash = optimizer._amp_stash
+    assert stash.all_fp16_params == list(model.parameters())
+    assert stash.all_fp32_from_fp16_params == list(amp.master_params(optimizer))
+    assert stash.all_fp32_from_fp32_params == []
+    destination: dict[str, Any] = {}
+    assert apex.amp.state_dict(destination=destination) is destination
+    assert "loss_scaler0" in destination
+
+
+def test_a_real_apex_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("real = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AmpRuntimeError, match=r"compat.install\(replace=True\)"):
+        compat.install()
+    assert importlib.import_module("apex").real
+    compat.install(replace=True)
+    try:
+        assert not hasattr(importlib.import_module("apex"), "real")
+    finally:
+        compat.uninstall()
+    assert importlib.import_module("apex").real
+    del sys.modules["apex"]
+
+
+def test_larc_scales_each_gradient_by_its_layer() -> None:
+    parallel = importlib.import_module("amp.compat.parallel")
+    for clip in (True, False):
+        parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
+        larc = parallel.LARC(torch.optim.SGD([parameter], lr=0.1, weight_decay=0.01), 0.02, clip)
+        parameter.grad = torch.tensor([0.6, 0.8])
+        larc.step()
+        rate = 0.02 * 5 / (1 + 0.01 * 5 + 1e-8)
+        rate = min(rate / 0.1, 1.0) if clip else rate
+        expected = torch.tensor([3.0, 4.0]) - 0.1 * rate * torch.tensor([0.63, 0.84])
+        torch.testing.assert_close(parameter.detach(), expected)
+        assert larc.param_groups[0]["weight_decay"] == 0.01
+
+
+def test_norms() -> None:
+    norms = importlib.import_module("amp.compat.normalization")
+    x = torch.randn(3, 4).half()
+    torch.manual_seed(0)
+    assert torch.equal(norms.FusedLayerNorm(4)(x.float()), nn.LayerNorm(4)(x.float()))
+    assert torch.equal(norms.FusedRMSNorm(4)(x.float()), nn.RMSNorm(4, eps=1e-5)(x.float()))
+    for kind in (norms.MixedFusedLayerNorm, norms.MixedFusedRMSNorm):
+        assert kind(4)(x).dtype is torch.float32
+        assert kind(4).half()(x.float()).dtype is torch.float16
