@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fp16_utils.loss_scaler", "fp16_utils.util"),
     ("fp16_utils.optimizer",),
     ("fp16_utils",),
-    ("frontend", "compat.normalization", "compat.parallel", "compat.alias"),
+    ("frontend", "compat.normalization", "compat.parallel", "compat.alias", "compat.amp_c"),
     ("compat.state", "compat.run"),
     ("compat.apex_amp",),
     ("compat",),

@@ -17,6 +17,7 @@ from types import ModuleType
 from amp.errors import AmpRuntimeError
 
 MODULES: dict[str, str | None] = {
+    "amp_C": "amp.compat.amp_c",
     "apex": None,
     "apex.amp": "amp.compat.apex_amp",
     "apex.amp.amp": "amp.compat.apex_amp",
@@ -27,6 +28,8 @@ MODULES: dict[str, str | None] = {
     "apex.fp16_utils.fp16_optimizer": "amp.fp16_utils",
     "apex.fp16_utils.fp16util": "amp.fp16_utils",
     "apex.fp16_utils.loss_scaler": "amp.fp16_utils",
+    "apex.multi_tensor_apply": "amp.compat.amp_c",
+    "apex.multi_tensor_apply.multi_tensor_apply": "amp.compat.amp_c",
     "apex.normalization": "amp.compat.normalization",
     "apex.normalization.fused_layer_norm": "amp.compat.normalization",
     "apex.optimizers": "amp.optimizers",
@@ -123,5 +126,6 @@ def uninstall() -> None:
 
 
 def _forget_modules() -> None:
-    for name in [name for name in sys.modules if name == "apex" or name.startswith("apex.")]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name in ("apex", "amp_C") or name.startswith("apex."):
+            del sys.modules[name]

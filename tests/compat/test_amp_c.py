@@ -1,0 +1,137 @@
+"""The list kernels of apex, called as scripts called them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp import compat
+from amp.optimizers import FusedLAMB
+
+SHAPES = [(3, 4), (7,), (1,)]
+
+
+@pytest.fixture
+def amp_c() -> Iterator[Any]:
+    compat.install()
+    yield importlib.import_module("amp_C")
+    compat.uninstall()
+
+
+@pytest.fixture
+def applier(amp_c: Any) -> Any:
+    return importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def flag() -> Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def test_scale_and_its_flag(amp_c: Any, applier: Any) -> None:
+    assert applier.available
+    sources, targets, noop = tensors(0, torch.float16), tensors(1), flag()
+    applier(amp_c.multi_tensor_scale, noop, [sources, targets], 0.5)
+    assert all(torch.equal(t, s.float() * 0.5) for s, t in zip(sources, targets, strict=True))
+    assert noop.item() == 0
+    sources[1][3] = torch.inf
+    applier(amp_c.multi_tensor_scale, noop, [sources, targets], 0.5)
+    applier(amp_c.multi_tensor_scale, noop, [tensors(0), targets], 0.5)
+    assert noop.item() == 1  # it is never cleared
+
+
+@pytest.mark.parametrize(
+    ("checked", "bad", "flagged"), [(-1, 0, 1), (-1, 1, 1), (0, 1, 0), (1, 1, 1), (1, 0, 0)]
+)
+def test_axpby(amp_c: Any, applier: Any, checked: int, bad: int, flagged: int) -> None:
+    lists, noop = [tensors(0), tensors(1), tensors(2)], flag()
+    applier(amp_c.multi_tensor_axpby, noop, lists, 2.0, -1.0, checked)
+    for x, y, out in zip(*lists, strict=True):
+        torch.testing.assert_close(out, 2 * x - y)
+    assert noop.item() == 0
+    lists[bad][0][0, 0] = torch.nan
+    applier(amp_c.multi_tensor_axpby, noop, lists, 2.0, -1.0, checked)
+    assert noop.item() == flagged
+
+
+def test_norms(amp_c: Any, applier: Any) -> None:
+    some, noop = tensors(0), flag()
+    total, each = applier(amp_c.multi_tensor_l2norm, noop, [some], True)
+    torch.testing.assert_close(total, torch.cat([t.flatten() for t in some]).norm().reshape(1))
+    torch.testing.assert_close(each, torch.stack([t.norm() for t in some]))
+    total, each = applier(amp_c.multi_tensor_unscale_l2norm, noop, [some], torch.tensor(0.25))
+    torch.testing.assert_close(total, torch.cat([t.flatten() for t in some]).norm().reshape(1) / 4)
+    assert each.shape == (0,)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam(amp_c: Any, applier: Any, mode: int) -> None:
+    params = [nn.Parameter(t) for t in tensors(0)]
+    optimizer_class = torch.optim.AdamW if mode else torch.optim.Adam
+    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.1)
+    ours, m, v = tensors(0), [torch.zeros(s) for s in SHAPES], [torch.zeros(s) for s in SHAPES]
+    for step in range(1, 4):
+        grads = tensors(step)
+        for parameter, grad in zip(params, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+        arguments = (0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.1)
+        applier(amp_c.multi_tensor_adam, flag(), [grads, ours, m, v], *arguments)
+        skips = flag() + 1
+        applier(amp_c.multi_tensor_adam, skips, [grads, ours, m, v], *arguments)
+    for parameter, our in zip(params, ours, strict=True):
+        torch.testing.assert_close(our, parameter.detach())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_with_16_bit_weights(amp_c: Any, applier: Any, nesterov: bool) -> None:
+    params = [nn.Parameter(t) for t in tensors(0)]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+    ours, momenta, halves = tensors(0), [torch.empty(s) for s in SHAPES], tensors(5, torch.float16)
+    for step in range(3):
+        grads = tensors(step + 1)
+        for parameter, grad in zip(params, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+        scaled = [8 * grad for grad in grads]
+        lists = [scaled, ours, momenta, halves]
+        arguments = (0.01, 0.9, 0.0, 0.1, nesterov, step == 0, False, 1 / 8)
+        applier(amp_c.multi_tensor_sgd, flag(), lists, *arguments)
+    for parameter, our, half in zip(params, ours, halves, strict=True):
+        torch.testing.assert_close(our, parameter.detach())
+        assert torch.equal(half, our.half())
+
+
+def test_lamb_is_the_optimizers(amp_c: Any, applier: Any) -> None:
+    params = [nn.Parameter(t) for t in tensors(0)]
+    optimizer = FusedLAMB(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0)
+    ours, m, v = tensors(0), [torch.zeros(s) for s in SHAPES], [torch.zeros(s) for s in SHAPES]
+    for step in range(1, 4):
+        grads = tensors(step)
+        for parameter, grad in zip(params, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+        norm, _ = applier(amp_c.multi_tensor_l2norm, flag(), [grads])
+        arguments = (0.1, 0.9, 0.999, 1e-6, step, 1, 0.1, 1, 1, norm, 1.0, False)
+        applier(amp_c.multi_tensor_lamb, flag(), [grads, ours, m, v], *arguments)
+    for parameter, our in zip(params, ours, strict=True):
+        torch.testing.assert_close(our, parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_scale_with_hysteresis(amp_c: Any) -> None:
+    scale, growth = torch.tensor([16.0]), torch.tensor([0], dtype=torch.int32)
+    left = torch.tensor([2], dtype=torch.int32)
+    trace = []
+    for found in (0.0, 1.0, 1.0, 0.0, 0.0, 1.0):
+        amp_c.update_scale_hysteresis(scale, growth, left, torch.tensor([found]), 2.0, 0.5, 2, 2)
+        trace.append((scale.item(), growth.item(), left.item()))
+    assert trace == [(16, 1, 2), (16, 0, 1), (8, 0, 0), (8, 1, 2), (16, 0, 2), (16, 0, 1)]
