@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from amp.compat.run import run
+from amp.compat.run import runner
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpValueError, did_you_mean
 from amp.policy import OpPolicy, OpRule, load_policy, resolve, spellings
@@ -31,16 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="reamp run [-h] [--] script.py ... | -m package.module ...",
     )
     given = sys.argv[1:] if argv is None else list(argv)
+    script = None
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
-            run(given[1:])
-            return 0
-        arguments = parser.parse_args(given)
-        print(explain(arguments.op, load_profile(arguments.opt_level)))
+            script = runner(given[1:])
+        else:
+            _explain(parser.parse_args(given))
     except AmpError as error:
         print(f"reamp: {error}", file=sys.stderr)
         return 2
+    if script is not None:
+        script()  # its errors are its own
     return 0
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    print(explain(arguments.op, load_profile(arguments.opt_level)))
 
 
 def explain(op: str, properties: Properties) -> str:

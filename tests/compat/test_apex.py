@@ -120,6 +120,17 @@ def test_nothing_to_run_and_parts_that_are_not_here(tmp_path: Path) -> None:
     )
     script.write_text("import sys; sys.exit(3)")
     run(script, status=3)
+    script.write_text("from apex import amp\namp.initialize(1)")
+    error = run(script, status=1).stderr
+    assert "amp.initialize(1)" in error  # the traceback of the script
+    assert "AmpTypeError" in error
+
+
+def test_a_real_apex_stays_out_of_what_is_run(tmp_path: Path) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('real')")
+    (tmp_path / "script.py").write_text("import apex.amp; print(apex.amp.scale_loss.__module__)")
+    assert run(tmp_path / "script.py").stdout == "amp.frontend\n"
 
 
 @pytest.fixture
