@@ -62,18 +62,10 @@ def test_a_classifier_resumes(tmp_path: Path) -> None:
 
 
 def test_two_processes_train_together() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "amp",
-        "run",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["-m", "amp", "run", str(SCRIPTS / "classify.py"), "--opt-level", "O2"]
     finished = subprocess.run(
-        [*command, str(SCRIPTS / "classify.py"), "--opt-level", "O2"],
+        [*torchrun, *options],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
