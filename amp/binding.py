@@ -203,6 +203,7 @@ class OptimizerBinding:
                     parameter.grad = master.grad.to(parameter.dtype)
                 self._masters.release(master)
         self._rekey_state(parameter_of)
+        self._layout = _Layout([], [], [], [], [])
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype
         self.recast_state()

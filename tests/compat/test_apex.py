@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -169,9 +170,16 @@ def test_the_state_is_that_of_the_session(apex: Any) -> None:
     assert stash.all_fp16_params == list(model.parameters())
     assert stash.all_fp32_from_fp16_params == list(amp.master_params(optimizer))
     assert stash.all_fp32_from_fp32_params == []
+    with apex.amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    masters = [weakref.ref(master) for master in stash.all_fp32_from_fp16_params]
     destination: dict[str, Any] = {}
     assert apex.amp.state_dict(destination=destination) is destination
     assert "loss_scaler0" in destination
+    amp.get_session().close()
+    assert stash.all_fp16_params == []
+    assert [master() for master in masters] == [None, None]
 
 
 def test_a_real_apex_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
