@@ -129,7 +129,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         )
         self._begin_iteration()
-        self._skipped: weakref.WeakKeyDictionary[Any, bool | HostCopies]
+        self._skipped: weakref.WeakKeyDictionary[Any, bool | list[Tensor] | HostCopies]
         self._skipped = weakref.WeakKeyDictionary()
 
     def _begin_iteration(self) -> None:
@@ -261,10 +261,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         result = super().step(optimizer, *args, **kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            found = self._found_inf_per_device(optimizer).values()
-            copies = HostCopies()
-            copies.send(torch.stack([x.reshape(()).to(self._scale.device) for x in found]))
-            self._skipped[optimizer] = copies
+            self._skipped[optimizer] = list(self._found_inf_per_device(optimizer).values())
         return result
 
     def _maybe_opt_step(
@@ -279,8 +276,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: that was stepped.
-            wait: for the device, where an optimizer skips there. Otherwise the answer is None until
-                it has come by itself; the host never waits then.
+            wait: for the device, where an optimizer skips there. Otherwise the first call sends for
+                the answer, and it is None until that has come; the host never waits then.
 
         Raises:
             AmpRuntimeError: the optimizer has not been stepped.
@@ -293,6 +290,10 @@ class GradScaler(torch.amp.GradScaler):
                 f"this {type(optimizer).__name__} was not stepped by this GradScaler yet: call "
                 "scaler.step(optimizer) first"
             )
+        if isinstance(skipped, list):  # what was found, still on its devices
+            found, skipped = skipped, HostCopies()
+            skipped.send(torch.stack([x.reshape(()).to(self._scale.device) for x in found]))
+            self._skipped[optimizer] = skipped
         if isinstance(skipped, HostCopies):
             arrived = skipped.arrived(wait)
             if not arrived:

@@ -131,13 +131,14 @@ class LossScaler:
                 )
             if scale.device.type == "cpu" or not self.config.dynamic:
                 scale = scale.item()
-        if not isinstance(scale, Tensor):
+        if isinstance(scale, Tensor):
+            self.scale_on_device.copy_(scale.detach().reshape(()), non_blocking=True)
+        else:
             scale = parse_positive("scale", scale)
             if not self.config.dynamic:
                 self.config = dataclasses.replace(self.config, init=scale)
-            scale = torch.tensor(scale, device="cpu")
+            self.scale_on_device.fill_(scale)
         self.version += 1
-        self.scale_on_device.copy_(scale.detach().reshape(()), non_blocking=True)
         inverse = self.scale_on_device.double().reciprocal()
         self._state[scale_state.INVERSE].copy_(inverse)
 
