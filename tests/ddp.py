@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 import amp.distributed
+from amp.compat import parallel
 from amp.frontend import _Default
 from amp.kernels.l2norm import l2norm
 from amp.optimizers import FusedLAMB, FusedNovoGrad, FusedSGD
@@ -166,6 +167,34 @@ def grad_scaler_with_shards(rank: int) -> None:
         assert scaler.get_scale() == 512.0
 
 
+def ways_of_apex_to_reduce(rank: int) -> None:
+    """Averages, sums, float32 on the way, and a Reducer, of gradients that differ by rank."""
+    for options, expected in (
+        ({}, 1.5),
+        ({"gradient_average": False}, 3.0),
+        ({"allreduce_always_fp32": True}, 1.5),
+        ({"allreduce_always_fp32": True, "gradient_average": False, "delay_allreduce": True}, 3.0),
+    ):
+        model = nn.Linear(2, 1, bias=False).half()
+        ddp = parallel.DistributedDataParallel(model, **options)
+        ddp(torch.full((1, 2), rank + 1.0).half()).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype is torch.float16
+        assert torch.equal(model.weight.grad.float(), torch.full((1, 2), expected)), options
+    torch.manual_seed(rank)
+    model = nn.Linear(2, 1, bias=False)
+    reducer = parallel.Reducer(model)
+    torch.manual_seed(0)
+    assert torch.equal(model.weight, nn.Linear(2, 1, bias=False).weight)
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    reducer.reduce()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 1.5))
+    grads = [torch.full((3,), float(rank))]
+    parallel.Reducer(grads).reduce()
+    assert torch.equal(grads[0], torch.full((3,), 0.5))
+
+
 def norms_of_a_shard_are_not_taken_for_a_tensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for make in (FusedLAMB, FusedNovoGrad):
@@ -222,6 +251,7 @@ def main(rank: int, file: str) -> None:
         _Default.session = None
     overflow_in_one_shard(rank)
     grad_scaler_with_shards(rank)
+    ways_of_apex_to_reduce(rank)
     norms_of_a_shard_are_not_taken_for_a_tensors(rank)
     norms_of_shards(rank)
     wrong_process_group()

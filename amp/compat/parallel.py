@@ -12,53 +12,52 @@ __all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "conve
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's, with apex's arguments.
+    """torch's, with apex's arguments; those about when and in what pieces to reduce are not looked at.
 
     Args:
         module: the model, on its device.
-        gradient_average: whether gradients are averaged over the ranks, or summed.
+        message_size: not looked at.
+        delay_allreduce: likewise.
+        shared_param: likewise.
+        allreduce_trigger_params: likewise.
+        retain_allreduce_buffers: likewise.
         allreduce_always_fp32: whether gradients are reduced in float32, whatever their dtype is.
-        **others: apex's `message_size`, `delay_allreduce`, `shared_param`, `allreduce_trigger_params`,
-            `retain_allreduce_buffers`, `num_allreduce_streams`, `allreduce_communicators`,
-            `gradient_predivide_factor` and `prof`, which say when and in what pieces apex reduced, and
-            are not looked at.
-
-    Raises:
-        TypeError: an argument that apex did not have.
+        num_allreduce_streams: not looked at.
+        allreduce_communicators: likewise.
+        gradient_average: whether gradients are averaged over the ranks, or summed.
+        gradient_predivide_factor: not looked at.
+        gradient_average_split_factor: likewise.
+        prof: likewise.
     """
-
-    _IGNORED = frozenset(
-        {
-            *("message_size", "delay_allreduce", "shared_param", "allreduce_trigger_params"),
-            *("retain_allreduce_buffers", "num_allreduce_streams", "allreduce_communicators"),
-            *("gradient_predivide_factor", "gradient_average_split_factor", "prof"),
-        }
-    )
 
     def __init__(
         self,
         module: nn.Module,
-        *,
-        gradient_average: bool = True,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,
+        allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
-        **others: Any,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: Any = None,
+        prof: bool = False,
     ) -> None:
-        unknown = others.keys() - self._IGNORED
-        if unknown:
-            raise TypeError(
-                f"apex.parallel.DistributedDataParallel has no argument '{min(unknown)}'; for those of "
-                "torch use torch.nn.parallel.DistributedDataParallel"
-            )
         super().__init__(module)
         if not gradient_average or allreduce_always_fp32:
             world = distributed.get_world_size()
             divisor = world if gradient_average else 1
-            self.register_comm_hook((divisor, allreduce_always_fp32), _reduce)
+            # torch compares annotations with classes, and here they are strings: a lambda has none.
+            self.register_comm_hook(
+                None, lambda _, bucket: _reduce(bucket, divisor, allreduce_always_fp32)
+            )
 
 
-def _reduce(state: tuple[int, bool], bucket: Any) -> torch.futures.Future[Tensor]:
+def _reduce(bucket: Any, divisor: int, in_fp32: bool) -> torch.futures.Future[Tensor]:
     """Sum a bucket of gradients over the ranks, in float32 if that is asked for, and divide it."""
-    divisor, in_fp32 = state
     buffer = bucket.buffer()
     wide = buffer.float() if in_fp32 else buffer
     reduced = distributed.all_reduce(wide / divisor, async_op=True)
