@@ -21,6 +21,7 @@ parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
 parser.add_argument("--loss-scale", type=str, default=None)
 parser.add_argument("--larc", action="store_true")
 parser.add_argument("--resume", default="")
+parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--save", default="")
 args = parser.parse_args()
 args.distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -61,16 +62,17 @@ class Prefetcher:
         return torch.randn(12, 1, 6, 6), torch.randint(0, 3, (12,))
 
 
-prefetcher = Prefetcher(8)
-input, target = prefetcher.next()
-while input is not None:
-    loss = F.cross_entropy(model(input), target)
-    optimizer.zero_grad()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    print("loss {:.4f}".format(loss.item()), "scale", amp._amp_state.loss_scalers[0]._loss_scale)
+for epoch in range(args.epochs):
+    prefetcher = Prefetcher(8)
     input, target = prefetcher.next()
+    while input is not None:
+        loss = F.cross_entropy(model(input), target)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        print("loss {:.4f}".format(loss.item()), "scale", amp._amp_state.loss_scalers[0]._loss_scale)
+        input, target = prefetcher.next()
 if args.save:
     torch.save(
         {
