@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("opcast", "modelcast", "checkpoint"),
     ("registry", "modulerules", "binding"),
     ("session", "grad_scaler"),
-    ("fp16_utils.loss_scaler", "fp16_utils.util"),
+    ("fp16_utils.groups", "fp16_utils.loss_scaler", "fp16_utils.util"),
     ("fp16_utils.optimizer",),
     ("fp16_utils",),
     ("frontend", "compat.normalization", "compat.parallel", "compat.alias", "compat.amp_c"),

@@ -21,15 +21,8 @@ __all__ = [
 ]
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`.
-
-    Args:
-        normalized_shape: the last dimensions.
-        eps: added to the variance.
-        elementwise_affine: whether there are a weight and a bias.
-        memory_efficient: accepted for apex's sake.
-    """
+class _Arguments:
+    """apex's arguments of a norm; `memory_efficient` is accepted for its sake."""
 
     def __init__(
         self,
@@ -38,31 +31,20 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine)
+        options: dict[str, Any] = {"eps": eps, "elementwise_affine": elementwise_affine}
+        super().__init__(normalized_shape, **options)  # type: ignore[call-arg]
 
 
-class FusedRMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`, with arguments as of `FusedLayerNorm`."""
+class FusedLayerNorm(_Arguments, nn.LayerNorm):
+    """`torch.nn.LayerNorm`."""
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine)
+
+class FusedRMSNorm(_Arguments, nn.RMSNorm):
+    """`torch.nn.RMSNorm`."""
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
     """A layer norm whose output has the dtype of its weight, whatever its input's is."""
-
-    def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **options: Any
-    ) -> None:
-        super().__init__(normalized_shape, eps, True, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the norm of the input, in the weight's dtype."""
@@ -73,11 +55,6 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 class MixedFusedRMSNorm(FusedRMSNorm):
     """An RMS norm whose output has the dtype of its weight, whatever its input's is."""
-
-    def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **options: Any
-    ) -> None:
-        super().__init__(normalized_shape, eps, True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of the input, in the weight's dtype."""

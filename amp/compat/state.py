@@ -8,6 +8,7 @@ from torch import Tensor
 
 from amp import frontend, scaler
 from amp.binding import OptimizerBinding
+from amp.fp16_utils.groups import MasterGroups
 
 __all__ = ["LossScaler", "_amp_state"]
 
@@ -102,7 +103,7 @@ class AmpState:
 _amp_state = AmpState()
 
 
-class Stash:
+class Stash(MasterGroups):
     """apex's `optimizer._amp_stash`: which parameters of an optimizer are masters of which.
 
     Args:
@@ -114,9 +115,8 @@ class Stash:
         self.lazy_init_called = True
         self.already_patched = False
 
-    def _groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        binding = OptimizerBinding.of(self._optimizer)
-        return [] if binding is None else binding.groups()
+    def _optimizer_of_groups(self) -> Any:
+        return self._optimizer
 
     @property
     def params_have_scaled_gradients(self) -> bool:
@@ -125,36 +125,6 @@ class Stash:
         return binding is not None and binding.is_pending
 
     @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The 16-bit parameters that have a master, by group."""
-        return [[model for _, model in group if model is not None] for group in self._groups()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters."""
-        return [[stepped for stepped, model in group if model is not None] for group in self._groups()]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The others."""
-        return [[stepped for stepped, model in group if model is None] for group in self._groups()]
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """The parameters of `fp16_groups`."""
-        return [parameter for group in self.fp16_groups for parameter in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The parameters of `fp32_from_fp16_groups`."""
-        return [parameter for group in self.fp32_from_fp16_groups for parameter in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The parameters of `fp32_from_fp32_groups`."""
-        return [parameter for group in self.fp32_from_fp32_groups for parameter in group]
-
-    @property
     def all_fp32_params(self) -> list[Tensor]:
-        """The same, by the name that they have without masters."""
+        """The parameters without a master, by the name that they have where none has one."""
         return self.all_fp32_from_fp32_params

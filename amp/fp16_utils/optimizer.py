@@ -6,7 +6,6 @@ at what the session's binding has.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from amp.binding import OptimizerBinding, Pending
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.fp16_utils.groups import MasterGroups
 from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, SavedLossScaler
 from amp.session import Session
 
@@ -27,7 +27,7 @@ _DYNAMIC_ARGUMENTS = {
 }
 
 
-class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801 (apex's name)
+class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's name)
     """An optimizer of 16-bit parameters, which steps FP32 masters of them on scaled gradients.
 
     The model is the caller's to cast; see `network_to_half`. Gradients of several backwards add up,
@@ -120,46 +120,8 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801 (apex's name)
         """Add a group, whose 16-bit parameters get masters."""
         self.optimizer.add_param_group(param_group)
 
-    # Parameters, group by group.
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The trainable 16-bit parameters of each group."""
-        return [[model for _, model in pairs] for pairs in self._pairs()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters of those."""
-        return [[master for master, _ in pairs] for pairs in self._pairs()]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The other trainable parameters of each group."""
-        return [
-            [stepped for stepped, model in group if model is None and stepped.requires_grad]
-            for group in self._binding.groups()
-        ]
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """The parameters of `fp16_groups`."""
-        return list(itertools.chain.from_iterable(self.fp16_groups))
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The parameters of `fp32_from_fp16_groups`."""
-        return list(itertools.chain.from_iterable(self.fp32_from_fp16_groups))
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The parameters of `fp32_from_fp32_groups`."""
-        return list(itertools.chain.from_iterable(self.fp32_from_fp32_groups))
-
-    def _pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
-        return [
-            [(master, model) for master, model in group if model is not None and model.requires_grad]
-            for group in self._binding.groups()
-        ]
+    def _optimizer_of_groups(self) -> Any:
+        return self.optimizer
 
     # A training step.
 
