@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _APEX_MAX_LOSS_SCALE = 2.0**24
-_ARGUMENTS = ("models", "optimizers", "opt_level", "num_losses", "verbosity", "process_group")
+_ARGUMENTS = (
+    *("models", "optimizers", "opt_level", "num_losses", "verbosity", "process_group"),
+    "allow_incoming_model_not_fp32",
+)
 
 
 class _Default:
@@ -53,6 +56,7 @@ def initialize(
     state_dtype: torch.dtype | str | None = None,
     rules: Sequence[Mapping[str, Any] | Rule] | None = None,
     process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
+    allow_incoming_model_not_fp32: bool = False,
     **unknown: Any,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training.
@@ -89,6 +93,8 @@ def initialize(
         rules: a list of `{op: name, cast: dtype}` and `{module: name, cast: dtype}`, on top of the
             profile's; see docs/profiles.md.
         process_group: whose ranks skip a step together; see `amp.Session`.
+        allow_incoming_model_not_fp32: whether a model may hold 16-bit weights already, which are then
+            taken as they are; apex had it in `_amp_state`.
         **unknown: refused, with the nearest name that exists.
 
     Returns:
@@ -102,7 +108,10 @@ def initialize(
     """
     for name in unknown:
         hint = did_you_mean(name, (*_ARGUMENTS, *OVERRIDE_KEYS))
-        raise AmpTypeError(f"initialize() got an unexpected keyword argument '{name}'{hint}")
+        raise AmpTypeError(
+            f"initialize() got an unexpected keyword argument '{name}'"
+            f"{hint or '; leave it out. It takes ' + ', '.join((*_ARGUMENTS, *OVERRIDE_KEYS))}"
+        )
     session = Session(
         opt_level,
         num_losses=num_losses,
@@ -124,7 +133,9 @@ def initialize(
     )
     if _Default.waiting_state is not None:
         session.load_state_dict(_Default.waiting_state)
-    result = session.initialize(models, optimizers)
+    result = session.initialize(
+        models, optimizers, allow_incoming_model_not_fp32=allow_incoming_model_not_fp32
+    )
     _Default.waiting_state = None
     if _Default.session is not None:
         _Default.session.stop_casting_ops()

@@ -64,6 +64,14 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "promote", None)
 
 
+def register_uncast_function(module: Any, name: str) -> None:
+    """Let `module.name` have its arguments as they are, and all that it calls too, whatever was said.
+
+    See `register_half_function` for the arguments.
+    """
+    _register(module, name, "cast", None)
+
+
 def half_function(function: F) -> F:
     """Decorate a function that runs in half precision at O1 and O4; see `register_half_function`."""
     decorated: F = _decorate(function, "half", None)

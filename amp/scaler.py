@@ -84,7 +84,7 @@ class LossScaler:
         self.loss_id = loss_id
         self.process_groups = tuple(process_groups)
         self.version = 0
-        self._state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32)
+        self._state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32, device="cpu")
         self._reports = HostCopies()
         self._warned = False
         self._set(config.start, 0, config.hysteresis)
@@ -243,4 +243,4 @@ class LossScaler:
     def _set(self, scale: float, good: int, left: int, overflows: int = 0) -> None:
         self.version += 1
         values = [scale, 1.0 / scale, good, left, 0.0, overflows]
-        self._state.copy_(torch.tensor(values, dtype=torch.float32))
+        self._state.copy_(torch.tensor(values, dtype=torch.float32, device="cpu"))

@@ -30,6 +30,7 @@ from amp.opcast import OpCaster
 from amp.policy import OpPolicy, load_policy
 from amp.profiles import resolve
 from amp.properties import Overrides, Properties
+from amp.regions import DEVICE_TYPES
 from amp.registry import registered
 from amp.scaler import LossScaler
 
@@ -109,7 +110,9 @@ class Session:
 
     # Set up and tear down.
 
-    def initialize(self, models: Any, optimizers: Any = None) -> Any:
+    def initialize(
+        self, models: Any, optimizers: Any = None, *, allow_incoming_model_not_fp32: bool = False
+    ) -> Any:
         """Prepare models and optimizers for training; see `amp.initialize`.
 
         May be called again, for more models and optimizers of the same session.
@@ -121,7 +124,7 @@ class Session:
         if self.properties.enabled:
             model_list = _as_models(models)
             optimizer_list = _as_optimizers(optimizers)
-            _check_models(model_list, self.properties.cast_model_type)
+            _check_models(model_list, self.properties.cast_model_type, allow_incoming_model_not_fp32)
             _check_unbound(optimizer_list)
             _check_state_dtype(optimizer_list, self.properties.state_dtype)
             self._set_up(model_list, optimizer_list)
@@ -137,7 +140,7 @@ class Session:
                 modelcast.cast_weights(model, self.properties, before)
                 for handle in modelcast.install_hooks(model, self.properties):
                     undo.callback(handle.remove)
-                if self.properties.cast_model_type in LOW_PRECISION:
+                if self.properties.cast_model_type in LOW_PRECISION or self.properties.master_weights:
                     for handle in self._masters.install_state_dict_hooks(model):
                         undo.callback(handle.remove)
             for optimizer in optimizers:
@@ -197,7 +200,11 @@ class Session:
             eps = group.get("eps")
             dtypes = {parameter.dtype for parameter in group["params"]} & LOW_PRECISION
             for dtype in dtypes:
-                if isinstance(eps, float) and eps > 0 and torch.tensor(eps).to(dtype) == 0:
+                if (
+                    isinstance(eps, float)
+                    and eps > 0
+                    and torch.tensor(eps, dtype=dtype, device="cpu") == 0
+                ):
                     self._log(
                         logging.WARNING,
                         "%s has eps=%g, which is 0 in %s: its steps may divide by zero. "
@@ -206,6 +213,11 @@ class Session:
                         eps,
                         dtype,
                     )
+
+    @property
+    def casts_ops(self) -> bool:
+        """Whether this session's functions cast their arguments, here and now."""
+        return self._caster is not None and any(map(self._caster.casts, DEVICE_TYPES))
 
     def stop_casting_ops(self) -> None:
         """Give torch its functions back, and leave models, optimizers and scalers as they are."""
@@ -404,7 +416,7 @@ def _as_list(value: Any, accepts: Any, name: str, kind: str) -> list[Any]:
     return items
 
 
-def _check_models(models: Sequence[nn.Module], dtype: object) -> None:
+def _check_models(models: Sequence[nn.Module], dtype: object, allow_low_precision: bool) -> None:
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for model in models:
         for module in model.modules():
@@ -424,11 +436,12 @@ def _check_models(models: Sequence[nn.Module], dtype: object) -> None:
             ("buffer", model.named_buffers()),
         ):
             for name, tensor in tensors:
-                if tensor.dtype in LOW_PRECISION:
+                if tensor.dtype in LOW_PRECISION and not allow_low_precision:
                     raise AmpRuntimeError(
                         f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
                         "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
-                        "model.float() first, after closing the session that cast it if one did."
+                        "model.float() first, after closing the session that cast it if one did. To "
+                        "start from these values, pass allow_incoming_model_not_fp32=True."
                     )
                 if dtype and nn.parameter.is_lazy(tensor):
                     raise AmpRuntimeError(
@@ -449,7 +462,13 @@ def _check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> 
 
 def _check_unbound(optimizers: Sequence[Any]) -> None:
     for i, optimizer in enumerate(optimizers):
-        if OptimizerBinding.of(optimizer) is not None:
+        binding = OptimizerBinding.of(optimizer)
+        if binding is not None and binding.optimizer is not optimizer:
+            raise AmpRuntimeError(
+                f"optimizers[{i}] ({type(optimizer).__name__}) keeps masters and scales losses itself. "
+                f"Pass the {type(binding.optimizer).__name__} that it was made of to amp.initialize"
+            )
+        if binding is not None:
             raise AmpRuntimeError(
                 f"optimizers[{i}] ({type(optimizer).__name__}) has been through amp.initialize and its "
                 "session is live. Make a new optimizer, or close that session first: "

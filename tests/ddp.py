@@ -169,12 +169,16 @@ def grad_scaler_with_shards(rank: int) -> None:
 
 def ways_of_apex_to_reduce(rank: int) -> None:
     """Averages, sums, float32 on the way, and a Reducer, of gradients that differ by rank."""
-    for options, expected in (
+    ways: list[tuple[dict[str, Any], float]] = [
         ({}, 1.5),
         ({"gradient_average": False}, 3.0),
         ({"allreduce_always_fp32": True}, 1.5),
+        ({"gradient_predivide_factor": 2.0}, 1.5),
+        ({"gradient_predivide_factor": 2.0, "gradient_average": False}, 1.5),
+        ({"gradient_predivide_factor": 2.0**17, "allreduce_always_fp32": True}, 1.5),
         ({"allreduce_always_fp32": True, "gradient_average": False, "delay_allreduce": True}, 3.0),
-    ):
+    ]
+    for options, expected in ways:
         model = nn.Linear(2, 1, bias=False).half()
         ddp = parallel.DistributedDataParallel(model, **options)
         ddp(torch.full((1, 2), rank + 1.0).half()).sum().backward()

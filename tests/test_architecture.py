@@ -37,8 +37,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fp16_utils.groups", "fp16_utils.loss_scaler", "fp16_utils.util"),
     ("fp16_utils.optimizer",),
     ("fp16_utils",),
-    ("frontend", "compat.normalization", "compat.parallel", "compat.alias", "compat.amp_c"),
-    ("compat.state", "compat.run"),
+    (
+        *("frontend", "compat.normalization", "compat.parallel", "compat.alias", "compat.amp_c"),
+        "compat.lists.tables",
+    ),
+    (
+        *("compat.state", "compat.run", "compat.lists.functional_overrides"),
+        *("compat.lists.tensor_overrides", "compat.lists.torch_overrides"),
+    ),
+    ("compat.lists",),
+    ("compat.handle",),
     ("compat.apex_amp",),
     ("compat",),
     ("cli",),
@@ -49,6 +57,7 @@ LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 FOLDERS = {
     "amp": "",
     "amp/compat": "compat.",
+    "amp/compat/lists": "compat.lists.",
     "amp/optimizers": "optimizers.",
     "amp/fp16_utils": "fp16_utils.",
     "kernels": "kernels.",
@@ -69,9 +78,9 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import"
             assert node.module is not None
-            package = node.module in ("amp", "amp.kernels")
-            inside = [f"{node.module}.{alias.name}" for alias in node.names] if package else []
-            names |= set(inside) or {node.module}
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            known = {name for name in inside if name.removeprefix("amp.") in LAYER_OF}
+            names |= inside if node.module == "amp" else known or {node.module}
     return names
 
 

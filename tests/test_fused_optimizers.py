@@ -326,6 +326,8 @@ def test_hyper_parameters_that_make_no_sense(options: dict[str, Any], message: s
 def test_sgd_says_what_it_needs() -> None:
     with pytest.raises(TypeError, match=r"needs a learning rate: FusedSGD\(params, lr=0.1\)"):
         FusedSGD(model().parameters())
+    group = {"params": model().parameters(), "lr": LR}
+    assert FusedSGD([group]).param_groups[0]["lr"] == LR
     with pytest.raises(ValueError, match="nesterov=True with momentum=0.0 and dampening=0.0: it needs"):
         FusedSGD(model().parameters(), lr=LR, nesterov=True)
     with pytest.raises(ValueError, match="dampening=2 must be"):

@@ -185,6 +185,33 @@ def test_a_half_buffer_is_named() -> None:
         amp.initialize(model, opt_level="O1")
 
 
+@pytest.mark.parametrize("cast", [None, False])
+@pytest.mark.parametrize("masters", [True, "split16"])
+def test_a_model_that_is_half_already_where_that_is_allowed(cast: Any, masters: Any) -> None:
+    model = linear().half()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = sgd(model)
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level="O2",
+        cast_model_type=cast,
+        master_weights=masters,
+        allow_incoming_model_not_fp32=True,
+        loss_scale=128.0,
+    )
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    for value, master in zip(before, model.state_dict().values(), strict=True):
+        assert torch.equal(master, value.float())
+    loss = torch.stack([p.float().sum() for p in model.parameters()]).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    for value, master in zip(before, model.state_dict().values(), strict=True):
+        assert torch.equal(master, value.float() - optimizer.param_groups[0]["lr"])
+
+
 def test_a_lazy_model_is_refused_until_it_has_weights() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: lazy modules are new

@@ -23,6 +23,12 @@ MODULES: dict[str, str | None] = {
     "apex.amp.amp": "amp.compat.apex_amp",
     "apex.amp.frontend": "amp.compat.apex_amp",
     "apex.amp._amp_state": "amp.compat.state",
+    "apex.amp.handle": "amp.compat.handle",
+    "apex.amp.lists": "amp.compat.lists",
+    "apex.amp.lists.functional_overrides": "amp.compat.lists.functional_overrides",
+    "apex.amp.lists.tensor_overrides": "amp.compat.lists.tensor_overrides",
+    "apex.amp.lists.torch_overrides": "amp.compat.lists.torch_overrides",
+    "apex.amp.opt": "amp.compat.handle",
     "apex.amp.scaler": "amp.compat.state",
     "apex.fp16_utils": "amp.fp16_utils",
     "apex.fp16_utils.fp16_optimizer": "amp.fp16_utils",
@@ -50,9 +56,15 @@ REPLACEMENTS = {
     "apex.RNN": "torch.nn.RNN, LSTM and GRU",
     "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
     "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.group_norm": "torch.nn.GroupNorm",
+    "apex.contrib.groupbn": "torch.nn.BatchNorm2d",
+    "apex.contrib.layer_norm": "torch.nn.LayerNorm",
     "apex.contrib.multihead_attn": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.optimizers": "amp.optimizers",
     "apex.contrib.xentropy": "torch.nn.functional.cross_entropy",
+    "apex.fused_dense": "torch.nn.Linear",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and an activation",
+    "apex.optimizers.FusedMixedPrecisionLamb": "amp.optimizers.FusedLAMB at O2 or O5",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "Megatron-LM's own megatron.core",
@@ -70,10 +82,9 @@ class _Finder(MetaPathFinder, Loader):
             is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
             return ModuleSpec(fullname, self, origin="reamp", is_package=is_package)
         if fullname.startswith("apex."):
-            part = max((p for p in REPLACEMENTS if f"{fullname}.".startswith(f"{p}.")), default=None)
-            use = f"; use {REPLACEMENTS[part]} instead" if part else ""
+            # Without a `name`, which would let `from apex import part` pass over this and its advice.
             raise ModuleNotFoundError(
-                f"'{fullname}' is a part of apex that reamp does not have{use}", name=fullname
+                f"'{fullname}' is a part of apex that reamp does not have{_advice(fullname)}"
             )
         return None
 
@@ -91,6 +102,15 @@ class _Finder(MetaPathFinder, Loader):
             vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("__")})
             module.__doc__ = ours.__doc__
             vars(module)["__all__"] = ours.__all__
+
+
+def _advice(name: str) -> str:
+    """Return what to use for a part of apex that is not here, or for the parts of it."""
+    for part, replacement in REPLACEMENTS.items():
+        if f"{name}.".startswith(f"{part}."):
+            return f"; use {replacement} instead"
+    inside = [f"{p}, {r}" for p, r in REPLACEMENTS.items() if p.startswith(f"{name}.")]
+    return f"; use instead of {'; of '.join(inside)}" if inside else ""
 
 
 _FINDER = _Finder()

@@ -7,13 +7,14 @@ host does not wait for the device on GPUs with Triton.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp.properties import LARGEST_SCALE, SMALLEST_SCALE
+from amp.properties import SMALLEST_SCALE
 
 __all__ = [
     "MultiTensorApply",
@@ -233,7 +234,10 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Move a scale and its counts, each a tensor of one element, and return the scale."""
+    """Move a scale and its counts, each a tensor of one element, and return the scale.
+
+    As apex's it does not grow to inf, and it falls to 0 instead of a denormal number.
+    """
     from amp.kernels import scale_state
     from amp.kernels.update_scale import update_scale  # loads Triton
 
@@ -252,9 +256,12 @@ def update_scale_hysteresis(
         growth_interval=growth_interval,
         hysteresis=hysteresis,
         reset_each_step=True,
-        floor=SMALLEST_SCALE,
-        ceiling=LARGEST_SCALE,
+        floor=0.0,
+        ceiling=math.inf,
     )
+    scale = state[scale_state.SCALE]
+    scale.copy_(torch.where(scale.isinf(), current_scale.reshape(()), scale))
+    scale.mul_(scale >= SMALLEST_SCALE)
     for at, part in parts.items():
         part.copy_(state[at].reshape(part.shape))
     return current_scale

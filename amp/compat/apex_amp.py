@@ -6,6 +6,8 @@ from typing import Any
 
 from amp import frontend
 from amp.binding import OptimizerBinding
+from amp.compat import lists
+from amp.compat.handle import AmpHandle, init
 from amp.compat.state import Stash, _amp_state
 from amp.frontend import load_state_dict, master_params, scale_loss
 from amp.regions import disable_casts
@@ -26,6 +28,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "init",
     "initialize",
     "load_state_dict",
     "master_params",
@@ -41,7 +44,12 @@ __all__ = [
 
 def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Do `amp.initialize`, and give optimizers the private names that apex gave them."""
+    lists.heed()
+    kwargs.setdefault("allow_incoming_model_not_fp32", _amp_state.allow_incoming_model_not_fp32)
     result = frontend.initialize(models, optimizers, *args, **kwargs)
+    session = frontend.get_session()
+    if session.properties.patch_torch_functions:
+        _amp_state.handle = AmpHandle(session)
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in given:
         binding = OptimizerBinding.of(optimizer)
@@ -53,8 +61,12 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
 
 
 def state_dict(destination: Any = None) -> Any:
-    """Do `amp.state_dict`; `destination` is written to, if it is given."""
+    """Do `amp.state_dict`, with an entry for each loss scaler alone, as scripts expect it.
+
+    It is written to `destination`, if that is given.
+    """
     state = frontend.state_dict()
+    state.pop("opt_level", None)
     if destination is None:
         return state
     destination.update(state)

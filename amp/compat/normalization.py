@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from amp.errors import AmpRuntimeError
+
 __all__ = [
     "FusedLayerNorm",
     "FusedRMSNorm",
@@ -43,7 +45,27 @@ class FusedRMSNorm(_Arguments, nn.RMSNorm):
     """`torch.nn.RMSNorm`."""
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _Mixed:
+    """A norm whose output has the dtype of its weight, whatever its input's is: it needs a weight."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        if not elementwise_affine:
+            raise AmpRuntimeError(
+                f"{type(self).__name__} gives its output the dtype of its weight, and with "
+                "elementwise_affine=False there is none. Use "
+                f"{type(self).__name__.removeprefix('Mixed')}"
+            )
+        super().__init__(normalized_shape, eps, True, memory_efficient)  # type: ignore[call-arg]
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """A layer norm whose output has the dtype of its weight, whatever its input's is."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -53,7 +75,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         ).to(self.weight.dtype)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """An RMS norm whose output has the dtype of its weight, whatever its input's is."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ __all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "conve
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's, with apex's arguments; those about when and in what pieces to reduce are not looked at.
 
+    The gradients of the ranks are divided by `gradient_predivide_factor`, summed, and multiplied by
+    that factor over the number of ranks.
+
     Args:
         module: the model, on its device.
         message_size: not looked at.
@@ -24,9 +27,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         allreduce_always_fp32: whether gradients are reduced in float32, whatever their dtype is.
         num_allreduce_streams: not looked at.
         allreduce_communicators: likewise.
-        gradient_average: whether gradients are averaged over the ranks, or summed.
-        gradient_predivide_factor: not looked at.
-        gradient_average_split_factor: likewise.
+        gradient_average: whether the sum is multiplied so.
+        gradient_predivide_factor: what gradients are divided by before they are summed.
+        gradient_average_split_factor: not looked at.
         prof: likewise.
     """
 
@@ -47,22 +50,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         prof: bool = False,
     ) -> None:
         super().__init__(module)
-        if not gradient_average or allreduce_always_fp32:
+        if not gradient_average or allreduce_always_fp32 or gradient_predivide_factor != 1:
+            before = 1 / gradient_predivide_factor
             world = distributed.get_world_size()
-            divisor = world if gradient_average else 1
+            after = gradient_predivide_factor / world if gradient_average else 1.0
             # torch compares annotations with classes, and here they are strings: a lambda has none.
             self.register_comm_hook(
-                None, lambda _, bucket: _reduce(bucket, divisor, allreduce_always_fp32)
+                None, lambda _, bucket: _reduce(bucket, before, after, allreduce_always_fp32)
             )
 
 
-def _reduce(bucket: Any, divisor: int, in_fp32: bool) -> torch.futures.Future[Tensor]:
-    """Sum a bucket of gradients over the ranks, in float32 if that is asked for, and divide it."""
+def _reduce(bucket: Any, before: float, after: float, in_fp32: bool) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over the ranks, multiplied before and after, perhaps in float32."""
     buffer = bucket.buffer()
     wide = buffer.float() if in_fp32 else buffer
-    reduced = distributed.all_reduce(wide / divisor, async_op=True)
+    reduced = distributed.all_reduce(wide * before, async_op=True)
     assert reduced is not None
-    return reduced.get_future().then(lambda future: future.value()[0].to(buffer.dtype))  # type: ignore[no-any-return]
+    return reduced.get_future().then(  # type: ignore[no-any-return]
+        lambda future: (future.value()[0] * after).to(buffer.dtype)
+    )
 
 
 class Reducer:

@@ -2,30 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp import frontend, scaler
 from amp.binding import OptimizerBinding
 from amp.fp16_utils.groups import MasterGroups
+from amp.properties import LossScaling
 
 __all__ = ["LossScaler", "_amp_state"]
 
 
 class LossScaler:
-    """apex's `amp.scaler.LossScaler`, as a face of one of the session's.
+    """apex's `amp.scaler.LossScaler`, a face of ours: alone, or one of the session's.
 
     Args:
-        ours: the scaler.
+        loss_scale: "dynamic", or the scale.
+        init_scale: the first scale of a dynamic one.
+        scale_factor: what the scale is multiplied or divided by.
+        scale_window: good updates in a row before the scale grows.
+        min_loss_scale: the floor.
+        max_loss_scale: the ceiling.
+
+    Raises:
+        AmpValueError: a number that is not in its range.
     """
 
-    def __init__(self, ours: scaler.LossScaler) -> None:
-        self._ours = ours
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        dynamic = loss_scale == "dynamic"
+        config = LossScaling(
+            mode="dynamic" if dynamic else "static",
+            init=init_scale if dynamic else float(loss_scale),
+            growth_factor=scale_factor,
+            backoff_factor=1 / scale_factor,
+            growth_interval=scale_window,
+            min=min_loss_scale,
+            max=max_loss_scale,
+        )
+        self._ours = scaler.LossScaler(config)
+
+    @classmethod
+    def of(cls, ours: scaler.LossScaler) -> LossScaler:
+        """Return the face of a scaler."""
+        face = cls.__new__(cls)
+        face._ours = ours
+        return face
 
     def loss_scale(self) -> float:
         """Return the scale. The host waits for the device."""
         return self._ours.loss_scale()
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: float = 1.0,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write `model_grads / scale` to `master_grads`, and look for overflows. No host sync."""
+        from amp.kernels.unscale import unscale  # loads Triton
+
+        scale = self._ours.snapshot().inv_scale
+        if scale_override is not None:
+            scale = torch.full_like(scale, 1 / scale_override)
+        unscale(model_grads, master_grads, scale, self._ours.found_inf)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write `model_grads / scale + stashed_master_grads` to `master_grads`. No host sync.
+
+        `scale_override` has the scales of the first two and of the result; overflows are looked for in
+        `model_grads`.
+        """
+        from amp.kernels.axpby import axpby  # loads Triton
+
+        a: float | Tensor = self._ours.snapshot().inv_scale
+        b = 1.0
+        if scale_override is not None:
+            of_new, of_stashed, of_result = scale_override
+            a, b = of_result / of_new, of_result / of_stashed
+        axpby(
+            *(a, model_grads, b, stashed_master_grads, master_grads, self._ours.found_inf),
+            check="x",
+        )
+
+    def clear_overflow_state(self) -> None:
+        """Forget an overflow that no update has seen."""
+        if self._ours.found_inf is not None:
+            self._ours.found_inf.zero_()
+
+    def update_scale(self) -> bool:
+        """Move the scale, and return whether to skip the step. The host waits for the device."""
+        verdict = self._ours.verdict()
+        self._ours.update()
+        return verdict is not None and verdict.overflowed
 
     @property
     def _loss_scale(self) -> float:
@@ -50,6 +137,11 @@ class LossScaler:
         return self._ours.config.dynamic
 
     @property
+    def _has_overflow(self) -> bool:
+        found_inf = self._ours.found_inf
+        return found_inf is not None and found_inf.item() > 0
+
+    @property
     def _min_loss_scale(self) -> float | None:
         return self._ours.config.min
 
@@ -67,9 +159,12 @@ class AmpState:
 
     Attributes:
         hard_override: kept, and not looked at.
-        allow_incoming_model_not_fp32: likewise.
-        verbosity: likewise.
+        allow_incoming_model_not_fp32: whether models may hold 16-bit weights already.
+        verbosity: kept, and not looked at.
+        handle: on the functions that the last `initialize` or `init` let cast, if one did.
     """
+
+    handle: Any
 
     def __init__(self) -> None:
         self.hard_override = False
@@ -84,7 +179,7 @@ class AmpState:
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """The scalers of the default session."""
-        return [LossScaler(ours) for ours in self._session().scalers]
+        return [LossScaler.of(ours) for ours in self._session().scalers]
 
     @property
     def min_loss_scale(self) -> float | None:

@@ -218,14 +218,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 missing = {name for name in names if entry.get(name) is None}
                 if missing:
                     raise self._is_foreign(f"the state of parameter {key}", missing, entry)
-                entry["step"] = torch.as_tensor(entry["step"], dtype=torch.float32)
+                entry["step"] = _as_tensor(entry["step"])
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         super().load_state_dict(state_dict)
         for loaded, group in zip(self.param_groups, groups, strict=True):
             for parameter, key in zip(loaded["params"], group["params"], strict=True):
                 for name in self._scalars(group) if key in state else ():  # torch has cast it
-                    scalar = torch.as_tensor(state[key][name], dtype=torch.float32)
+                    scalar = _as_tensor(state[key][name])
                     self.state[parameter][name] = scalar.to(parameter.device, copy=True)
         self._cast_moments()
 
@@ -428,6 +428,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                     state[name] = torch.zeros((), dtype=torch.float32, device=like.device)
             if state["step"].device != like.device:
                 state["step"] = state["step"].to(like.device, non_blocking=True)
+
+
+def _as_tensor(number: Any) -> Tensor:
+    """Return a number as a float32 tensor, on the CPU if it is on no device."""
+    if isinstance(number, Tensor):
+        return number.to(torch.float32)
+    return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 
 def _name(parameter: Tensor, index: int, group: dict[str, Any]) -> str:

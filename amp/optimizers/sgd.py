@@ -20,7 +20,7 @@ class FusedSGD(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups of them.
-        lr: the learning rate, required.
+        lr: the learning rate, required unless each group has one.
         momentum: how much of the momentum is kept at each step; 0 keeps none.
         dampening: how much of a gradient does not enter the momentum.
         weight_decay: how much of the parameter is added to the gradient.
@@ -34,7 +34,7 @@ class FusedSGD(FusedOptimizer):
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range, or they do not fit together.
-        AmpTypeError: there is no `lr`.
+        AmpTypeError: there is no `lr` for a group.
     """
 
     _required = frozenset({"params", "lr", "momentum", "dampening", "nesterov", "weight_decay"})
@@ -55,8 +55,6 @@ class FusedSGD(FusedOptimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if lr is None:
-            raise AmpTypeError("FusedSGD needs a learning rate: FusedSGD(params, lr=0.1)")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -71,6 +69,8 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
+        if group["lr"] is None:
+            raise AmpTypeError("FusedSGD needs a learning rate: FusedSGD(params, lr=0.1)")
         for name in ("lr", "momentum", "dampening", "weight_decay"):
             check_range(name, group[name])
         dampening = group["dampening"]

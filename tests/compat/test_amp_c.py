@@ -135,3 +135,12 @@ def test_the_scale_with_hysteresis(amp_c: Any) -> None:
         amp_c.update_scale_hysteresis(scale, growth, left, torch.tensor([found]), 2.0, 0.5, 2, 2)
         trace.append((scale.item(), growth.item(), left.item()))
     assert trace == [(16, 1, 2), (16, 0, 1), (8, 0, 0), (8, 1, 2), (16, 0, 2), (16, 0, 1)]
+
+
+@pytest.mark.parametrize(("found", "start", "end"), [(1.0, 2.0**-125, 0.0), (0.0, 2.0**126, 2.0**127)])
+def test_the_scale_at_the_ends_of_float32(amp_c: Any, found: float, start: float, end: float) -> None:
+    scale, growth = torch.tensor([start]), torch.tensor([0], dtype=torch.int32)
+    left = torch.tensor([1], dtype=torch.int32)
+    for _ in range(3):
+        amp_c.update_scale_hysteresis(scale, growth, left, torch.tensor([found]), 2.0, 0.5, 1, 1)
+    assert scale.item() == end

@@ -110,8 +110,8 @@ def test_nothing_to_run_and_parts_that_are_not_here(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss")
     assert (
-        "ModuleNotFoundError: 'apex.contrib' is a part of apex that reamp does not have"
-        in run(script, status=1).stderr
+        "ModuleNotFoundError: 'apex.contrib' is a part of apex that reamp does not have; use instead "
+        "of apex.contrib.clip_grad, torch.nn.utils.clip_grad_norm_; of" in run(script, status=1).stderr
     )
     script.write_text("import sys; sys.exit(3)")
     run(script, status=3)
@@ -184,6 +184,57 @@ def test_the_state_is_that_of_the_session(apex: Any) -> None:
     assert [master() for master in masters] == [None, None]
 
 
+def test_missing_parts_say_what_to_use(apex: Any) -> None:
+    for statement, message in (
+        ("from apex import pyprof", "'apex.pyprof' .* use torch.profiler instead"),
+        ("from apex.optimizers import FusedMixedPrecisionLamb", "use amp.optimizers.FusedLAMB at O2"),
+        ("import apex.RNN", "use torch.nn.RNN, LSTM and GRU instead"),
+        (
+            "from apex.amp import scale_los",
+            "'apex.amp.scale_los' is a part of apex that reamp does not",
+        ),
+    ):
+        with pytest.raises(ImportError, match=message):
+            exec(statement)
+
+
+def test_a_loss_scaler_of_its_own(apex: Any) -> None:
+    scaler = importlib.import_module("apex.amp.scaler").LossScaler(
+        "dynamic", init_scale=8.0, scale_window=2, min_loss_scale=4.0, max_loss_scale=16.0
+    )
+    grads, masters = [torch.full((3,), 8.0).half()], [torch.zeros(3)]
+    scales = []
+    for bad in (False, False, False, False, True, True, True):
+        grads[0][0] = torch.inf if bad else 8.0
+        scaler.clear_overflow_state()
+        scaler.unscale(grads, masters, scaler.loss_scale())
+        assert masters[0][1] == 8.0 / scaler.loss_scale()
+        assert scaler._has_overflow == bad
+        assert scaler.update_scale() == bad
+        scales.append(scaler.loss_scale())
+    assert scales == [8.0, 16.0, 16.0, 16.0, 8.0, 4.0, 4.0]
+    scaler.unscale_with_stashed(grads, [torch.ones(3)], masters)
+    assert masters[0].tolist() == [torch.inf, 3.0, 3.0]
+    scaler.unscale_with_stashed(grads, [torch.ones(3)], masters, scale_override=(8.0, 0.5, 1.0))
+    assert masters[0].tolist() == [torch.inf, 3.0, 3.0]
+    static = importlib.import_module("apex.amp.scaler").LossScaler(128.0)
+    static.unscale(grads, masters, 1.0, scale_override=2.0)
+    assert masters[0].tolist() == [torch.inf, 4.0, 4.0]
+    assert not static.update_scale()
+    assert (static.loss_scale(), static._unskipped, static._has_overflow) == (128.0, 1, False)
+
+
+def test_what_initialize_does_not_take(apex: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match="argument 'combine_grad'; leave it out. It takes models, opt"):
+        apex.amp.initialize(model, optimizer, combine_grad=True)
+    wrapper = apex.fp16_utils.FP16_Optimizer(optimizer, verbose=False)
+    with pytest.raises(RuntimeError, match="Pass the SGD that it was made of to amp.initialize"):
+        apex.amp.initialize(model, wrapper)
+    assert apex.amp.initialize(nn.Linear(2, 2), [], verbosity=0)[1] == []
+
+
 def test_a_real_apex_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("real = True")
@@ -229,6 +280,8 @@ def test_norms() -> None:
     torch.manual_seed(0)
     assert torch.equal(norms.FusedLayerNorm(4)(x.float()), nn.LayerNorm(4)(x.float()))
     assert torch.equal(norms.FusedRMSNorm(4)(x.float()), nn.RMSNorm(4, eps=1e-5)(x.float()))
+    with pytest.raises(RuntimeError, match=r"there is none. Use FusedRMSNorm"):
+        norms.MixedFusedRMSNorm(4, elementwise_affine=False)
     for kind in (norms.MixedFusedLayerNorm, norms.MixedFusedRMSNorm):
         assert kind(4)(x).dtype is torch.float32
         assert kind(4).half()(x.float()).dtype is torch.float16

@@ -1,0 +1,185 @@
+"""apex's first API: `amp.init`, the handle that it returns, and optimizers that it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from amp.compat import lists
+from amp.compat.state import _amp_state
+from amp.errors import AmpNotImplementedError, AmpRuntimeError
+from amp.regions import disable_casts
+from amp.session import Session
+
+__all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
+
+_LEVELS = {torch.float16: "O1", torch.bfloat16: "O4"}
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> AmpHandle | NoOpHandle:
+    """Let torch's functions cast their arguments in this process, without a model.
+
+    Args:
+        enabled: False does nothing.
+        loss_scale: the scale of the optimizers that the handle wraps.
+        enable_caching: not looked at: casts of weights are kept for one forward, where there is one.
+        verbose: kept, and not looked at.
+        allow_banned: whether functions that refuse half arguments run in FP32 instead.
+        patch_type: what is cast to, float16 or bfloat16, as in ROCm's apex.
+
+    Returns:
+        What gives the functions back, by `_deactivate()`. `_amp_state.handle` is it too.
+
+    Raises:
+        AmpRuntimeError: another `patch_type`.
+    """
+    if not enabled:
+        return NoOpHandle()
+    if patch_type not in _LEVELS:
+        raise AmpRuntimeError(f"patch_type={patch_type!r} is not one of torch.float16, torch.bfloat16")
+    allowed = [
+        {"op": f"torch.nn.functional.{name}", "cast": torch.float32}
+        for name, _ in lists.functional_overrides.BANNED_FUNCS
+        if allow_banned
+    ]
+    lists.heed()
+    session = Session(_LEVELS[patch_type], loss_scale=loss_scale, verbosity=0, rules=allowed)
+    session.initialize(None)
+    handle = AmpHandle(session, enable_caching, verbose)
+    _amp_state.handle = handle
+    return handle
+
+
+class AmpHandle:
+    """apex's handle on the functions that cast.
+
+    Args:
+        session: whose functions they are.
+        enable_caching: what `has_cache` says.
+        verbose: what `verbose` says.
+    """
+
+    def __init__(self, session: Session, enable_caching: bool = True, verbose: bool = False) -> None:
+        self._session = session
+        self.has_cache = enable_caching
+        self.verbose = verbose
+
+    def is_active(self) -> bool:
+        """Whether functions cast, here and now."""
+        return self._session.casts_ops
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
+        """Raise: apex took this away in 2019."""
+        raise AmpRuntimeError(
+            "amp_handle.scale_loss is of apex's first API. Use amp.initialize and amp.scale_loss, or "
+            "optimizer = amp_handle.wrap_optimizer(optimizer) and optimizer.scale_loss(loss)"
+        )
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return the optimizer with a `scale_loss` of its own, and a scale for each of `num_loss`."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        """Nothing: torch keeps the casts of weights, for the forward that they are made in."""
+        return {}
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Forget the casts of weights."""
+        torch.clear_autocast_cache()
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    _disable_casts = staticmethod(disable_casts)
+
+    def _deactivate(self) -> None:
+        self._session.stop_casting_ops()
+
+
+class NoOpHandle:
+    """What `init(enabled=False)` returns: nothing is cast, and nothing is scaled."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Return False."""
+        return False
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yield the loss."""
+        yield loss
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return the optimizer with a `scale_loss` that yields the loss."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    _disable_casts = staticmethod(disable_casts)
+
+    def _clear_cache(self) -> None:
+        """Do nothing."""
+
+    def _deactivate(self) -> None:
+        """Do nothing."""
+
+
+class OptimWrapper:
+    """An optimizer with a `scale_loss` of its own.
+
+    Each call of it between two steps is for the next loss. Everything else is the optimizer's.
+
+    Args:
+        optimizer: the optimizer.
+        amp_handle: what `init` returned.
+        num_loss: how many losses have a scale of their own.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._next_loss = 0
+        self._session = Session(enabled=False)
+        if isinstance(amp_handle, AmpHandle):
+            scale = amp_handle._session.properties.loss_scale
+            self._session = Session(
+                "O0", cast_model_type=False, loss_scale=scale, num_losses=num_loss, verbosity=0
+            )
+            self._session.initialize(None, optimizer)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield the scaled loss, and unscale the gradients when the block ends."""
+        with self._session.scale_loss(loss, self._optimizer, self._next_loss) as scaled_loss:
+            yield scaled_loss
+        self._next_loss += 1
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, or skip after an overflow.
+
+        Raises:
+            AmpNotImplementedError: there is a closure.
+        """
+        if closure is not None:
+            raise AmpNotImplementedError(
+                "an optimizer of amp_handle.wrap_optimizer takes no closure; use amp.initialize"
+            )
+        self._next_loss = 0
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)

@@ -1,0 +1,76 @@
+"""A default device of torch's is for a script's own tensors: what amp makes is where its models are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+from amp.fp16_utils import FP16_Optimizer
+from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+
+@pytest.fixture(params=[None, "meta"], ids=["none", "meta"])
+def elsewhere(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield lambda: torch.set_default_device(request.param)
+    torch.set_default_device(None)
+
+
+def model_and_input() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    return model, torch.randn(6, 4)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.AdamW, {"fused": True}),
+        (FusedSGD, {"momentum": 0.9}),
+        (FusedAdam, {"max_grad_norm": 1.0, "eps": 1e-4}),
+        (FusedLAMB, {}),
+        (FusedNovoGrad, {}),
+    ],
+)
+def test_training_and_resuming(elsewhere: Any, level: str, kind: Any, options: Any) -> None:
+    model, x = model_and_input()
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    elsewhere()
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    amp.load_state_dict(amp.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    model.load_state_dict(model.state_dict())
+    tensors = [*model.parameters(), *amp.master_params(optimizer)]
+    tensors += [v for entry in optimizer.state.values() for v in entry.values() if torch.is_tensor(v)]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
+def test_by_hand(elsewhere: Any) -> None:
+    model, x = model_and_input()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    elsewhere()
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(x).mean()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    by_hand = FP16_Optimizer(torch.optim.SGD(model.half().parameters(), 0.1), verbose=False)
+    by_hand.backward(model(x.half()).float().mean())
+    by_hand.clip_master_grads(1.0)
+    by_hand.step()
+    by_hand.load_state_dict(by_hand.state_dict())
