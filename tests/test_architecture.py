@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fp16_utils",),
     (
         *("frontend", "compat.normalization", "compat.parallel", "compat.alias", "compat.amp_c"),
-        "compat.lists.tables",
+        *("compat.optimizers", "compat.lists.tables"),
     ),
     (
         *("compat.state", "compat.run", "compat.lists.functional_overrides"),

@@ -14,7 +14,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import torch
+
 from amp.errors import AmpRuntimeError
+from amp.fp16_utils.loss_scaler import SAFE_GLOBALS
 
 MODULES: dict[str, str | None] = {
     "amp_C": "amp.compat.amp_c",
@@ -30,6 +33,12 @@ MODULES: dict[str, str | None] = {
     "apex.amp.lists.torch_overrides": "amp.compat.lists.torch_overrides",
     "apex.amp.opt": "amp.compat.handle",
     "apex.amp.scaler": "amp.compat.state",
+    "apex.contrib": None,
+    "apex.contrib.optimizers": "amp.compat.optimizers",
+    "apex.contrib.optimizers.fp16_optimizer": "amp.compat.optimizers",
+    "apex.contrib.optimizers.fused_adam": "amp.compat.optimizers",
+    "apex.contrib.optimizers.fused_lamb": "amp.compat.optimizers",
+    "apex.contrib.optimizers.fused_sgd": "amp.compat.optimizers",
     "apex.fp16_utils": "amp.fp16_utils",
     "apex.fp16_utils.fp16_optimizer": "amp.fp16_utils",
     "apex.fp16_utils.fp16util": "amp.fp16_utils",
@@ -38,12 +47,13 @@ MODULES: dict[str, str | None] = {
     "apex.multi_tensor_apply.multi_tensor_apply": "amp.compat.amp_c",
     "apex.normalization": "amp.compat.normalization",
     "apex.normalization.fused_layer_norm": "amp.compat.normalization",
-    "apex.optimizers": "amp.optimizers",
-    "apex.optimizers.fused_adagrad": "amp.optimizers",
-    "apex.optimizers.fused_adam": "amp.optimizers",
-    "apex.optimizers.fused_lamb": "amp.optimizers",
-    "apex.optimizers.fused_novograd": "amp.optimizers",
-    "apex.optimizers.fused_sgd": "amp.optimizers",
+    "apex.optimizers": "amp.compat.optimizers",
+    "apex.optimizers.fp16_optimizer": "amp.compat.optimizers",
+    "apex.optimizers.fused_adagrad": "amp.compat.optimizers",
+    "apex.optimizers.fused_adam": "amp.compat.optimizers",
+    "apex.optimizers.fused_lamb": "amp.compat.optimizers",
+    "apex.optimizers.fused_novograd": "amp.compat.optimizers",
+    "apex.optimizers.fused_sgd": "amp.compat.optimizers",
     "apex.parallel": "amp.compat.parallel",
     "apex.parallel.LARC": "amp.compat.parallel",
     "apex.parallel.distributed": "amp.compat.parallel",
@@ -60,11 +70,11 @@ REPLACEMENTS = {
     "apex.contrib.groupbn": "torch.nn.BatchNorm2d",
     "apex.contrib.layer_norm": "torch.nn.LayerNorm",
     "apex.contrib.multihead_attn": "torch.nn.functional.scaled_dot_product_attention",
-    "apex.contrib.optimizers": "amp.optimizers",
     "apex.contrib.xentropy": "torch.nn.functional.cross_entropy",
     "apex.fused_dense": "torch.nn.Linear",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and an activation",
     "apex.optimizers.FusedMixedPrecisionLamb": "amp.optimizers.FusedLAMB at O2 or O5",
+    "apex.parallel.multiproc": "torchrun",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "Megatron-LM's own megatron.core",
@@ -105,12 +115,11 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _advice(name: str) -> str:
-    """Return what to use for a part of apex that is not here, or for the parts of it."""
+    """Return what to use for a part of apex that is not here."""
     for part, replacement in REPLACEMENTS.items():
         if f"{name}.".startswith(f"{part}."):
             return f"; use {replacement} instead"
-    inside = [f"{p}, {r}" for p, r in REPLACEMENTS.items() if p.startswith(f"{name}.")]
-    return f"; use instead of {'; of '.join(inside)}" if inside else ""
+    return ""
 
 
 _FINDER = _Finder()
@@ -118,6 +127,8 @@ _FINDER = _Finder()
 
 def install(replace: bool = False) -> None:
     """Make `import apex` find this library, in this process. Idempotent.
+
+    `torch.load` then reads old checkpoints of `FP16_Optimizer`, by `amp.fp16_utils.SAFE_GLOBALS`.
 
     Args:
         replace: whether to do so where a real apex is installed, or has been imported.
@@ -136,6 +147,7 @@ def install(replace: bool = False) -> None:
         )
     _forget_modules()
     sys.meta_path.insert(0, _FINDER)
+    torch.serialization.add_safe_globals(SAFE_GLOBALS)
 
 
 def uninstall() -> None:

@@ -153,6 +153,26 @@ class LossScaler:
     def _scale_seq_len(self) -> int:
         return self._ours.config.growth_interval
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _SAVED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(  # type: ignore[misc]
+            "dynamic" if state["dynamic"] else state["_loss_scale"],
+            scale_window=state["_scale_seq_len"],
+            min_loss_scale=state["_min_loss_scale"],
+            max_loss_scale=state["_max_loss_scale"],
+        )
+        saved = {"loss_scale": state["_loss_scale"], "unskipped": state["_unskipped"]}
+        self._ours.load_state_dict(saved)
+
+
+_SAVED = (
+    *("dynamic", "_loss_scale", "_unskipped"),
+    *("_scale_seq_len", "_min_loss_scale", "_max_loss_scale"),
+)
+"""What a pickle of apex's has too."""
+
 
 class AmpState:
     """apex's `_amp_state`: the default session's.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -91,8 +93,145 @@ def test_a_language_model_of_fp16_utils() -> None:
     assert all(line.endswith("1024.0 False") for line in lines)
 
 
+@pytest.mark.parametrize("options", [["--fp16"], ["--fp16", "--loss_scale", "128"], []])
+def test_finetuning_with_the_first_fp16_optimizer(options: list[str]) -> None:
+    lines = run(SCRIPTS / "pretrained.py", *options).stdout.splitlines()
+    first, last = [float(line.split()[1]) for line in lines if line.startswith("loss")]
+    assert first == pytest.approx(0.742, abs=2e-3)  # as in float32
+    assert last == pytest.approx(0.513, abs=2e-3)
+
+
 def test_private_names_that_bert_touched(tmp_path: Path) -> None:
     assert run(SCRIPTS / "bert.py", tmp_path / "ckpt.pt").stdout.splitlines()[-1] == "resumed at 4096.0"
+
+
+def numbers(line: str) -> list[float]:
+    """Return the numbers in a line of output."""
+    return [float(word) for word in line.split() if word[:1].isdigit()]
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "inv_sqrt", "dev_perf", "constant"])
+def test_a_transformer_and_its_schedules(scheduler: str) -> None:
+    finished = {
+        level: run(
+            *(SCRIPTS / "schedulers.py", "--scheduler", scheduler, "--apex-amp-opt-level", level),
+            *("--optim", "adam" if level == "O2" else "sgd"),
+        )
+        for level in ("O0", "O2")
+    }
+    traces = {
+        level: [line for line in process.stdout.splitlines() if line.startswith("| step")]
+        for level, process in finished.items()
+    }
+    rates = {level: [line.split("|")[2] for line in trace] for level, trace in traces.items()}
+    assert len(traces["O2"]) == 16
+    if scheduler != "dev_perf":  # which goes by the loss
+        assert rates["O2"] == rates["O0"]
+    assert len(set(rates["O2"])) > 1
+    losses = [float(line.split()[-1]) for line in traces["O2"]]
+    assert losses[-1] < 0.7 * losses[0]
+    assert "optimizer.step()" not in finished["O2"].stderr  # torch's word on schedules out of order
+
+
+@pytest.mark.parametrize("attack", ["fgsm", "free", "penalty"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--opt-level", "O1", "--loss-scale", "dynamic"],
+        ["--opt-level", "O2"],
+        ["--opt-level", "O2", "--loss-scale", "dynamic", "--master-weights"],
+    ],
+)
+def test_adversarial_training(attack: str, options: list[str]) -> None:
+    line = run(SCRIPTS / "adversarial.py", "--attack", attack, *options).stdout.splitlines()[-1]
+    first, last, clean, attacked = numbers(line)
+    assert last < first
+    assert clean < attacked < first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--clip-grad", "1.0"],
+        ["--second-order", "--clip-grad", "0.5", "--clip-mode", "value", "--update-freq", "2"],
+        ["--fused", "--clip-grad", "1.0", "--clip-mode", "agc", "--apex-amp-level", "O2"],
+    ],
+)
+def test_a_scaler_object_of_image_models(options: list[str]) -> None:
+    first, last, ema = numbers(run(SCRIPTS / "image_models.py", *options).stdout.splitlines()[-1])
+    assert last < 0.7 * first
+    assert ema < first
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_amp_block_of_an_engine(tmp_path: Path, level: str) -> None:
+    weights = []
+    for enabled in (True, False):
+        config = {
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 1.0,
+            "amp": {"enabled": enabled, "opt_level": level, "loss_scale": 1024.0},
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        run(SCRIPTS / "engine.py", tmp_path / "config.json", tmp_path / "checkpoint.pt")
+        weights.append(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["module"])
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_precision_plugin(level: str) -> None:
+    losses, rates = run(SCRIPTS / "plugin.py", level).stdout.splitlines()[-2:]
+    first, _, last, _ = numbers(losses)
+    assert last < first
+    assert numbers(rates) == [0.0025, 0.1]
+
+
+def test_functions_that_a_script_registered() -> None:
+    assert run(SCRIPTS / "functions.py").stdout.splitlines()[-5:] == [
+        "correlation (torch.float32, torch.float32)",
+        "entropy torch.float32",
+        "fused_bias (torch.float16, torch.float16)",
+        "roi_pool torch.float32",
+        "better True",
+    ]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_checkpoints_of_2019(tmp_path: Path, apex: Any, zipped: bool) -> None:
+    masters = [torch.tensor([[1.0, 1 / 3, 0.1], [2.0, -1 / 3, 0.2]]), torch.tensor([1e-3, 1 / 7])]
+    buffers = {i: {"momentum_buffer": master / 2} for i, master in enumerate(masters)}
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": False}
+    optimizer = {"state": buffers, "param_groups": [{**group, "params": [0, 1]}]}
+    amp_state = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 3}}
+    amp_state["loss_scaler1"] = {"loss_scale": 0.5, "unskipped": 1999}
+    file = tmp_path / "checkpoint.pt"
+    expected = f"{[m.tolist() for m in masters]} {[m.sum().div(2).item() for m in masters]}"
+
+    model = dict(zip(("weight", "bias"), masters, strict=True))
+    content: dict[str, Any] = {"model": model, "optimizer": optimizer, "amp": amp_state}
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    lines = run(SCRIPTS / "resume.py", file).stdout.splitlines()
+    assert lines[-2:] == ["[4096.0, 0.5] 1999", expected]
+
+    scaler = importlib.import_module("apex.amp.scaler").LossScaler("dynamic")
+    scaler._loss_scale = 4096.0
+    scaler.__class__.__module__ = "apex.amp.scaler"
+    try:
+        by_hand = {
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": True,
+            "overflow": False,
+            "first_closure_call_this_step": True,
+            "optimizer_state_dict": optimizer,
+            "fp32_from_fp16": [masters],
+        }
+        content = {"optimizer": by_hand}
+        torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    finally:
+        scaler.__class__.__module__ = "amp.compat.state"
+    lines = run(SCRIPTS / "resume.py", file).stdout.splitlines()
+    assert lines[-2:] == ["4096.0 False", expected]
 
 
 def test_a_module_and_its_arguments(tmp_path: Path) -> None:
@@ -110,8 +249,8 @@ def test_nothing_to_run_and_parts_that_are_not_here(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss")
     assert (
-        "ModuleNotFoundError: 'apex.contrib' is a part of apex that reamp does not have; use instead "
-        "of apex.contrib.clip_grad, torch.nn.utils.clip_grad_norm_; of" in run(script, status=1).stderr
+        "ModuleNotFoundError: 'apex.contrib.xentropy' is a part of apex that reamp does not have; use "
+        "torch.nn.functional.cross_entropy instead" in run(script, status=1).stderr
     )
     script.write_text("import sys; sys.exit(3)")
     run(script, status=3)
@@ -217,6 +356,8 @@ def test_a_loss_scaler_of_its_own(apex: Any) -> None:
     assert masters[0].tolist() == [torch.inf, 3.0, 3.0]
     scaler.unscale_with_stashed(grads, [torch.ones(3)], masters, scale_override=(8.0, 0.5, 1.0))
     assert masters[0].tolist() == [torch.inf, 3.0, 3.0]
+    copied = copy.deepcopy(scaler)
+    assert (copied.loss_scale(), copied._min_loss_scale, copied.dynamic) == (4.0, 4.0, True)
     static = importlib.import_module("apex.amp.scaler").LossScaler(128.0)
     static.unscale(grads, masters, 1.0, scale_override=2.0)
     assert masters[0].tolist() == [torch.inf, 4.0, 4.0]
