@@ -11,6 +11,9 @@ from pathlib import Path
 from amp.compat.alias import install
 from amp.errors import AmpValueError
 
+_STANDIN = Path(__file__).with_name("standin")
+"""Where the processes that a script spawns find apex."""
+
 
 def runner(arguments: Sequence[str]) -> Callable[[], object]:
     """Return what runs a script or a module as `python` would, with `import apex` finding this library.
@@ -38,4 +41,5 @@ def _start(run: Callable[[], object], argv: list[str], folder: Path) -> object:
     install(replace=True)  # whoever types this asks for it
     sys.argv = argv
     sys.path[0] = str(folder)
+    sys.path.insert(1, str(_STANDIN))
     return run()

@@ -82,6 +82,10 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
     assert first.count("scale 65536.0") == 8
 
 
+def test_processes_that_a_script_spawns() -> None:
+    assert run(SCRIPTS / "spawn.py").stdout == "same True\n"
+
+
 def test_a_gan_with_three_scales() -> None:
     assert run(SCRIPTS / "gan.py").stdout.startswith("['loss_scaler0', 'loss_scaler1', 'loss_scaler2'")
 

@@ -1,0 +1,11 @@
+"""What a child of `python -m amp run` imports as apex: it installs the alias, which takes its place.
+
+A child that is spawned runs the script again, with its parent's `sys.path` and nothing else of it.
+"""
+
+import importlib
+
+from amp.compat import install
+
+install(replace=True)
+importlib.import_module("apex")
