@@ -33,6 +33,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("policy",),
     ("opcast", "modelcast", "checkpoint"),
     ("registry", "modulerules", "binding"),
+    ("numerics.formats",),
+    ("numerics.rounding",),
+    ("numerics",),
     ("session", "grad_scaler"),
     ("fp16_utils.groups", "fp16_utils.loss_scaler", "fp16_utils.util"),
     ("fp16_utils.optimizer",),
@@ -60,6 +63,7 @@ FOLDERS = {
     "amp/compat/lists": "compat.lists.",
     "amp/optimizers": "optimizers.",
     "amp/fp16_utils": "fp16_utils.",
+    "amp/numerics": "numerics.",
     "kernels": "kernels.",
 }
 SOURCES = {

@@ -1,0 +1,330 @@
+"""Rounding to a number format, its bits, and the numbers next to a number.
+
+Everything is exact: numbers are float64 inside, of which all formats here are parts, and are only ever
+multiplied by powers of two. Results are what `torch.Tensor.to` gives for float32 input.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpTypeError, AmpValueError
+from amp.numerics.formats import Format, Overflow, as_format
+
+Mode = Literal["nearest", "toward_zero", "stochastic"]
+Number = float | Tensor
+FormatLike = str | torch.dtype | Format
+
+
+class Bits(NamedTuple):
+    """A number in a format: Python numbers for one, tensors of the input's shape for a tensor.
+
+    Attributes:
+        pattern: the bits as an integer.
+        sign: the sign bit; 0 where there is none.
+        exponent: the exponent's bits as an integer, biased.
+        mantissa: the mantissa's bits as an integer.
+        value: what the pattern means.
+        error: `value` minus the number that was given.
+        overflow: whether a finite number was too large.
+        underflow: whether a number other than 0 became 0.
+        subnormal: whether the value is a subnormal number.
+    """
+
+    pattern: Any
+    sign: Any
+    exponent: Any
+    mantissa: Any
+    value: Any
+    error: Any
+    overflow: Any
+    underflow: Any
+    subnormal: Any
+
+
+class Neighbours(NamedTuple):
+    """The largest number of a format below a number, and the smallest above it."""
+
+    below: Any
+    above: Any
+
+
+def round_to(
+    x: Number,
+    fmt: FormatLike,
+    mode: Mode = "nearest",
+    *,
+    overflow: Overflow | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Round numbers to a format.
+
+    Args:
+        x: a number, or a floating tensor of any shape; float64 is rounded once, not by way of FP32.
+        fmt: the format.
+        mode: `nearest`, with ties to even; `toward_zero`; or `stochastic`: up or down with the
+            probability that makes the mean exact.
+        overflow: what a number becomes that is too large: `inf`, `nan`, or `saturate`, the largest
+            finite one. By default what torch's cast does: E4M3 and E2M1 saturate, even infinities.
+            Rounding a finite number toward zero saturates whatever this says.
+        generator: for `stochastic`.
+
+    Returns:
+        A float, or a float32 tensor (float64 for one); of the shape of `x`, on its device.
+
+    Raises:
+        AmpValueError: a format, mode or overflow that does not exist.
+        AmpTypeError: `x` is no number and no floating tensor.
+    """
+    fmt = as_format(fmt)
+    wide = _wide(x)
+    return _like(x, _round(wide, fmt, mode, overflow, generator))
+
+
+def bits(x: Number, fmt: FormatLike) -> Bits:
+    """Return numbers as a format writes them: fields, value, error, and what was lost.
+
+        >>> bits(3.14159, "float16").value
+        3.140625
+
+    Args:
+        x: a number, or a floating tensor of any shape.
+        fmt: the format.
+
+    Raises:
+        AmpValueError: there is no such format.
+        AmpTypeError: `x` is no number and no floating tensor.
+    """
+    fmt = as_format(fmt)
+    wide = _wide(x)
+    value = _round(wide, fmt, "nearest")
+    pattern = encode(value, fmt)
+    magnitude_bits = fmt.exponent_bits + fmt.mantissa_bits
+    exponent = (pattern >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+    mantissa = pattern & ((1 << fmt.mantissa_bits) - 1)
+    unlimited = _to_grid(wide, fmt, "nearest")
+    found = Bits(
+        pattern=pattern,
+        sign=pattern >> magnitude_bits,
+        exponent=exponent,
+        mantissa=mantissa,
+        value=value,
+        error=value - wide,
+        overflow=wide.isfinite() & (unlimited.abs() > fmt.max),
+        underflow=(value == 0) & (wide != 0) & wide.isfinite(),
+        subnormal=(exponent == 0) & (mantissa != 0) & fmt.has_zero & value.isfinite(),
+    )
+    return Bits(*(_like(x, field) for field in found))
+
+
+def decode(pattern: int | Tensor, fmt: FormatLike) -> Any:
+    """Return the values of bit patterns: a float, or a float32 tensor.
+
+    Args:
+        pattern: an integer, or an integer tensor of any shape, of which the format's bits count.
+        fmt: the format.
+    """
+    fmt = as_format(fmt)
+    if isinstance(pattern, Tensor) and not pattern.is_floating_point():
+        given = pattern.long()
+    elif isinstance(pattern, int):
+        given = torch.tensor(pattern, dtype=torch.int64, device="cpu")
+    else:
+        raise AmpTypeError(f"{pattern!r} is no integer and no tensor of them")
+    magnitude_bits = fmt.exponent_bits + fmt.mantissa_bits
+    magnitude = given & ((1 << magnitude_bits) - 1)
+    exponent = magnitude >> fmt.mantissa_bits
+    mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
+    is_normal = (exponent > 0) | (not fmt.has_zero)
+    significand = mantissa + is_normal * (1 << fmt.mantissa_bits)
+    scale = exponent - fmt.bias + (~is_normal).long() - fmt.mantissa_bits
+    value = significand.double() * _power_of_two(scale)
+    top = (1 << fmt.exponent_bits) - 1
+    if fmt.has_inf:
+        value = value.masked_fill((exponent == top) & (mantissa == 0), torch.inf)
+        value = value.masked_fill((exponent == top) & (mantissa != 0), torch.nan)
+    if fmt.nan == "all_ones":
+        value = value.masked_fill(magnitude == (1 << magnitude_bits) - 1, torch.nan)
+    if fmt.signed:
+        value = torch.where((given >> magnitude_bits) & 1 == 1, -value, value)
+    if fmt.nan == "negative_zero":
+        value = value.masked_fill(given & ((1 << fmt.bits) - 1) == fmt.nan_pattern, torch.nan)
+    return value.float() if isinstance(pattern, Tensor) else value.item()
+
+
+def encode(value: Tensor, fmt: FormatLike) -> Tensor:
+    """Return the bit patterns of numbers that a format has, int64."""
+    fmt = as_format(fmt)
+    value = value.double()
+    magnitude = value.abs()
+    exponent = _exponent(magnitude, fmt)
+    units = (magnitude * _power_of_two(fmt.mantissa_bits - exponent)).nan_to_num(0, 0).long()
+    # A subnormal number has one unit less than a normal one of its exponent, and exponent 0.
+    first = 1 if fmt.has_zero else 0
+    pattern = ((exponent - fmt.min_exponent + first - 1) << fmt.mantissa_bits) + units
+    if not fmt.has_zero:
+        pattern = exponent - fmt.min_exponent
+    if fmt.has_inf:
+        infinity = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
+        pattern = pattern.masked_fill(magnitude.isinf(), infinity)
+    if fmt.signed:
+        pattern = pattern + (value.signbit().long() << (fmt.bits - 1))
+    return pattern.masked_fill(value.isnan(), fmt.nan_pattern) if fmt.nan != "none" else pattern
+
+
+def ulp(x: Number, fmt: FormatLike) -> Any:
+    """Return the distance from numbers, rounded toward zero to a format, to the next larger magnitude.
+
+    inf where there is no next finite one, and nan for NaN.
+    """
+    fmt = as_format(fmt)
+    wide = _wide(x)
+    low = _to_grid(wide, fmt, "toward_zero").abs()
+    distance = _quantum(low, fmt).masked_fill(low >= fmt.max, torch.inf)
+    return _like(x, distance.masked_fill(wide.isnan(), torch.nan))
+
+
+def neighbours(x: Number, fmt: FormatLike) -> Neighbours:
+    """Return the largest number of a format below each number, and the smallest above it.
+
+    Beyond the largest finite number is inf, where there is one, else nan, as below the smallest of a
+    format without a sign.
+    """
+    fmt = as_format(fmt)
+    wide = _wide(x)
+    below, above = -_above(-wide, fmt), _above(wide, fmt)
+    if not fmt.signed:
+        below = below.masked_fill(wide <= fmt.min_normal, torch.nan)
+        above = above.masked_fill(wide < fmt.min_normal, fmt.min_normal)
+    return Neighbours(_like(x, below), _like(x, above))
+
+
+def survives_update(w: Number, dw: Number, fmt: FormatLike) -> Any:
+    """Tell whether adding an update changes a weight that is kept in a format.
+
+    The weight is rounded to the format first; the sum is exact, and rounded once, as an optimizer
+    that computes in FP32 and stores the format does.
+
+        >>> survives_update(1.0, 5e-5, "float16")
+        False
+    """
+    fmt = as_format(fmt)
+    weight = _round(_wide(w), fmt, "nearest")
+    update = _wide(dw)
+    updated = _round(weight + update.to(weight.device), fmt, "nearest")
+    changed = (updated != weight) & ~(updated.isnan() & weight.isnan())
+    return changed if isinstance(w, Tensor) or isinstance(dw, Tensor) else bool(changed)
+
+
+# Inside: float64 tensors.
+
+
+def _wide(x: Number) -> Tensor:
+    if isinstance(x, Tensor):
+        if not x.is_floating_point():
+            raise AmpTypeError(f"a tensor of {x.dtype} is not of floating-point numbers")
+        return x.detach().double()
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise AmpTypeError(f"{x!r} is a {type(x).__name__}, not a number or a tensor")
+    return torch.tensor(float(x), dtype=torch.float64, device="cpu")
+
+
+def _like(x: Number, result: Tensor) -> Any:
+    """Return a result as the input is: a Python number for one, a tensor for a tensor."""
+    if not isinstance(x, Tensor):
+        return result.item()
+    return result.float() if result.dtype is torch.float64 and x.dtype is not torch.float64 else result
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2 to some powers from -1022 to 1023, exactly, on every device."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Return the exponents of numbers, none below that of the smallest normal one."""
+    _, exponent = torch.frexp(magnitude)
+    exponent = exponent.long() - 1
+    exponent = exponent.masked_fill(magnitude == 0, fmt.min_exponent)
+    return exponent.clamp(fmt.min_exponent, fmt.max_exponent + 1)
+
+
+def _quantum(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Return the distance between numbers of the format around a number."""
+    return _power_of_two(_exponent(magnitude, fmt) - fmt.mantissa_bits)
+
+
+def _to_grid(x: Tensor, fmt: Format, mode: Mode, generator: torch.Generator | None = None) -> Tensor:
+    """Round as if the format's exponents had no upper end but one more."""
+    magnitude = x.abs()
+    quantum = _quantum(magnitude, fmt)
+    units = magnitude / quantum
+    if mode == "nearest":
+        whole = units.round()
+    elif mode == "toward_zero":
+        whole = units.floor()
+    elif mode == "stochastic":
+        whole = (
+            units + torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+        ).floor()
+        whole = torch.where(units == units.floor(), units, whole)
+    else:
+        raise AmpValueError(f"mode={mode!r} is not one of {', '.join(get_args(Mode))}")
+    rounded = whole * quantum
+    if not fmt.has_zero:
+        rounded = rounded.clamp(min=fmt.min_normal)
+        if mode == "nearest":  # FP32's subnormal numbers go up, in torch and in ml_dtypes
+            goes_up = (magnitude > fmt.min_normal) & (magnitude < 2 * fmt.min_normal)
+            rounded = rounded.masked_fill(goes_up, 2 * fmt.min_normal)
+    return rounded.copysign(x) if fmt.signed else rounded
+
+
+def _round(
+    x: Tensor,
+    fmt: Format,
+    mode: Mode,
+    overflow: Overflow | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    overflow = fmt.overflow if overflow is None else overflow
+    if overflow not in get_args(Overflow) or (overflow == "inf" and not fmt.has_inf):
+        allowed = [o for o in get_args(Overflow) if o != "inf" or fmt.has_inf]
+        raise AmpValueError(f"overflow={overflow!r} is not one of {', '.join(allowed)} for {fmt.name}")
+    rounded = _to_grid(x, fmt, mode, generator)
+    too_large = rounded.abs() > fmt.max
+    largest = torch.full_like(rounded, fmt.max).copysign(rounded)
+    beyond = {"inf": torch.inf * largest, "nan": torch.nan * largest, "saturate": largest}[overflow]
+    if mode == "toward_zero":
+        beyond = torch.where(x.isinf(), beyond, largest)
+    rounded = torch.where(too_large, beyond, rounded)
+    if fmt.nan == "none":  # what ml_dtypes does, too
+        rounded = torch.where(x.isnan(), torch.zeros_like(x).copysign(-x), rounded)
+    if fmt.nan == "negative_zero":
+        rounded = torch.where(rounded == 0, 0.0, rounded)
+    return rounded
+
+
+def _above(x: Tensor, fmt: Format) -> Tensor:
+    """Return the smallest number of a format above each number."""
+    # On negative numbers toward zero is up, and where that is the number itself, one quantum more.
+    magnitude = x.abs()
+    quantum = _quantum(magnitude, fmt)
+    toward_zero = (magnitude / quantum).floor() * quantum
+    negative_up = torch.where(
+        toward_zero < magnitude, toward_zero, magnitude - _below_step(magnitude, fmt)
+    )
+    up = torch.where(x < 0, -negative_up, toward_zero + quantum)
+    up = torch.where(x < -fmt.max, torch.full_like(x, -fmt.max), up)
+    beyond = torch.inf if fmt.has_inf else torch.nan
+    up = up.masked_fill(up > fmt.max, beyond).masked_fill(x == torch.inf, torch.nan)
+    return up.masked_fill(x.isnan(), torch.nan) + 0.0
+
+
+def _below_step(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Return how far below a number of the format the next smaller magnitude is."""
+    quantum = _quantum(magnitude, fmt)
+    at_power = (magnitude == _power_of_two(_exponent(magnitude, fmt))) & (magnitude > fmt.min_normal)
+    return torch.where(at_power, quantum / 2, quantum)
