@@ -11,3 +11,8 @@ from amp.numerics.rounding import neighbours as neighbours
 from amp.numerics.rounding import round_to as round_to
 from amp.numerics.rounding import survives_update as survives_update
 from amp.numerics.rounding import ulp as ulp
+from amp.numerics.scaling import FormatSurvival as FormatSurvival
+from amp.numerics.scaling import GradientSurvival as GradientSurvival
+from amp.numerics.scaling import ScalerStep as ScalerStep
+from amp.numerics.scaling import gradient_survival as gradient_survival
+from amp.numerics.scaling import simulate_scaler as simulate_scaler

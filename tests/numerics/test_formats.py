@@ -6,7 +6,6 @@ import itertools
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from amp import numerics
 from amp.numerics import FORMATS, bits, decode, describe, neighbours, round_to, survives_update, ulp
 
+ml_dtypes = pytest.importorskip("ml_dtypes")
 SMALL = [fmt for fmt in FORMATS.values() if fmt.bits <= 16]
 WITH_DTYPE = [fmt for fmt in FORMATS.values() if fmt.dtype is not None]
 TORCH_SATURATES = float(torch.tensor(1e9).to(torch.float8_e4m3fn).float()) == 448.0  # since 2.12 or so

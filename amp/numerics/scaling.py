@@ -1,0 +1,240 @@
+"""Loss scales: how one moves, and what each would do to given gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpTypeError, AmpValueError
+from amp.numerics.formats import Format, as_format
+from amp.numerics.rounding import FormatLike, round_to
+from amp.properties import LossScaling
+from amp.scaler import LossScaler
+
+SCALES = tuple(2.0**i for i in range(25))
+"""The scales from 1 to 2**24, apex's ceiling."""
+
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+class ScalerStep(NamedTuple):
+    """One iteration of a dynamic loss scale.
+
+    Attributes:
+        step: its number, from 0.
+        scale: what the loss was multiplied by.
+        overflow: whether its gradients overflowed, so that the step was skipped.
+        next_scale: the scale after it.
+        good_steps: good iterations since the scale last moved.
+        hysteresis_left: overflows until the scale goes down.
+    """
+
+    step: int
+    scale: float
+    overflow: bool
+    next_scale: float
+    good_steps: int
+    hysteresis_left: int
+
+
+def simulate_scaler(
+    gradients: Iterable[float | Tensor] | None = None,
+    *,
+    overflows: Iterable[int] = (),
+    steps: int | None = None,
+    fmt: FormatLike = "float16",
+    **scaling: Any,
+) -> list[ScalerStep]:
+    """Run the library's own loss scaler over gradients, or over overflows that are said.
+
+        >>> trace = simulate_scaler(steps=20, overflows=[10], init=2**15, growth_interval=5)
+        >>> [trace[i].next_scale for i in (4, 9, 10, 15)]
+        [65536.0, 131072.0, 65536.0, 131072.0]
+
+    Args:
+        gradients: for each iteration the unscaled gradients, or the largest of them; an iteration
+            overflows if one of them, times the scale, does not fit `fmt`.
+        overflows: iterations that overflow whatever their gradients are, from 0.
+        steps: how many iterations; as many as there are gradients unless said.
+        fmt: the format of gradients.
+        **scaling: `init`, `growth_factor`, `backoff_factor`, `growth_interval`, `hysteresis`,
+            `consecutive_hysteresis`, `min`, `max`; see `amp.LossScaling`.
+
+    Raises:
+        AmpValueError: a number out of its range, or no iterations.
+        AmpTypeError: an argument that a loss scale does not have.
+    """
+    fmt = as_format(fmt)
+    given = None if gradients is None else list(gradients)
+    bad = set(overflows)
+    count = len(given) if steps is None and given is not None else steps
+    if count is None:
+        raise AmpValueError("give the gradients of each iteration, or steps=20 and overflows=[10]")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise AmpValueError(f"steps={count!r} must be an integer of at least 0")
+    if given is not None and len(given) < count:
+        raise AmpValueError(f"steps={count}, and there are gradients for {len(given)} only")
+    if outside := sorted(step for step in bad if step not in range(count)):
+        raise AmpValueError(f"overflows={outside} are not among the iterations 0 to {count - 1}")
+    try:
+        config = LossScaling(**scaling)
+    except TypeError as error:
+        raise AmpTypeError(f"simulate_scaler: {error}".replace("LossScaling.__init__() ", "")) from None
+    scaler = LossScaler(config)
+    trace = []
+    for step in range(count):
+        scale = scaler.loss_scale()
+        overflow = step in bad or (given is not None and _overflows(given[step], scale, fmt))
+        if scaler.found_inf is not None:
+            scaler.found_inf.fill_(float(overflow))
+        scaler.update()
+        state = scaler.state_dict()
+        left = state["hysteresis_left"]
+        trace.append(ScalerStep(step, scale, overflow, state["loss_scale"], state["unskipped"], left))
+    return trace
+
+
+def _overflows(gradients: float | Tensor, scale: float, fmt: Format) -> bool:
+    wide = torch.as_tensor(gradients).double() * scale
+    return not bool(torch.isfinite(round_to(wide, fmt, overflow="nan")).all())
+
+
+@dataclass(frozen=True)
+class FormatSurvival:
+    """What becomes of gradients in a format, for each scale.
+
+    Attributes:
+        zero: the fraction of the gradients other than 0 that become 0.
+        subnormal: the fraction that become subnormal numbers, which have fewer digits.
+        overflow: the fraction that do not fit.
+        recommended: the scale that loses the least, and the smallest of those; None if something
+            overflows at every scale.
+    """
+
+    zero: tuple[float, ...]
+    subnormal: tuple[float, ...]
+    overflow: tuple[float, ...]
+    recommended: float | None
+
+
+@dataclass(frozen=True)
+class GradientSurvival:
+    """What scales would do to gradients.
+
+    Attributes:
+        scales: the scales.
+        formats: for each format, by its name, what becomes of the gradients.
+        count: how many gradients are not 0.
+        zeros: how many are 0 already.
+        not_finite: how many are inf or NaN, which overflow at every scale.
+    """
+
+    scales: tuple[float, ...]
+    formats: dict[str, FormatSurvival]
+    count: int
+    zeros: int
+    not_finite: int
+
+
+@torch.no_grad()
+def gradient_survival(
+    grads: Tensor | Iterable[Tensor],
+    scales: Sequence[float] = SCALES,
+    formats: Sequence[FormatLike] = FORMATS,
+) -> GradientSurvival:
+    """Return which fraction of gradients each scale would lose, in each format.
+
+    Args:
+        grads: unscaled gradients: a floating tensor of any shape, or several; FP32 ones tell the most.
+        scales: what the loss would be multiplied by.
+        formats: what gradients would be kept in.
+
+    Returns:
+        Fractions, and the scale that loses least. The host waits for the device.
+
+    Raises:
+        AmpTypeError: no tensors of floating-point numbers.
+        AmpValueError: a scale that is not above 0, or a format that does not exist.
+    """
+    tensors = [grads] if isinstance(grads, Tensor) else list(grads)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise AmpTypeError(f"gradients must be floating-point tensors, and one is {kind}")
+    for scale in scales:
+        if not 0 < scale < float("inf"):
+            raise AmpValueError(f"scale={scale!r} must be a finite number above 0")
+    values = [t.detach().flatten().double().abs().cpu() for t in tensors]
+    magnitudes = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64, device="cpu")
+    finite = magnitudes[magnitudes.isfinite()]
+    ordered = finite[finite > 0].sort().values
+    not_finite = magnitudes.numel() - finite.numel()
+    return survival_of(
+        lambda fmt, scale: _fates(ordered, scale, fmt, not_finite),
+        tuple(float(scale) for scale in scales),
+        [as_format(fmt) for fmt in formats],
+        count=ordered.numel() + not_finite,
+        zeros=finite.numel() - ordered.numel(),
+        not_finite=not_finite,
+    )
+
+
+def survival_of(
+    fates: Any,
+    scales: tuple[float, ...],
+    formats: Sequence[Format],
+    *,
+    count: int,
+    zeros: int,
+    not_finite: int,
+) -> GradientSurvival:
+    """Return fractions of what `fates(format, scale)` counts: zeros, subnormals and overflows."""
+    found = {}
+    for fmt in formats:
+        counts = [fates(fmt, scale) for scale in scales]
+        best = min(
+            (
+                (zero, subnormal, scale)
+                for scale, (zero, subnormal, overflow) in zip(scales, counts, strict=True)
+                if overflow == 0
+            ),
+            default=(0, 0, None),
+        )
+        zero, subnormal, overflow = (
+            tuple(number / max(count, 1) for number in column) for column in zip(*counts, strict=True)
+        )
+        found[fmt.name] = FormatSurvival(zero, subnormal, overflow, best[2])
+    return GradientSurvival(scales, found, count, zeros, not_finite)
+
+
+class Thresholds(NamedTuple):
+    """Where fates part: up to `zero` numbers become 0, from `overflow` on they do not fit."""
+
+    zero: float
+    normal: float
+    overflow: float
+
+
+def thresholds(fmt: Format) -> Thresholds:
+    """Return the largest number that becomes 0, the smallest that is normal, and that overflows."""
+    tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+    fits = round_to(tie, fmt, overflow="nan") == fmt.max
+    beyond = math.nextafter(tie, math.inf) if fits else tie
+    half = fmt.min_subnormal / 2
+    if not fmt.has_zero:
+        return Thresholds(0.0, 0.0, beyond)
+    return Thresholds(half, fmt.min_normal - half, beyond)
+
+
+def _fates(ordered: Tensor, scale: float, fmt: Format, not_finite: int) -> tuple[int, int, int]:
+    scaled = ordered * scale
+    at = thresholds(fmt)
+    zero = int(torch.searchsorted(scaled, at.zero, right=True))
+    normal = int(torch.searchsorted(scaled, at.normal))
+    overflow = int(torch.searchsorted(scaled, at.overflow))
+    return zero, max(normal - zero, 0), ordered.numel() - overflow + not_finite
