@@ -63,27 +63,37 @@ def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
     return (*module.parameters(recurse=False), *module.buffers(recurse=False))
 
 
-def cast_weights(model: nn.Module, properties: Properties, before: dict[Tensor, Contents]) -> None:
-    """Cast the parameters, buffers and gradients of `model` in place.
+def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch.dtype]:
+    """Return the parameters and buffers of `model` that are to be cast, and to what.
 
     Norms that the properties keep, and tensors that are neither float16, bfloat16 nor float32, stay
-    as they are. A user's rules win, also over a tensor that other modules share. What each tensor
-    that is cast held is put into `before`.
+    as they are. A user's rules win, also over a tensor that other modules share.
     """
     if not isinstance(properties.cast_model_type, torch.dtype):
-        return
+        return {}
     ruled = _ruled_modules(model, properties.rules)
     by_rule = {tensor: dtype for module, dtype in ruled.items() for tensor in _tensors_of(module)}
+    return {
+        tensor: by_rule.get(tensor, properties.cast_model_type)
+        for module in model.modules()
+        if module in ruled or not keeps_fp32(module, properties)
+        for tensor in _tensors_of(module)
+        if tensor.dtype in CASTABLE
+    }
+
+
+def cast_weights(model: nn.Module, properties: Properties, before: dict[Tensor, Contents]) -> None:
+    """Cast the parameters, buffers and gradients of `model` in place, as `dtypes_to_be` says.
+
+    What each tensor that is cast held is put into `before`.
+    """
+    for tensor, dtype in dtypes_to_be(model, properties).items():
+        if tensor.dtype is not dtype:
+            before[tensor] = held = Contents.of(tensor)
+            grad = None if held.grad is None else held.grad.to(dtype)
+            Contents(held.data.to(dtype), grad).put_into(tensor)
     for module in model.modules():
-        if module not in ruled and keeps_fp32(module, properties):
-            continue
-        for tensor in _tensors_of(module):
-            dtype = by_rule.get(tensor, properties.cast_model_type)
-            if tensor.dtype in CASTABLE and tensor.dtype is not dtype:
-                before[tensor] = held = Contents.of(tensor)
-                grad = None if held.grad is None else held.grad.to(dtype)
-                Contents(held.data.to(dtype), grad).put_into(tensor)
-        if isinstance(module, nn.RNNBase):
+        if isinstance(module, nn.RNNBase) and isinstance(properties.cast_model_type, torch.dtype):
             module.flatten_parameters()
 
 

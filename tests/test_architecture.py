@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("registry", "modulerules", "binding"),
     ("numerics.formats",),
     ("numerics.rounding",),
-    ("numerics.scaling",),
+    ("numerics.scaling", "numerics.memory"),
     ("numerics",),
     ("session", "grad_scaler"),
     ("fp16_utils.groups", "fp16_utils.loss_scaler", "fp16_utils.util"),

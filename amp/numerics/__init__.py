@@ -3,6 +3,9 @@
 from amp.numerics.formats import FORMATS as FORMATS
 from amp.numerics.formats import Format as Format
 from amp.numerics.formats import describe as describe
+from amp.numerics.memory import Footprint as Footprint
+from amp.numerics.memory import footprint as footprint
+from amp.numerics.memory import footprints as footprints
 from amp.numerics.rounding import Bits as Bits
 from amp.numerics.rounding import Neighbours as Neighbours
 from amp.numerics.rounding import bits as bits

@@ -1,0 +1,285 @@
+"""What training keeps in memory, term by term, before anything is allocated.
+
+Bytes for each parameter of AdamW:
+
+    level          weights  gradients  masters  moments
+    O0, O1, O4        4         4         -        8
+    O2, O5            2         4         4        8       the optimizer steps FP32 gradients
+    O2, O5, fused     2         2         4        8       it unscales 16-bit ones itself
+    split16, fused    2         2         2        8
+    O3                2         2         -        4
+
+Terms are those between backward and the step, of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+
+from amp.dtypes import LOW_PRECISION
+from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.modelcast import dtypes_to_be
+from amp.profiles import resolve
+from amp.properties import Properties
+
+Sharding = Literal["none", "zero1", "zero2", "zero3"]
+
+FP8 = "fp8"
+"""O5 with matrix products in FP8: no level of this library, but a row to compare with."""
+
+ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("O0", {}),
+    ("O1", {}),
+    ("O2", {}),
+    ("O2", {"master_weights": "split16"}),
+    ("O3", {}),
+    ("O4", {}),
+    ("O5", {}),
+    ("O5", {"master_weights": "split16"}),
+    (FP8, {}),
+)
+"""What `footprints` compares: levels, and what is set on top of them."""
+
+
+class State(NamedTuple):
+    """What an optimizer keeps for a parameter: tensors of its shape, and FP32 numbers beside them."""
+
+    moments: int
+    numbers: int = 1
+
+
+_STATES = {
+    "adadelta": State(2),
+    "adagrad": State(1),
+    "adam": State(2),
+    "adamax": State(2),
+    "adamw": State(2),
+    "asgd": State(1, 3),
+    "nadam": State(2, 2),
+    "radam": State(2),
+    "rmsprop": State(1),
+    "rprop": State(2),
+    "sgd": State(0, 0),
+    "sgd-momentum": State(1, 0),
+    "fusedadagrad": State(1),
+    "fusedadam": State(2),
+    "fusedlamb": State(2),
+    "fusedlion": State(1),
+    "fusednovograd": State(1, 2),
+    "fusedsgd": State(0),
+    "fusedsgd-momentum": State(1),
+}
+"""By the class's name in lower case; what its arguments add is in `_state_of`."""
+
+_EXTRA = {"amsgrad": "adam adamw", "momentum": "rmsprop sgd fusedsgd", "centered": "rmsprop"}
+"""Arguments that add a tensor to the state, and whose they are."""
+
+
+_EAGER = ("adagrad",)
+"""Whose state is there from the start, for frozen parameters too."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes, for one process.
+
+    Attributes:
+        opt_level: the level.
+        masters_kept: how masters are kept: `float32`, `split16`, `kahan`, or `-`.
+        optimizer: the optimizer's name.
+        parameters: how many there are, before they are cut up among processes.
+        weights: the model's parameters and buffers.
+        gradients: what is there between backward and the step.
+        masters: FP32 masters, or what is kept of them.
+        optimizer_state: moments, and the steps that are counted.
+        activations: what backward needs of the forward, as far as it was said.
+        transient: copies that live for a part of an iteration: casts of weights in a forward, 16-bit
+            gradients while they are unscaled into FP32 ones, masters that a step puts together.
+    """
+
+    opt_level: str
+    masters_kept: str
+    optimizer: str
+    parameters: int
+    weights: int
+    gradients: int
+    masters: int
+    optimizer_state: int
+    activations: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        terms = (self.weights, self.gradients, self.masters, self.optimizer_state)
+        return sum(terms) + self.activations + self.transient
+
+
+class _Tensor(NamedTuple):
+    """A parameter or buffer, as it will be."""
+
+    numel: int
+    dtype: torch.dtype
+    trained: bool
+    is_optimized: bool
+
+
+def footprint(
+    model: nn.Module | float,
+    opt_level: str = "O2",
+    optimizer: str | type | torch.optim.Optimizer = "adamw",
+    *,
+    activations: float = 0,
+    world_size: int = 1,
+    sharding: Sharding = "none",
+    **overrides: Any,
+) -> Footprint:
+    """Return what training a model keeps in memory. Nothing is allocated, and nothing changed.
+
+        >>> footprint(175e9, "O0", "adam").weights / 1e9
+        700.0
+
+    Args:
+        model: a module, on any device, `meta` too; or a number of parameters.
+        opt_level: a level, alias or profile; `"fp8"` for O5 with matrix products in FP8.
+        optimizer: an optimizer of `torch.optim` or `amp.optimizers`: its name in any case, such as
+            `"adamw"`, `"sgd-momentum"`, `"FusedAdam"`; its class; or one that was made.
+        activations: how many numbers backward needs of the forward; they take 4 bytes at O0, 2 at
+            the other levels and 1 in FP8.
+        world_size: how many processes there are.
+        sharding: what is cut up among them: nothing; `zero1`: masters and optimizer state; `zero2`:
+            gradients too; `zero3`, or FSDP: weights too.
+        **overrides: properties on top of the level's, such as `master_weights="split16"`.
+
+    Raises:
+        AmpValueError: an optimizer that is not known, or a number that makes no sense.
+        AmpTypeError: `model` is neither a module nor a number.
+        AmpError: whatever is wrong with the level and the overrides.
+    """
+    in_fp8 = opt_level == FP8
+    properties = resolve("O5" if in_fp8 else opt_level, overrides)
+    name, state = _state_of(optimizer)
+    if not _is_number(activations) or activations < 0:
+        raise AmpValueError(f"activations={activations!r} must be a number of at least 0")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise AmpValueError(f"world_size={world_size!r} must be an integer of at least 1")
+    if sharding not in get_args(Sharding):
+        raise AmpValueError(f"sharding={sharding!r} is not one of {', '.join(get_args(Sharding))}")
+    tensors = list(_tensors_of(model, properties, optimizer))
+    masters = properties.master_weights
+    kept = "-" if not masters else "float32" if masters is True else str(masters)
+    is_fused = name.startswith("fused")
+    weights = gradients = of_masters = of_state = transient = 0
+    for tensor in tensors:
+        size = tensor.dtype.itemsize
+        weights += tensor.numel * size
+        if properties.patch_torch_functions and tensor.dtype is torch.float32 and tensor.trained:
+            transient += tensor.numel * 2
+        if in_fp8 and tensor.trained:
+            transient += tensor.numel
+        has_master = bool(masters) and tensor.is_optimized and tensor.dtype in LOW_PRECISION
+        if has_master:
+            of_masters += tensor.numel * 4 if masters is True else tensor.numel * 2 + 4
+        moment = 4 if has_master else size
+        if properties.state_dtype is not None:
+            moment = properties.state_dtype.itemsize
+        if tensor.is_optimized and (tensor.trained or name in _EAGER):
+            of_state += state.moments * tensor.numel * moment + state.numbers * 4
+        if not tensor.trained:
+            continue
+        if has_master and not is_fused:
+            gradients += tensor.numel * 4
+            transient += tensor.numel * (size if masters is True else size + 4)
+        else:
+            gradients += tensor.numel * size
+    level = properties.cast_model_type is not torch.float32
+    cut = get_args(Sharding).index(sharding)
+    return Footprint(
+        opt_level=FP8 if in_fp8 else str(opt_level),
+        masters_kept=kept,
+        optimizer=name,
+        parameters=sum(tensor.numel for tensor in tensors if tensor.trained),
+        weights=_share(weights, world_size, cut >= 3),
+        gradients=_share(gradients, world_size, cut >= 2),
+        masters=_share(of_masters, world_size, cut >= 1),
+        optimizer_state=_share(of_state, world_size, cut >= 1),
+        activations=round(activations) * (1 if in_fp8 else 2 if level else 4),
+        transient=transient,
+    )
+
+
+def footprints(
+    model: nn.Module | float,
+    optimizer: str | type | torch.optim.Optimizer = "adamw",
+    rows: Sequence[tuple[str, dict[str, Any]]] = ROWS,
+    **options: Any,
+) -> list[Footprint]:
+    """Return a `footprint` for each level, and for leaner masters and FP8, to compare.
+
+    Args:
+        model: see `footprint`.
+        optimizer: likewise.
+        rows: levels, and what is set on top of them.
+        **options: `activations`, `world_size`, `sharding`.
+    """
+    return [footprint(model, level, optimizer, **options, **more) for level, more in rows]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _share(size: int, world_size: int, is_cut: bool) -> int:
+    return -(-size // world_size) if is_cut else size
+
+
+def _tensors_of(model: Any, properties: Properties, optimizer: Any) -> Iterable[_Tensor]:
+    """Yield what the weights of a model will be under some properties.
+
+    An optimizer that was made knows what it has; else it has what is trained.
+    """
+    if isinstance(model, nn.Module):
+        to_be = dtypes_to_be(model, properties)
+        groups = getattr(optimizer, "param_groups", None)
+        in_groups = {id(p) for group in groups or () for p in group["params"]}
+        for parameter in model.parameters():
+            dtype = to_be.get(parameter, parameter.dtype)
+            trained = parameter.requires_grad
+            is_optimized = id(parameter) in in_groups if in_groups else trained
+            yield _Tensor(parameter.numel(), dtype, trained, is_optimized)
+        for buffer in model.buffers():
+            yield _Tensor(buffer.numel(), to_be.get(buffer, buffer.dtype), False, False)
+    elif not _is_number(model):
+        raise AmpTypeError(
+            f"{model!r} is a {type(model).__name__}, not a module or a number of parameters"
+        )
+    elif not 1 <= model < 1e18 or model != int(model):
+        raise AmpValueError(f"a model of {model!r} parameters: give a whole number of at least 1")
+    else:
+        cast = properties.cast_model_type
+        yield _Tensor(int(model), cast if isinstance(cast, torch.dtype) else torch.float32, True, True)
+
+
+def _state_of(optimizer: Any) -> tuple[str, State]:
+    """Return an optimizer's name and what it keeps for each parameter."""
+    if isinstance(optimizer, str):
+        name = optimizer.strip().lower().replace("_", "-").replace("fused-", "fused")
+        extra = 0
+    else:
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        name = cls.__name__.lower()
+        groups = getattr(optimizer, "param_groups", [])
+        options = {key for group in groups for key, owners in _EXTRA.items() if group.get(key)}
+        extra = sum(name in _EXTRA[key].split() for key in options)
+    if name not in _STATES:
+        raise AmpValueError(
+            f"what the optimizer {name!r} keeps is not known; known are {', '.join(_STATES)}"
+            f"{did_you_mean(name, _STATES)}"
+        )
+    state = _STATES[name]
+    return name, state._replace(moments=state.moments + extra)
