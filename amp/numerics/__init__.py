@@ -1,5 +1,10 @@
 """Number formats, loss scales and memory: what mixed precision is about, to look at and plan with."""
 
+from amp.numerics.crises import Crisis as Crisis
+from amp.numerics.crises import crises as crises
+from amp.numerics.crises import overflow as overflow
+from amp.numerics.crises import underflow as underflow
+from amp.numerics.crises import vanishing_update as vanishing_update
 from amp.numerics.formats import FORMATS as FORMATS
 from amp.numerics.formats import Format as Format
 from amp.numerics.formats import describe as describe
@@ -19,3 +24,8 @@ from amp.numerics.scaling import GradientSurvival as GradientSurvival
 from amp.numerics.scaling import ScalerStep as ScalerStep
 from amp.numerics.scaling import gradient_survival as gradient_survival
 from amp.numerics.scaling import simulate_scaler as simulate_scaler
+from amp.numerics.watching import Histogram as Histogram
+from amp.numerics.watching import Watch as Watch
+from amp.numerics.watching import WatchedLayer as WatchedLayer
+from amp.numerics.watching import WatchReport as WatchReport
+from amp.numerics.watching import watch as watch

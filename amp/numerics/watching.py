@@ -1,0 +1,277 @@
+"""Histograms of what flows through a live model, by the exponents of 2, without waiting for the device.
+
+Source: the histograms of gradients in Micikevicius et al. 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp.binding import OptimizerBinding
+from amp.errors import AmpTypeError, AmpValueError
+from amp.numerics.formats import Format, as_format
+from amp.numerics.rounding import FormatLike
+from amp.numerics.scaling import FORMATS, SCALES, GradientSurvival, survival_of
+
+LOWEST, HIGHEST = -149, 127
+_BINS = HIGHEST - LOWEST + 1
+_ZERO, _NOT_FINITE = _BINS, _BINS + 1
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many numbers there were of each exponent.
+
+    Attributes:
+        counts: for each exponent `e` that occurred, how many numbers had `2**e <= abs(x) < 2**(e+1)`.
+        zeros: how many were 0.
+        not_finite: how many were inf or NaN.
+    """
+
+    counts: dict[int, int]
+    zeros: int
+    not_finite: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.counts.values()) + self.zeros + self.not_finite
+
+    def __add__(self, other: Histogram) -> Histogram:
+        counts = {
+            e: self.counts.get(e, 0) + other.counts.get(e, 0) for e in {*self.counts, *other.counts}
+        }
+        return Histogram(
+            dict(sorted(counts.items())), self.zeros + other.zeros, self.not_finite + other.not_finite
+        )
+
+    def fates(self, fmt: Format, scale: float = 1.0) -> tuple[int, int, int]:
+        """Return how many become 0, become subnormal and overflow, times a scale, in a format.
+
+        Numbers are taken by their exponents: those that could go both ways count as the larger half.
+        """
+        shift = torch.frexp(torch.tensor(scale, dtype=torch.float64))[1].item() - 1
+        lowest = fmt.min_exponent - fmt.mantissa_bits - (1 if fmt.has_zero else 1000)
+        zero = subnormal = overflow = 0
+        for exponent, count in self.counts.items():
+            at = exponent + shift
+            zero += count if at < lowest else 0
+            subnormal += count if lowest <= at < fmt.min_exponent and fmt.has_zero else 0
+            overflow += count if at > fmt.max_exponent else 0
+        return zero, subnormal, overflow + self.not_finite
+
+
+NOTHING = Histogram({}, 0, 0)
+
+
+@dataclass(frozen=True)
+class WatchedLayer:
+    """What flowed through a layer.
+
+    Attributes:
+        activations: the numbers that came out of it.
+        activation_gradients: their gradients, unscaled.
+        weight_gradients: the gradients of its own parameters, unscaled.
+    """
+
+    activations: Histogram
+    activation_gradients: Histogram
+    weight_gradients: Histogram
+
+
+@dataclass(frozen=True)
+class WatchReport:
+    """What a `Watch` saw.
+
+    Attributes:
+        layers: by their names in the model.
+        steps: how many forwards were looked at.
+    """
+
+    layers: dict[str, WatchedLayer]
+    steps: int
+
+    @property
+    def gradients(self) -> Histogram:
+        """All gradients, of activations and of weights."""
+        return sum(
+            (
+                h
+                for layer in self.layers.values()
+                for h in (layer.activation_gradients, layer.weight_gradients)
+            ),
+            NOTHING,
+        )
+
+    def survival(
+        self, scales: Sequence[float] = SCALES, formats: Sequence[FormatLike] = FORMATS
+    ) -> GradientSurvival:
+        """Return what scales would do to the gradients, to within a factor of 2 of each number."""
+        found = self.gradients
+        return survival_of(
+            lambda fmt, scale: found.fates(fmt, scale),
+            tuple(float(scale) for scale in scales),
+            [as_format(fmt) for fmt in formats],
+            count=found.total - found.zeros,
+            zeros=found.zeros,
+            not_finite=found.not_finite,
+        )
+
+
+class Watch:
+    """Collects histograms from a model, until it is closed; see `watch`."""
+
+    def __init__(self, model: nn.Module, every: int, optimizer: Any) -> None:
+        self._every = every
+        self._binding = OptimizerBinding.of(optimizer) if optimizer is not None else None
+        self._forwards = 0
+        self._steps = 0
+        self._active = False
+        self._shift: Tensor | None = None
+        self._tallies: dict[tuple[str, str], Tensor] = {}
+        self._names: list[str] = []
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+        ]
+        for name, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            if any(module.children()) and not own:
+                continue
+            self._names.append(name)
+            self._handles.append(module.register_forward_hook(partial(self._see_output, name)))
+            for parameter in own:
+                if parameter.requires_grad:
+                    self._handles.append(
+                        parameter.register_post_accumulate_grad_hook(partial(self._see_weight, name))
+                    )
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._active = False
+            return
+        self._active = self._forwards % self._every == 0
+        self._forwards += 1
+        if self._active:
+            self._steps += 1
+            self._shift = None
+            if self._binding is not None:
+                scale = self._binding.owner.scalers[0].scale_on_device
+                self._shift = torch.frexp(scale)[1].long() - 1
+
+    def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._active:
+            return
+        for tensor in _tensors(output):
+            self._count((name, "activations"), tensor, None)
+            if tensor.requires_grad:
+                tensor.register_hook(
+                    partial(self._see_gradient, (name, "activation_gradients"), self._shift)
+                )
+
+    def _see_gradient(self, key: tuple[str, str], shift: Tensor | None, grad: Tensor) -> None:
+        self._count(key, grad, shift)
+
+    def _see_weight(self, name: str, parameter: Tensor) -> None:
+        if self._active and parameter.grad is not None and not parameter.grad.is_sparse:
+            self._count((name, "weight_gradients"), parameter.grad, self._shift)
+
+    @torch.no_grad()
+    def _count(self, key: tuple[str, str], tensor: Tensor, shift: Tensor | None) -> None:
+        values = tensor.detach().flatten().float()
+        _, exponent = torch.frexp(values)
+        bins = exponent.long() - 1 - LOWEST
+        if shift is not None:
+            bins -= shift.to(bins.device)
+        bins = bins.clamp(0, _BINS - 1)
+        bins = torch.where(values == 0, _ZERO, torch.where(values.isfinite(), bins, _NOT_FINITE))
+        tally = self._tallies.get(key)
+        if tally is None or tally.device != bins.device:
+            held = torch.zeros(_BINS + 2, dtype=torch.int64, device=bins.device)
+            tally = self._tallies[key] = held if tally is None else held + tally.to(bins.device)
+        tally.scatter_add_(
+            0, bins, torch.ones((), dtype=torch.int64, device=bins.device).expand_as(bins)
+        )
+
+    def report(self) -> WatchReport:
+        """Return what was seen so far. The host waits for the device."""
+        kinds = ("activations", "activation_gradients", "weight_gradients")
+        layers = {
+            name: WatchedLayer(*(_histogram(self._tallies.get((name, kind))) for kind in kinds))
+            for name in self._names
+        }
+        seen = {name: layer for name, layer in layers.items() if layer.activations.total}
+        return WatchReport(seen, self._steps)
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._active = False
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
+    """Count the exponents of a live model's activations and gradients, layer by layer.
+
+        with amp.numerics.watch(model, every=10, optimizer=optimizer) as seen:
+            train(model)
+        print(seen.report().survival().formats["float16"].recommended)
+
+    Nothing makes the host wait for the device until `report`. Each number that is looked at costs a
+    few passes over its tensor, and 8 bytes for as long as they take.
+
+    Args:
+        model: what is called in the training loop; not compiled.
+        every: look at every so many forwards with gradients.
+        optimizer: one of those of `amp.initialize`: gradients are counted without the loss scale of its
+            first loss. Without it they are counted as they are.
+
+    Raises:
+        AmpTypeError: `model` is no module.
+        AmpValueError: `every` is no integer of at least 1, or the optimizer is not initialized.
+    """
+    if not isinstance(model, nn.Module):
+        raise AmpTypeError(f"watch needs a torch.nn.Module, and got {type(model).__name__}")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise AmpValueError(f"every={every!r} must be an integer of at least 1")
+    if optimizer is not None and OptimizerBinding.of(optimizer) is None:
+        raise AmpValueError(
+            f"this {type(optimizer).__name__} did not come out of amp.initialize: there is no scale to "
+            "take out of its gradients. Leave optimizer= out"
+        )
+    return Watch(model, every, optimizer)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the floating tensors in an output."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() and value.numel() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    items: Sequence[Any] = value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _histogram(tally: Tensor | None) -> Histogram:
+    if tally is None:
+        return NOTHING
+    *counts, zeros, not_finite = tally.tolist()
+    return Histogram({i + LOWEST: n for i, n in enumerate(counts) if n}, zeros, not_finite)
