@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from amp.compat.run import runner
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpValueError, did_you_mean
+from amp.numerics.commands import add_commands
 from amp.policy import OpPolicy, OpRule, load_policy, resolve, spellings
 from amp.profiles import load_profile
 from amp.properties import Properties
@@ -18,9 +21,10 @@ from amp.properties import Properties
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit status."""
-    parser = argparse.ArgumentParser(prog="reamp", description="Mixed precision, chosen by one word.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explaining = commands.add_parser("explain", help="say what happens to an op, and why")
+    explaining.set_defaults(run=_explain)
     explaining.add_argument(
         "op", help="its full name, such as torch.softmax or torch.Tensor.__matmul__"
     )
@@ -30,19 +34,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="run a script that imports apex, unchanged",
         usage="reamp run [-h] [--] script.py ... | -m package.module ...",
     )
+    add_commands(commands)
     given = sys.argv[1:] if argv is None else list(argv)
     script = None
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
         else:
-            _explain(parser.parse_args(given))
+            arguments = parser.parse_args(given)
+            arguments.run(arguments)
     except AmpError as error:
         print(f"reamp: {error}", file=sys.stderr)
         return 2
     if script is not None:
         script()  # its errors are its own
     return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and to which -1e-8 is a number."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def _explain(arguments: argparse.Namespace) -> None:

@@ -74,7 +74,7 @@ def vanishing_update(steps: int = 1000, lr: float = 1e-4) -> Crisis:
             for _ in range(steps):
                 optimizer.zero_grad()
                 with session.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as loss:
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             return float(model.weight.detach())
 

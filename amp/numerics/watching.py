@@ -102,14 +102,8 @@ class WatchReport:
     @property
     def gradients(self) -> Histogram:
         """All gradients, of activations and of weights."""
-        return sum(
-            (
-                h
-                for layer in self.layers.values()
-                for h in (layer.activation_gradients, layer.weight_gradients)
-            ),
-            NOTHING,
-        )
+        pairs = ((layer.activation_gradients, layer.weight_gradients) for layer in self.layers.values())
+        return sum((histogram for pair in pairs for histogram in pair), NOTHING)
 
     def survival(
         self, scales: Sequence[float] = SCALES, formats: Sequence[FormatLike] = FORMATS
@@ -172,9 +166,9 @@ class Watch:
         for tensor in _tensors(output):
             self._count((name, "activations"), tensor, None)
             if tensor.requires_grad:
-                tensor.register_hook(
-                    partial(self._see_gradient, (name, "activation_gradients"), self._shift)
-                )
+                key = (name, "activation_gradients")
+                hook = partial(self._see_gradient, key, self._shift)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _see_gradient(self, key: tuple[str, str], shift: Tensor | None, grad: Tensor) -> None:
         self._count(key, grad, shift)
@@ -196,9 +190,8 @@ class Watch:
         if tally is None or tally.device != bins.device:
             held = torch.zeros(_BINS + 2, dtype=torch.int64, device=bins.device)
             tally = self._tallies[key] = held if tally is None else held + tally.to(bins.device)
-        tally.scatter_add_(
-            0, bins, torch.ones((), dtype=torch.int64, device=bins.device).expand_as(bins)
-        )
+        one = torch.ones((), dtype=torch.int64, device=bins.device)
+        tally.scatter_add_(0, bins, one.expand_as(bins))
 
     def report(self) -> WatchReport:
         """Return what was seen so far. The host waits for the device."""

@@ -1,0 +1,383 @@
+"""The commands of `python -m amp` about numbers: `bits`, `ranges`, `ulp`, `simulate`, and the rest."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpValueError
+from amp.numerics import plots
+from amp.numerics.crises import crises
+from amp.numerics.formats import FORMATS, as_format
+from amp.numerics.memory import Footprint, footprints
+from amp.numerics.rounding import bits, neighbours, ulp
+from amp.numerics.scaling import FORMATS as SURVIVAL_FORMATS
+from amp.numerics.scaling import gradient_survival, simulate_scaler
+from amp.numerics.text import Printer, gigabytes
+
+COMMON = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers of these commands to those of the program."""
+    parser = _parser(
+        *(commands, "bits", _bits, "show how formats write a number, and what is lost"),
+        "reamp bits 3.14159\nreamp bits 1e-8 --format fp16 --format e4m3\nreamp bits 70000 --json",
+    )
+    parser.add_argument("number", type=_number, help="such as 3.14159, -1e-8, 0x1p-24, inf")
+    _add_formats(parser)
+
+    parser = _parser(
+        *(commands, "ranges", _ranges, "list the formats: their range, precision, and overflow"),
+        "reamp ranges\nreamp ranges --plot ranges.svg",
+        plot=True,
+    )
+
+    parser = _parser(
+        *(commands, "ulp", _ulp, "show the numbers next to a number, and whether updates survive"),
+        "reamp ulp 1.0\nreamp ulp 1024 --format bf16\nreamp ulp 1.0 --update 5e-5",
+    )
+    parser.add_argument("number", type=_number)
+    parser.add_argument("--update", type=_number, help="what is added to the number")
+    _add_formats(parser)
+
+    parser = _parser(
+        *(commands, "simulate", _simulate, "run the loss scaler over overflows"),
+        "reamp simulate --steps 20 --overflows 10 --init 32768 --growth-interval 5\n"
+        "reamp simulate --steps 8000 --overflows 100,5000 --plot scale.png",
+        plot=True,
+    )
+    parser.add_argument("--steps", type=int, default=20, help="iterations (20)")
+    parser.add_argument("--overflows", type=_integers, default=[], help="which overflow: 10,11,15")
+    parser.add_argument("--init", type=_number, default=2.0**16, help="first scale (65536)")
+    parser.add_argument("--growth-factor", type=_number, default=2.0)
+    parser.add_argument("--backoff-factor", type=_number, default=0.5)
+    parser.add_argument("--growth-interval", type=int, default=2000)
+    parser.add_argument("--hysteresis", type=int, default=1)
+    parser.add_argument("--min", type=_number, default=None, help="floor")
+    parser.add_argument("--max", type=_number, default=2.0**24, help="ceiling (2**24)")
+
+    parser = _parser(
+        *(commands, "survival", _survival, "say what each loss scale would do to gradients"),
+        "reamp survival gradients.pt\nreamp survival --mean -24 --spread 5 --plot survival.png",
+        plot=True,
+    )
+    parser.add_argument("file", nargs="?", help="tensors that torch.save wrote, in lists and dicts")
+    parser.add_argument("--mean", type=_number, default=-22.0, help="without a file: mean log2 (-22)")
+    parser.add_argument("--spread", type=_number, default=5.0, help="standard deviation of log2 (5)")
+    parser.add_argument("--count", type=int, default=100_000, help="how many (100000)")
+    _add_formats(parser, "the format of the table and the picture (fp16)", many=False)
+
+    parser = _parser(
+        *(commands, "memory", _memory, "say what training keeps in memory at each level"),
+        "reamp memory --params 7e9 --optimizer adamw\n"
+        "reamp memory --params 175e9 --world-size 64 --sharding zero3 --gpu-memory 80",
+        plot=True,
+    )
+    parser.add_argument("--params", type=_number, required=True, help="parameters, such as 7e9")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, sgd-momentum, FusedAdam, ...")
+    parser.add_argument("--activations", type=_number, default=0.0, help="numbers kept for backward")
+    parser.add_argument("--world-size", type=int, default=1, help="processes (1)")
+    parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3")
+    parser.add_argument("--gpu-memory", type=_number, help="GB of 10**9 bytes: say what fits")
+
+    _parser(
+        *(commands, "crises", _crises, "run the three crises of half precision, and their cures"),
+        "reamp crises",
+    )
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    """Help that keeps the lines of examples."""
+
+
+def _parser(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], None],
+    text: str,
+    examples: str,
+    plot: bool = False,
+) -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {line}" for line in examples.splitlines())
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"examples:\n{lines}",
+        formatter_class=_Raw,
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    if plot:
+        parser.add_argument("--plot", metavar="FILE", help="draw a PNG or SVG file")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_formats(
+    parser: argparse.ArgumentParser, text: str = "a format; may be repeated", many: bool = True
+) -> None:
+    parser.add_argument(
+        "--format",
+        type=_format,
+        action="append" if many else "store",
+        default=None if many else as_format("float16"),
+        help=text,
+    )
+
+
+def _format(text: str) -> Any:
+    try:
+        return as_format(text)
+    except AmpValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float.fromhex(text) if text.lower().lstrip("+-").startswith("0x") else float(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, such as 3.14159 or 1e-8") from None
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, such as 10,15") from None
+
+
+def _emit_json(value: Any) -> None:
+    """Write JSON. What is not finite is a string, which JSON can hold."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, float) and not math.isfinite(item):
+            return str(item)
+        if isinstance(item, dict):
+            return {key: plain(inner) for key, inner in item.items()}
+        return [plain(inner) for inner in item] if isinstance(item, (list, tuple)) else item
+
+    print(json.dumps(plain(value), indent=1))
+
+
+def _fields(pattern: int, fmt: Any) -> str:
+    text = f"{pattern:0{fmt.bits}b}"
+    magnitude = fmt.exponent_bits + fmt.mantissa_bits
+    cuts = (0, fmt.bits - magnitude, fmt.bits - fmt.mantissa_bits, fmt.bits)
+    parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
+    return " ".join(part for part in parts if part)
+
+
+def _bits(arguments: argparse.Namespace) -> None:
+    rows = []
+    for fmt in arguments.format or [FORMATS[name] for name in COMMON]:
+        found = bits(arguments.number, fmt)
+        notes = [name for name in ("overflow", "underflow", "subnormal") if getattr(found, name)]
+        rows.append((fmt, found, notes))
+    if arguments.json:
+        _emit_json(
+            [{"format": fmt.name, "bits": _fields(b.pattern, fmt), **b._asdict()} for fmt, b, _ in rows]
+        )
+        return
+    printer = Printer()
+    printer.table(
+        ("format", "sign, exponent, mantissa", "value", "error", ""),
+        [(f.name, _fields(b.pattern, f), b.value, b.error, ", ".join(n)) for f, b, n in rows],
+        alarming=4,
+    )
+
+
+def _ranges(arguments: argparse.Namespace) -> None:
+    if arguments.plot:
+        plots.plot_ranges(arguments.plot)
+    rows = [
+        {
+            "format": f.name,
+            "bits": f.bits,
+            "bias": f.bias,
+            "max": f.max,
+            "min_normal": f.min_normal,
+            "min_subnormal": f.min_subnormal,
+            "ulp_at_1": f.ulp_at_1,
+            "decimal_digits": round(f.decimal_digits, 2),
+            "overflow": f.overflow,
+        }
+        for f in FORMATS.values()
+    ]
+    if arguments.json:
+        _emit_json(rows)
+        return
+    printer = Printer()
+    header = ("format", "bits", "bias", "max", "min normal", "min subnormal", "ulp at 1", "digits")
+    printer.table((*header, "overflow"), [tuple(row.values()) for row in rows])
+    printer.line()
+    for f in FORMATS.values():
+        low, high = round(math.log2(f.min_subnormal)), f.max_exponent
+        start, length = (low + 150) // 4, max((high - low) // 4, 1)
+        printer.line(f"{f.name:16} {' ' * start}{printer.block * length}")
+    printer.line(f"{'':16} 2**-149{'':22}1 = 2**0{'':25}2**127")
+
+
+def _ulp(arguments: argparse.Namespace) -> None:
+    rows = []
+    for fmt in arguments.format or [FORMATS[name] for name in COMMON]:
+        found = neighbours(arguments.number, fmt)
+        row = {
+            "format": fmt.name,
+            "value": bits(arguments.number, fmt).value,
+            "ulp": ulp(arguments.number, fmt),
+            "below": found.below,
+            "above": found.above,
+        }
+        if arguments.update is not None:
+            updated = bits(bits(arguments.number, fmt).value + arguments.update, fmt).value
+            row |= {"updated": updated, "survives": updated != row["value"]}
+        rows.append(row)
+    if arguments.json:
+        _emit_json(rows)
+        return
+    if arguments.update is not None:
+        for row in rows:
+            row["survives"] = "yes" if row["survives"] else "lost"
+    Printer().table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    names = ("init", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min", "max")
+    trace = simulate_scaler(
+        overflows=arguments.overflows,
+        steps=arguments.steps,
+        **{name: getattr(arguments, name) for name in names},
+    )
+    if arguments.plot:
+        plots.plot_trace(trace, arguments.plot)
+    if arguments.json:
+        _emit_json([step._asdict() for step in trace])
+        return
+    printer = Printer()
+    exponents = [math.log2(step.next_scale) for step in trace]
+    low, high = min(exponents, default=0.0) - 1, max(exponents, default=0.0)
+    rows = []
+    for i, (step, exponent) in enumerate(zip(trace, exponents, strict=True)):
+        changed = step.next_scale != step.scale
+        if len(trace) > 60 and not (changed or step.overflow or i in (0, len(trace) - 1)):
+            continue
+        bar = printer.bar((exponent - low) / (high - low), 24)
+        event = "overflow, skipped" if step.overflow else "grows" if changed else ""
+        rows.append((step.step, step.scale, step.next_scale, step.good_steps, event, bar))
+    printer.table(("step", "scale", "after it", "good", "", "log2"), rows, alarming=4)
+
+
+def _survival(arguments: argparse.Namespace) -> None:
+    if arguments.file is not None:
+        grads = list(_load(Path(arguments.file)))
+    else:
+        generator = torch.Generator().manual_seed(0)
+        normal = torch.randn(max(arguments.count, 1), generator=generator, dtype=torch.float64)
+        grads = [torch.exp2(arguments.mean + arguments.spread * normal)]
+    formats = dict.fromkeys([*SURVIVAL_FORMATS, arguments.format.name])
+    found = gradient_survival(grads, formats=list(formats))
+    if arguments.plot:
+        plots.plot_survival(found, arguments.plot, arguments.format)
+    if arguments.json:
+        _emit_json(dataclasses.asdict(found))
+        return
+    printer = Printer()
+    one = found.formats[arguments.format.name]
+    printer.line(
+        f"{found.count:,} gradients other than 0 in {arguments.format.name}"
+        f" ({found.zeros:,} are 0, {found.not_finite:,} inf or NaN)"
+    )
+    rows = [
+        (f"2**{round(math.log2(scale))}", *(f"{part:.2%}" for part in parts), printer.bar(parts[0], 30))
+        for scale, *parts in zip(found.scales, one.zero, one.subnormal, one.overflow, strict=True)
+    ]
+    printer.table(("scale", "become 0", "subnormal", "overflow", ""), rows)
+    for name, survival in found.formats.items():
+        best = "none: something overflows at every scale"
+        if survival.recommended is not None:
+            best = f"{survival.recommended:g}"
+        printer.line(f"loses least in {name}: {best}")
+
+
+def _load(path: Path) -> Iterator[Tensor]:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise AmpValueError(f"there is no file '{path}'") from None
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AmpValueError(f"'{path}' is no file of tensors that torch.save wrote: {reason}") from None
+
+    def inside(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from inside(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from inside(item)
+
+    tensors = list(inside(loaded))
+    if not tensors:
+        raise AmpValueError(f"'{path}' holds no floating-point tensors")
+    yield from tensors
+
+
+def _memory(arguments: argparse.Namespace) -> None:
+    rows = footprints(
+        arguments.params,
+        arguments.optimizer,
+        activations=arguments.activations,
+        world_size=arguments.world_size,
+        sharding=arguments.sharding,
+    )
+    limit = arguments.gpu_memory
+    if limit is not None and not limit > 0:
+        raise AmpValueError(f"--gpu-memory {limit:g}: give the GB of one GPU, such as 80")
+    if arguments.plot:
+        plots.plot_memory(rows, arguments.plot, limit)
+    if arguments.json:
+        fits = {} if limit is None else {"gpu_memory": limit * 1e9}
+        _emit_json([dataclasses.asdict(r) | {"total": r.total} | _fits(r, limit) | fits for r in rows])
+        return
+    printer = Printer()
+    printer.line(f"{arguments.params:,.0f} parameters, {arguments.optimizer}, GB of one process")
+    header = ["level", "masters", "weights", "gradients", "masters", "optimizer", "activations"]
+    table = []
+    for r in rows:
+        sizes = (r.weights, r.gradients, r.masters, r.optimizer_state, r.activations, r.transient)
+        row = [r.opt_level, r.masters_kept, *map(gigabytes, (*sizes, r.total))]
+        if limit is not None:
+            row.append("fits" if _fits(r, limit)["fits"] else "too large")
+        table.append(row)
+    header += ["transient", "total"] + ([] if limit is None else [f"in {limit:g} GB"])
+    printer.table(header, table)
+
+
+def _fits(row: Footprint, limit: float | None) -> dict[str, bool]:
+    return {} if limit is None else {"fits": row.total <= limit * 1e9}
+
+
+def _crises(arguments: argparse.Namespace) -> None:
+    found = crises()
+    if arguments.json:
+        _emit_json([crisis._asdict() for crisis in found])
+        return
+    printer = Printer()
+    rows = [(c.name, c.exact, c.broken, c.cured, c.cure) for c in found]
+    printer.table(("crisis", "exact", "in float16", "cured", "by"), rows)
+    for crisis in found:
+        printer.line()
+        printer.line(crisis.code)

@@ -1,0 +1,129 @@
+"""Pictures of what this package computes, as PNG or SVG; they need matplotlib, the extra `plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amp.errors import AmpRuntimeError, AmpValueError
+from amp.numerics.formats import FORMATS, as_format
+from amp.numerics.memory import Footprint
+from amp.numerics.scaling import GradientSurvival, ScalerStep
+
+if TYPE_CHECKING:
+    from amp.numerics.watching import Histogram, WatchReport
+
+SUFFIXES = (".png", ".svg")
+
+
+def _figure(path: str | Path, width: float = 8.0, height: float = 4.5) -> tuple[Any, Any, Path]:
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise AmpValueError(f"{path}: a picture is a {' or '.join(SUFFIXES)} file")
+    if not path.absolute().parent.is_dir():
+        raise AmpValueError(f"{path}: there is no folder {path.absolute().parent}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise AmpRuntimeError(
+            "a picture needs matplotlib, which is not installed: pip install 'reamp[plot]'"
+        ) from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(), path
+
+
+def _save(figure: Any, path: Path) -> None:
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
+    figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def plot_ranges(path: str | Path) -> None:
+    """Draw the range of each format on a logarithmic axis, subnormal numbers paler."""
+    figure, axes, path = _figure(path)
+    for i, fmt in enumerate(reversed(FORMATS.values())):
+        low, normal, high = fmt.min_subnormal, fmt.min_normal, fmt.max
+        axes.plot([low, normal], [i, i], lw=8, alpha=0.35, color="C0", solid_capstyle="butt")
+        axes.plot([normal, high], [i, i], lw=8, color="C0", solid_capstyle="butt")
+    axes.set_xscale("log", base=2)
+    axes.set_yticks(range(len(FORMATS)), [fmt.name for fmt in reversed(FORMATS.values())])
+    axes.set_xlabel("representable magnitudes; subnormal numbers paler")
+    _save(figure, path)
+
+
+def plot_trace(trace: Sequence[ScalerStep], path: str | Path) -> None:
+    """Draw a loss scale over its iterations, with the overflows."""
+    figure, axes, path = _figure(path)
+    axes.step([s.step for s in trace], [s.next_scale for s in trace], where="mid", label="scale")
+    bad = [s for s in trace if s.overflow]
+    axes.plot([s.step for s in bad], [s.next_scale for s in bad], "x", color="C3", label="overflow")
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss scale after it")
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_survival(survival: GradientSurvival, path: str | Path, fmt: Any = "float16") -> None:
+    """Draw what becomes of gradients at each scale, in one format."""
+    found = survival.formats[as_format(fmt).name]
+    figure, axes, path = _figure(path)
+    axes.plot(survival.scales, found.zero, label="becomes 0")
+    axes.plot(survival.scales, found.subnormal, label="subnormal")
+    axes.plot(survival.scales, found.overflow, label="overflows")
+    if found.recommended is not None:
+        axes.axvline(found.recommended, color="0.6", ls="--", label=f"{found.recommended:g}")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("loss scale")
+    axes.set_ylabel(f"fraction of gradients, {as_format(fmt).name}")
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_memory(rows: Sequence[Footprint], path: str | Path, limit: float | None = None) -> None:
+    """Draw footprints as stacked bars, in GB; `limit` is a line."""
+    figure, axes, path = _figure(path)
+    names = [f"{r.opt_level}\n{r.masters_kept}" for r in rows]
+    bottom = [0.0] * len(rows)
+    for term in ("weights", "gradients", "masters", "optimizer_state", "activations", "transient"):
+        sizes = [getattr(row, term) / 1e9 for row in rows]
+        axes.bar(names, sizes, bottom=bottom, label=term.replace("_", " "))
+        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
+    if limit is not None:
+        axes.axhline(limit, color="0.3", ls="--")
+    axes.set_ylabel("GB")
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_report(
+    report: WatchReport, path: str | Path, fmt: Any = "float16", scale: float = 1.0
+) -> None:
+    """Draw a model's gradients by exponent, with what a format loses shaded.
+
+    Args:
+        report: of `amp.numerics.watch`.
+        path: a PNG or SVG file.
+        fmt: the format.
+        scale: the loss scale that gradients are multiplied by.
+    """
+    fmt = as_format(fmt)
+    histogram: Histogram = report.gradients
+    figure, axes, path = _figure(path)
+    total = max(histogram.total, 1)
+    shift = 0
+    while 2.0 ** (shift + 1) <= scale:
+        shift += 1
+    exponents = [e + shift for e in histogram.counts]
+    axes.bar(exponents, [n / total for n in histogram.counts.values()], width=1.0, align="edge")
+    low, high = min([*exponents, fmt.min_exponent]) - 4, max([*exponents, 0]) + 4
+    smallest = fmt.min_exponent - fmt.mantissa_bits - 1
+    axes.axvspan(low, smallest, color="C3", alpha=0.25, label=f"becomes 0 in {fmt.name}")
+    axes.axvspan(smallest, fmt.min_exponent, color="C1", alpha=0.2, label="subnormal")
+    if high > fmt.max_exponent:
+        axes.axvspan(fmt.max_exponent + 1, high, color="C4", alpha=0.25, label="overflows")
+    axes.set_xlim(low, high)
+    axes.set_xlabel("log2 of the gradient" + (f" times {scale:g}" if scale != 1 else ""))
+    axes.set_ylabel(f"fraction; {histogram.zeros / total:.1%} are 0")
+    axes.legend()
+    _save(figure, path)

@@ -1,0 +1,171 @@
+"""`python -m amp bits` and its sisters: what they print, draw, and refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amp.cli import main
+from amp.numerics.text import Printer
+
+
+def run(capsys: Any, *arguments: str, status: int = 0) -> str:
+    """Run a command line and return what it printed: its output, or its one line of error."""
+    try:
+        found = main(arguments)
+    except SystemExit as end:
+        found = int(end.code or 0)
+    out, err = capsys.readouterr()
+    assert found == status, err
+    if status:
+        assert out == ""
+        assert err.count("\n") == 1
+    return str(err if status else out)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return the words of each line, by the first of them."""
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+
+
+def test_bits(capsys: Any) -> None:
+    found = rows(run(capsys, "bits", "3.14159"))
+    assert found["float16"] == ["0", "10000", "1001001000", "3.140625", "-0.000965"]
+    assert found["float8_e5m2"][-2] == "3"
+    tiny = rows(run(capsys, "bits", "1e-8", "--format", "fp16", "--format", "bf16"))
+    assert list(tiny) == ["format", "float16", "bfloat16"]
+    assert tiny["float16"][-1] == "underflow"
+    large = json.loads(run(capsys, "bits", "70000", "--format", "fp16", "--json"))
+    assert large[0]["overflow"] is True
+    assert large[0]["value"] == "inf"
+    assert large[0]["bits"] == "0 11111 0000000000"
+    assert json.loads(run(capsys, "bits", "-0x1p-24", "--json"))[1]["subnormal"]
+
+
+def test_ranges_and_ulps(capsys: Any) -> None:
+    found = rows(run(capsys, "ranges"))
+    assert len(found) >= 10
+    listed = {row["format"]: row for row in json.loads(run(capsys, "ranges", "--json"))}
+    assert listed["float8_e4m3fn"]["max"] == 448.0
+    next_to_1 = rows(run(capsys, "ulp", "1", "--update", "5e-5"))
+    assert next_to_1["float16"][-1] == "lost"
+    assert next_to_1["float32"][-1] == "yes"
+    (half,) = json.loads(run(capsys, "ulp", "1", "--format", "e4m3", "--json"))
+    assert (half["ulp"], half["below"], half["above"]) == (0.125, 0.9375, 1.125)
+
+
+def test_simulate(capsys: Any) -> None:
+    options = ["--steps", "20", "--overflows", "10", "--init", "32768", "--growth-interval", "5"]
+    trace = json.loads(run(capsys, "simulate", *options, "--json"))
+    assert [trace[i]["next_scale"] for i in (4, 9, 10, 15)] == [65536, 131072, 65536, 131072]
+    assert "overflow, skipped" in run(capsys, "simulate", *options)
+    long = run(capsys, "simulate", "--steps", "9000", "--overflows", "5").splitlines()[1:]
+    assert [line.split()[0] for line in long] == ["0", "5", "2005", "4005", "6005", "8005", "8999"]
+
+
+def test_survival(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "gradients.pt"
+    torch.save(
+        {"a": torch.tensor([2.0**-30, 0.0]), "b": [torch.ones(2), 3, torch.ones(1).long()]}, file
+    )
+    found = json.loads(run(capsys, "survival", str(file), "--json"))
+    assert (found["count"], found["zeros"]) == (3, 1)
+    assert found["formats"]["float16"]["zero"][0] == 1 / 3
+    shown = run(capsys, "survival", str(file), "--format", "e4m3")
+    assert "3 gradients other than 0 in float8_e4m3fn (1 are 0, 0 inf or NaN)" in shown
+    assert "loses least in bfloat16: 1" in shown
+    assert "loses least in float16: 65536" in run(capsys, "survival", "--mean", "-22")
+
+
+def test_memory(capsys: Any) -> None:
+    rows = json.loads(run(capsys, "memory", "--params", "175e9", "--optimizer", "adam", "--json"))
+    assert rows[0]["weights"] == 700e9
+    assert rows[0]["total"] == pytest.approx(2.8e12)
+    shown = run(capsys, "memory", "--params", "7e9", "--optimizer", "FusedAdam", "--gpu-memory", "100")
+    assert "7,000,000,000 parameters" in shown
+    fits = [line.endswith(" fits") for line in shown.splitlines()[2:]]
+    assert fits == [False, False, False, True, True, False, False, True, False]
+    sharded = ["--world-size", "8", "--sharding", "zero3", "--activations", "1e9"]
+    rows = json.loads(run(capsys, "memory", "--params", "8e9", *sharded, "--json"))
+    assert rows[0]["weights"] == 4e9
+    assert rows[0]["activations"] == 4e9
+
+
+def test_crises(capsys: Any) -> None:
+    found = {row["name"]: row for row in json.loads(run(capsys, "crises", "--json"))}
+    assert found["overflow"]["broken"] == "inf"
+    assert "vanishing update" in run(capsys, "crises")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ranges",),
+        ("simulate", "--overflows", "3"),
+        ("survival", "--count", "1000"),
+        ("memory", "--params", "1e9", "--gpu-memory", "10"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"picture.{suffix}"
+    run(capsys, *arguments, "--plot", str(file))
+    start = file.read_bytes()[:100]
+    assert start.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bits", "abc"], "'abc' is not a number, such as 3.14159"),
+        (["bits", "1", "--format", "fp17"], "'fp17' is not a number format"),
+        (["bits"], "the following arguments are required: number"),
+        (["simulate", "--overflows", "1,x"], "'1,x' is not a list of integers"),
+        (
+            ["simulate", "--steps", "3", "--overflows", "5"],
+            "overflows=[5] are not among",
+        ),
+        (["simulate", "--init", "0"], "init=0.0 must be a finite number above 0"),
+        (["survival", "nowhere.pt"], "there is no file 'nowhere.pt'"),
+        (["survival", __file__], "is no file of tensors that torch.save wrote"),
+        (["memory", "--params", "-7e9"], "parameters: give a whole number of at least 1"),
+        (["memory", "--params", "7e9", "--optimizer", "adamv"], "'adamv' keeps is not known"),
+        (["memory", "--params", "7e9", "--gpu-memory", "-1"], "--gpu-memory -1: give the GB"),
+        (["memory", "--params", "7e9", "--sharding", "all"], "sharding='all' is not one of none"),
+        (["ranges", "--plot", "ranges.gif"], "a picture is a .png or .svg file"),
+        (["ranges", "--plot", "no/where/ranges.png"], "there is no folder"),
+        (["bitz", "1"], "invalid choice: 'bitz'"),
+    ],
+)
+def test_errors_are_one_line(capsys: Any, arguments: list[str], message: str) -> None:
+    assert message in run(capsys, *arguments, status=2)
+
+
+def test_help_has_examples(capsys: Any) -> None:
+    for command in ("bits", "ranges", "ulp", "simulate", "survival", "memory", "crises"):
+        assert f"examples:\n  reamp {command}" in run(capsys, command, "--help")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert Printer(Terminal()).colours
+    assert "\x1b[31m" in Printer(Terminal()).alarm("overflow")
+    assert not Printer(io.StringIO()).colours
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not Printer(Terminal()).colours
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert Printer(ascii_only).bar(0.5, 4) == "##"
+    assert math.isclose(len(Printer(io.StringIO()).bar(0.001)), 1)
