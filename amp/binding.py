@@ -99,6 +99,18 @@ class _Layout(NamedTuple):
     direct: list[Tensor]
 
 
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer that steps: what a wrapper, such as apex's LARC, holds with its groups."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
+        if isinstance(value, torch.optim.Optimizer) and value.param_groups is getattr(
+            optimizer, "param_groups", None
+        ):
+            return value
+    return optimizer
+
+
 class OptimizerBinding:
     """What a session knows about one of its optimizers.
 
@@ -143,8 +155,8 @@ class OptimizerBinding:
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerBinding | None:
-        """Return the live binding of an optimizer, if it has one."""
-        return getattr(optimizer, _ATTRIBUTE, None)
+        """Return the live binding of an optimizer, or of the one that a wrapper holds, or None."""
+        return getattr(innermost(optimizer), _ATTRIBUTE, None)
 
     # The optimizer goes in and comes out.
 
@@ -285,6 +297,8 @@ class OptimizerBinding:
         self._check_dtypes()
         self._bring_back()
         layout = self._find_layout()
+        if self._verdicts and not _have_grads(layout.stepped) and not _have_grads(layout.models):
+            self._verdicts = []  # what overflowed was cleared by hand
         self._masters.drop_stepped_grads(layout.masters)
         if self._pending is None:
             self._gather_unscaled()

@@ -188,9 +188,17 @@ def scale_loss(
         AmpIndexError: there is no such `loss_id`.
         AmpTypeError: `loss` or `optimizers` is something else.
     """
+    default = _Default.session
+    if default is not None and not default.properties.enabled and not _any_is_bound(optimizers):
+        return default.scale_loss(loss, optimizers)  # which does not look at them
     session = _session_for(as_optimizer_list(optimizers))
     _Default.waiting_state = None
     return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+
+
+def _any_is_bound(optimizers: Any) -> bool:
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return any(OptimizerBinding.of(optimizer) is not None for optimizer in given)
 
 
 def _session_for(optimizers: list[Any]) -> Session:
@@ -199,9 +207,7 @@ def _session_for(optimizers: list[Any]) -> Session:
         if binding is not None:
             owner: Session = binding.owner
             return owner
-    default = _default("amp.scale_loss")
-    if not default.properties.enabled:
-        return default
+    _default("amp.scale_loss")
     raise foreign_optimizer(optimizers[0])
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amp import checkpoint, distributed, modelcast
-from amp.binding import OptimizerBinding, delay, keeps_moments, unscale_and_update
+from amp.binding import OptimizerBinding, delay, innermost, keeps_moments, unscale_and_update
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import (
     AmpIndexError,
@@ -143,7 +143,7 @@ class Session:
                 if self.properties.cast_model_type in LOW_PRECISION or self.properties.master_weights:
                     for handle in self._masters.install_state_dict_hooks(model):
                         undo.callback(handle.remove)
-            for optimizer in optimizers:
+            for optimizer in map(innermost, optimizers):
                 binding = OptimizerBinding(
                     optimizer,
                     owner=self,
@@ -452,7 +452,7 @@ def _check_models(models: Sequence[nn.Module], dtype: object, allow_low_precisio
 
 def _check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
     for i, optimizer in enumerate(optimizers):
-        if dtype is not None and not keeps_moments(optimizer):
+        if dtype is not None and not keeps_moments(innermost(optimizer)):
             raise AmpRuntimeError(
                 f"state_dtype={dtype_name(dtype)} needs an optimizer that rounds its moments, and "
                 f"optimizers[{i}] is {type(optimizer).__name__}. Take one of amp.optimizers, or leave "
@@ -463,7 +463,7 @@ def _check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> 
 def _check_unbound(optimizers: Sequence[Any]) -> None:
     for i, optimizer in enumerate(optimizers):
         binding = OptimizerBinding.of(optimizer)
-        if binding is not None and binding.optimizer is not optimizer:
+        if binding is not None and binding.optimizer is not innermost(optimizer):
             raise AmpRuntimeError(
                 f"optimizers[{i}] ({type(optimizer).__name__}) keeps masters and scales losses itself. "
                 f"Pass the {type(binding.optimizer).__name__} that it was made of to amp.initialize"

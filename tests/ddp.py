@@ -185,6 +185,17 @@ def ways_of_apex_to_reduce(rank: int) -> None:
         assert model.weight.grad is not None
         assert model.weight.grad.dtype is torch.float16
         assert torch.equal(model.weight.grad.float(), torch.full((1, 2), expected)), options
+    unused = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    unused.forward = lambda x: unused["used"](x)  # type: ignore[method-assign]
+    ddp = parallel.DistributedDataParallel(unused, delay_allreduce=True)
+    for _ in range(3):
+        ddp(torch.ones(1, 2)).sum().backward()
+    group = parallel.create_syncbn_process_group(1)
+    assert dist.get_world_size(group) == 1
+    assert dist.get_world_size(parallel.create_syncbn_process_group(2)) == 2
+    assert parallel.create_syncbn_process_group(0) is None
+    with pytest.raises(ValueError, match="group_size=3 does not divide the 2 ranks"):
+        parallel.create_syncbn_process_group(3)
     torch.manual_seed(rank)
     model = nn.Linear(2, 1, bias=False)
     reducer = parallel.Reducer(model)

@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fp16_utils",),
     (
         *("frontend", "compat.normalization", "compat.parallel", "compat.alias", "compat.amp_c"),
-        *("compat.optimizers", "compat.lists.tables"),
+        *("compat.optimizers", "compat.lists.tables", "compat.apex_c"),
     ),
     (
         *("compat.state", "compat.run", "compat.lists.functional_overrides"),

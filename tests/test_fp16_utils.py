@@ -346,6 +346,11 @@ def test_an_old_checkpoint_with_a_pickled_scaler_loads(apex_modules: Any) -> Non
     assert optimizer.state_dict()["loss_scaler"]["unskipped"] == 17
 
 
+def test_names_of_2018() -> None:
+    optimizer = FP16_Optimizer(sgd(half_net()), static_loss_scale=8.0, verbose=False)
+    assert optimizer.cur_scale == optimizer.loss_scaler.loss_scale() == 8.0
+
+
 def test_it_is_neither_pickled_nor_unpickled() -> None:
     with pytest.raises(AmpRuntimeError, match=r"saved by state_dict\(\)"):
         pickle.dumps(FP16_Optimizer(sgd(half_net())))

@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -21,6 +24,7 @@ from amp.fp16_utils.loss_scaler import SAFE_GLOBALS
 
 MODULES: dict[str, str | None] = {
     "amp_C": "amp.compat.amp_c",
+    "apex_C": "amp.compat.apex_c",
     "apex": None,
     "apex.amp": "amp.compat.apex_amp",
     "apex.amp.amp": "amp.compat.apex_amp",
@@ -63,6 +67,8 @@ MODULES: dict[str, str | None] = {
 """apex's modules, and what holds their names here."""
 
 REPLACEMENTS = {
+    "amp_C.multi_tensor_adagrad": "amp.optimizers.FusedAdagrad",
+    "amp_C.multi_tensor_novograd": "amp.optimizers.FusedNovoGrad",
     "apex.RNN": "torch.nn.RNN, LSTM and GRU",
     "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
     "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
@@ -73,7 +79,9 @@ REPLACEMENTS = {
     "apex.contrib.xentropy": "torch.nn.functional.cross_entropy",
     "apex.fused_dense": "torch.nn.Linear",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and an activation",
+    "apex.normalization": "torch.nn.functional.layer_norm and rms_norm",
     "apex.optimizers.FusedMixedPrecisionLamb": "amp.optimizers.FusedLAMB at O2 or O5",
+    "apex.parallel.distributed": "torch.distributed",
     "apex.parallel.multiproc": "torchrun",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
@@ -82,21 +90,29 @@ REPLACEMENTS = {
 """What to use for parts of apex that are not here."""
 
 
-class _Finder(MetaPathFinder, Loader):
+_TOPS = ("apex", "amp_C", "apex_C")
+
+
+class _Finder(metadata.DistributionFinder, Loader):
     """Finds and makes the modules of the table."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in MODULES:
-            is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
-            return ModuleSpec(fullname, self, origin="reamp", is_package=is_package)
-        if fullname.startswith("apex."):
+            # As packages all are asked for what `from module import name` does not find in them.
+            return ModuleSpec(fullname, self, origin="reamp", is_package=True)
+        if fullname.partition(".")[0] in _TOPS and "." in fullname:
             # Without a `name`, which would let `from apex import part` pass over this and its advice.
-            raise ModuleNotFoundError(
-                f"'{fullname}' is a part of apex that reamp does not have{_advice(fullname)}"
-            )
+            raise ModuleNotFoundError(_missing(fullname))
         return None
+
+    def find_distributions(
+        self, context: metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[metadata.Distribution]:
+        """Yield apex, if it is asked for by name: scripts look at its version."""
+        if context is not None and context.name == "apex":
+            yield _Distribution()
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -112,6 +128,25 @@ class _Finder(MetaPathFinder, Loader):
             vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("__")})
             module.__doc__ = ours.__doc__
             vars(module)["__all__"] = ours.__all__
+
+        def no_such_part(name: str) -> Any:
+            raise AttributeError(_missing(f"{module.__name__}.{name}"), name=name, obj=module)
+
+        vars(module)["__getattr__"] = no_such_part
+
+
+class _Distribution(metadata.Distribution):
+    """apex as a distribution: its name, and a version of before amp was taken out of it."""
+
+    def read_text(self, filename: str) -> str | None:
+        return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
+
+
+def _missing(name: str) -> str:
+    return f"'{name}' is a part of apex that reamp does not have{_advice(name)}"
 
 
 def _advice(name: str) -> str:
@@ -155,9 +190,14 @@ def uninstall() -> None:
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
         _forget_modules()
+        others = [
+            known for known in torch.serialization.get_safe_globals() if known not in SAFE_GLOBALS
+        ]
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(others)
 
 
 def _forget_modules() -> None:
     for name in list(sys.modules):
-        if name in ("apex", "amp_C") or name.startswith("apex."):
+        if name.partition(".")[0] in _TOPS:
             del sys.modules[name]

@@ -56,6 +56,7 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
         if binding is not None:
             optimizer._amp_stash = Stash(optimizer)
             optimizer._lazy_init_maybe_master_weights = _nothing
+            optimizer._amp_lazy_init = _nothing
             optimizer._master_params_to_model_params = binding.write_back
     return result
 

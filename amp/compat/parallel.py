@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-__all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
+from amp.errors import AmpValueError
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -20,7 +29,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Args:
         module: the model, on its device.
         message_size: not looked at.
-        delay_allreduce: likewise.
+        delay_allreduce: whether there may be parameters without a gradient.
         shared_param: likewise.
         allreduce_trigger_params: likewise.
         retain_allreduce_buffers: likewise.
@@ -49,7 +58,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average_split_factor: Any = None,
         prof: bool = False,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, find_unused_parameters=delay_allreduce)
         if not gradient_average or allreduce_always_fp32 or gradient_predivide_factor != 1:
             before = 1 / gradient_predivide_factor
             world = distributed.get_world_size()
@@ -137,7 +146,30 @@ def convert_syncbn_model(
 ) -> nn.Module:
     """Return a model whose batch norms share their statistics over the ranks."""
     convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-    return convert(module, process_group)  # type: ignore[no-any-return]
+    converted: nn.Module = convert(module, process_group)
+    for norm in converted.modules():
+        if type(norm) is nn.SyncBatchNorm:  # scripts ask whether it is apex's
+            norm.__class__ = SyncBatchNorm
+            norm.fuse_relu = False  # type: ignore[assignment]
+    return converted
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Return the process group of this rank and its neighbours, `group_size` of them; None for 0.
+
+    Every rank has to call it.
+
+    Raises:
+        AmpValueError: the ranks cannot be cut up so.
+    """
+    if group_size == 0:
+        return None
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    if group_size < 1 or world % group_size:
+        raise AmpValueError(f"group_size={group_size} does not divide the {world} ranks there are")
+    starts = range(0, world, group_size)
+    groups = [distributed.new_group(list(range(at, at + group_size))) for at in starts]
+    return groups[rank // group_size]
 
 
 class LARC:
@@ -176,6 +208,10 @@ class LARC:
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups."""
         return self.optim.param_groups  # type: ignore[no-any-return]
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients."""

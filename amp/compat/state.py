@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from amp import frontend, scaler
 from amp.binding import OptimizerBinding
+from amp.errors import AmpRuntimeError
 from amp.fp16_utils.groups import MasterGroups
 from amp.properties import LossScaling
 
@@ -51,6 +53,8 @@ class LossScaler:
             max=max_loss_scale,
         )
         self._ours = scaler.LossScaler(config)
+
+    _given_buf: Tensor | None = None
 
     @classmethod
     def of(cls, ours: scaler.LossScaler) -> LossScaler:
@@ -104,12 +108,18 @@ class LossScaler:
         )
 
     def clear_overflow_state(self) -> None:
-        """Forget an overflow that no update has seen."""
-        if self._ours.found_inf is not None:
-            self._ours.found_inf.zero_()
+        """Forget the last overflow."""
+        if self._has_overflow:
+            self._has_overflow = False
 
     def update_scale(self) -> bool:
-        """Move the scale, and return whether to skip the step. The host waits for the device."""
+        """Move the scale, and return whether to skip the step. The host waits for the device.
+
+        It goes by `_overflow_buf`, int32 `[1]`, where a script has put one of its own there.
+        """
+        found_inf = self._ours.found_inf
+        if self._given_buf is not None and found_inf is not None:
+            found_inf.copy_(self._given_buf.reshape(1) != 0)
         verdict = self._ours.verdict()
         self._ours.update()
         return verdict is not None and verdict.overflowed
@@ -136,22 +146,59 @@ class LossScaler:
         """Whether the scale follows overflows."""
         return self._ours.config.dynamic
 
+    @dynamic.setter
+    def dynamic(self, value: bool) -> None:
+        scale = self._ours.loss_scale()
+        self._configure(mode="dynamic" if value else "static", init=scale)
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        if self._given_buf is not None:
+            return self._given_buf
+        found_inf = self._ours.found_inf
+        return torch.zeros(1, dtype=torch.int32) if found_inf is None else found_inf.int()
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self._given_buf = value
+
     @property
     def _has_overflow(self) -> bool:
         found_inf = self._ours.found_inf
-        return found_inf is not None and found_inf.item() > 0
+        if found_inf is None:
+            return False
+        return found_inf.item() > 0 or self._ours.state_dict()["overflows_in_a_row"] > 0
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._ours.load_state_dict({**self._ours.state_dict(), "overflows_in_a_row": int(value)})
 
     @property
     def _min_loss_scale(self) -> float | None:
         return self._ours.config.min
 
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self._configure(min=value)
+
     @property
     def _max_loss_scale(self) -> float:
         return self._ours.config.max
 
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._configure(max=value)
+
     @property
     def _scale_seq_len(self) -> int:
         return self._ours.config.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._configure(growth_interval=value)
+
+    def _configure(self, **changes: Any) -> None:
+        self._ours.config = dataclasses.replace(self._ours.config, **changes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SAVED}
@@ -172,6 +219,10 @@ _SAVED = (
     *("_scale_seq_len", "_min_loss_scale", "_max_loss_scale"),
 )
 """What a pickle of apex's has too."""
+
+
+class _NotInitializedError(AmpRuntimeError, AttributeError):
+    """What makes `hasattr(_amp_state, "loss_scalers")` False before `initialize`, as apex's did."""
 
 
 class AmpState:
@@ -212,7 +263,10 @@ class AmpState:
         return self.loss_scalers[0]._max_loss_scale
 
     def _session(self) -> Any:
-        return frontend.get_session()
+        try:
+            return frontend.get_session()
+        except AmpRuntimeError as error:
+            raise _NotInitializedError(str(error)) from None
 
 
 _amp_state = AmpState()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import scaler
 from amp.binding import OptimizerBinding, Pending
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.fp16_utils.groups import MasterGroups
@@ -206,6 +207,16 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self._session.scalers[0].set_scale(value)
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale, by its name of 2018. The host waits for the device."""
+        return self.loss_scale
+
+    @property
+    def loss_scaler(self) -> scaler.LossScaler:
+        """The scaler of the session."""
+        return self._session.scalers[0]
 
     # Saving.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.metadata
+import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -414,7 +417,8 @@ def test_batch_norms_are_converted() -> None:
     parallel = importlib.import_module("amp.compat.parallel")
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm1d(3)))
     converted = parallel.convert_syncbn_model(model)
-    assert [type(m) for m in converted.modules()].count(nn.SyncBatchNorm) == 2
+    assert [type(m) for m in converted.modules()].count(parallel.SyncBatchNorm) == 2
+    assert converted[:2].eval()(torch.ones(1, 1, 3, 3)).shape == (1, 2, 3, 3)  # type: ignore[index]
     norm = parallel.SyncBatchNorm(2, fuse_relu=True).eval()
     assert torch.equal(norm(torch.tensor([[-1.0, 0.0]])), torch.zeros(1, 2))
 
@@ -430,3 +434,126 @@ def test_norms() -> None:
     for kind in (norms.MixedFusedLayerNorm, norms.MixedFusedRMSNorm):
         assert kind(4)(x).dtype is torch.float32
         assert kind(4).half()(x.float()).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_script_that_handles_overflows_itself(apex: Any, level: str) -> None:
+    """As NVIDIA's BERT did: a flag of its own for `update_scale`, and gradients cleared by hand."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = apex.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    nn.init.zeros_(model.weight)
+    mine = torch.zeros(1, dtype=torch.int)
+    scales, weights = [], []
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        loss = model(torch.ones(1, 2)).float().sum() * factor / 2**10
+        with apex.amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled_loss:
+            scaled_loss.backward()
+        grads = [p.grad for p in apex.amp.master_params(optimizer)]
+        flat = importlib.import_module("apex_C").flatten(grads)
+        views = importlib.import_module("apex_C").unflatten(flat, grads)
+        mine.zero_()
+        applier = apex.multi_tensor_apply.multi_tensor_applier
+        applier(importlib.import_module("amp_C").multi_tensor_scale, mine, [grads, views], 1.0)
+        scaler = apex.amp._amp_state.loss_scalers[0]
+        old_overflow_buf = scaler._overflow_buf
+        scaler._overflow_buf = mine
+        had_overflow = scaler.update_scale()
+        scaler._overflow_buf = old_overflow_buf
+        assert had_overflow == (factor == math.inf)
+        assert apex.amp._amp_state.loss_scalers[0]._has_overflow == had_overflow
+        if not had_overflow:
+            optimizer.step()
+        for parameter in [*model.parameters(), *apex.amp.master_params(optimizer)]:
+            parameter.grad = None
+        scales.append(scaler.loss_scale())
+        weights.append(model.weight.tolist()[0][0] * 2**10)
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
+    assert weights == [-1.0, -1.0, -2.0, -3.0]
+
+
+def test_what_scripts_set_of_a_scaler(apex: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = apex.amp._amp_state
+    assert not hasattr(state, "opt_properties")
+    assert not hasattr(state, "loss_scalers")
+    model, optimizer = apex.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    scaler = state.loss_scalers[0]
+    scaler._scale_seq_len, scaler._min_loss_scale, scaler._max_loss_scale = 1, 2.0**15, 2.0**16
+    for factor in (math.inf, math.inf, 1e-6, 1e-6):
+        with apex.amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert state.loss_scalers[0]._has_overflow == (factor == math.inf)
+        optimizer.step()
+        assert scaler.loss_scale() == (2.0**15 if factor == math.inf else 2.0**16)
+    scaler._has_overflow = True
+    assert state.loss_scalers[0]._has_overflow
+    scaler.dynamic = False
+    assert not state.loss_scalers[0].dynamic
+    assert apex.amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**16
+    optimizer._amp_lazy_init()
+
+
+class Accumulating:
+    """A wrapper that steps at every second call, as users wrote them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.wrapped, self.calls = optimizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def zero_grad(self) -> None:
+        pass
+
+    def step(self) -> None:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.wrapped.step()
+            self.wrapped.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_wrapper_is_stepped_when_what_it_wraps_is(apex: Any, level: str, fused: bool) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    sgd: Any = apex.optimizers.FusedSGD if fused else torch.optim.SGD
+    optimizer: Any = Accumulating(sgd(model.parameters(), lr=1.0))
+    nn.init.zeros_(model.weight)
+    model, optimizer = apex.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    weights = []
+    for factor in (1.0, 1.0, math.inf, 1.0, 1.0, 1.0):
+        with apex.amp.scale_loss(model(torch.ones(1, 1)).float().sum() * factor / 4, optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(model.weight.item())
+    assert weights == [0.0, -0.5, -0.5, -0.5, -0.5, -1.0]
+
+
+def test_what_tells_whether_apex_is_there(apex: Any) -> None:
+    assert importlib.util.find_spec("apex") is not None
+    assert importlib.metadata.version("apex") == "0.1"
+    with pytest.raises(AttributeError, match="'apex.RNN' .* use torch.nn.RNN, LSTM and GRU"):
+        _ = apex.RNN
+    assert getattr(apex.parallel, "nothing", None) is None
+    for statement, message in (
+        ("from amp_C import multi_tensor_novograd", "use amp.optimizers.FusedNovoGrad instead"),
+        ("from apex.parallel.distributed import flat_dist_call", "use torch.distributed instead"),
+        ("from apex.normalization.fused_layer_norm import Other", "torch.nn.functional.layer_norm"),
+    ):
+        with pytest.raises(ImportError, match=message):
+            exec(statement)
+    compat.uninstall()
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")
+
+
+def test_a_disabled_script_may_scale_for_anything(apex: Any) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = Accumulating(torch.optim.SGD(model.parameters(), lr=1.0))
+    apex.amp.initialize(model, optimizer, enabled=False)
+    loss = model(torch.ones(1, 1)).sum()
+    with apex.amp.scale_loss(loss, object()) as same:
+        assert same is loss
