@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("numerics.scaling", "numerics.memory"),
     ("session", "grad_scaler"),
     ("numerics.crises", "numerics.watching", "numerics.text"),
-    ("numerics.plots",),
+    ("numerics.plots", "numerics.lab"),
     ("numerics.commands",),
     ("numerics",),
     ("fp16_utils.groups", "fp16_utils.loss_scaler", "fp16_utils.util"),

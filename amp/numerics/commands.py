@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
-from amp.numerics import plots
+from amp.numerics import lab, plots
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, as_format
 from amp.numerics.memory import Footprint, footprints
@@ -96,6 +96,16 @@ def add_commands(commands: Any) -> None:
         "reamp crises",
     )
 
+    parser = _parser(
+        *(commands, "lab", _lab, "write the lab, a page with six figures, or serve it"),
+        "reamp lab\nreamp lab --out numerics.html\nreamp lab --serve",
+        json=False,
+    )
+    parser.add_argument("--out", default="lab.html", help="where to write it (lab.html)")
+    parser.add_argument("--serve", action="store_true", help="serve it, and open it, instead")
+    parser.add_argument("--port", type=int, default=0, help="where to serve it (a free one)")
+    parser.add_argument("--no-browser", action="store_true", help="serve it, and open nothing")
+
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
     """Help that keeps the lines of examples."""
@@ -108,6 +118,7 @@ def _parser(
     text: str,
     examples: str,
     plot: bool = False,
+    json: bool = True,
 ) -> argparse.ArgumentParser:
     lines = "\n".join(f"  {line}" for line in examples.splitlines())
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -117,7 +128,8 @@ def _parser(
         epilog=f"examples:\n{lines}",
         formatter_class=_Raw,
     )
-    parser.add_argument("--json", action="store_true", help="write JSON")
+    if json:
+        parser.add_argument("--json", action="store_true", help="write JSON")
     if plot:
         parser.add_argument("--plot", metavar="FILE", help="draw a PNG or SVG file")
     parser.set_defaults(run=run)
@@ -368,6 +380,13 @@ def _memory(arguments: argparse.Namespace) -> None:
 
 def _fits(row: Footprint, limit: float | None) -> dict[str, bool]:
     return {} if limit is None else {"fits": row.total <= limit * 1e9}
+
+
+def _lab(arguments: argparse.Namespace) -> None:
+    if arguments.serve:
+        lab.serve(arguments.port, browser=not arguments.no_browser)
+    else:
+        print(f"wrote {lab.write(arguments.out)}: open it in a browser")
 
 
 def _crises(arguments: argparse.Namespace) -> None:

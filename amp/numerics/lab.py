@@ -1,0 +1,201 @@
+"""The lab: one HTML file with six figures, self-contained, fed by the rest of this package.
+
+The page computes for itself, in JavaScript. `vectors` is a table of what this package computes, which the
+page compares its own numbers with when it opens.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import math
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import amp
+from amp.errors import AmpValueError
+from amp.numerics.formats import FORMATS, Format
+from amp.numerics.memory import footprints
+from amp.numerics.rounding import bits, neighbours, survives_update, ulp
+from amp.numerics.scaling import simulate_scaler
+from amp.numerics.watching import Histogram
+
+_HERE = Path(__file__).parent
+_TERMS = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
+OPTIMIZERS = ("adamw", "fusedadam", "sgd", "sgd-momentum", "fusedsgd-momentum", "fusedlamb", "fusedlion")
+"""What the memory figure offers."""
+
+
+def page() -> str:
+    """Return the page as HTML."""
+    data = {
+        "formats": [_format(fmt) for fmt in FORMATS.values()],
+        "memory": {optimizer: _memory(optimizer) for optimizer in OPTIMIZERS},
+        "vectors": vectors(),
+    }
+    text = (_HERE / "lab.html").read_text(encoding="utf-8")
+    for mark, content in (
+        ("/*CSS*/", (_HERE / "lab.css").read_text(encoding="utf-8")),
+        ("/*VERSION*/", amp.__version__),
+        ("/*DATA*/", json.dumps(_plain(data), separators=(",", ":"))),
+        ("/*JS*/", (_HERE / "lab.js").read_text(encoding="utf-8")),
+    ):
+        text = text.replace(mark, content)
+    return text
+
+
+def write(path: str | Path) -> Path:
+    """Write the page to a file, and return its path.
+
+    Raises:
+        AmpValueError: there is no such folder, or it cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.write_text(page(), encoding="utf-8")
+    except OSError as error:
+        raise AmpValueError(f"{path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def server(port: int = 0) -> http.server.ThreadingHTTPServer:
+    """Return a server of the page on a port of this machine, 0 for a free one; it does not run yet.
+
+    Raises:
+        AmpValueError: the port cannot be had.
+    """
+    content = page().encode()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/" else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            if self.path == "/":
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    try:
+        return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise AmpValueError(f"port {port} cannot be had: {error}") from None
+
+
+def serve(port: int = 0, browser: bool = True) -> None:
+    """Serve the page until interrupted, and open it."""
+    with server(port) as running:
+        address = f"http://127.0.0.1:{running.server_address[1]}/"
+        print(f"the lab is at {address}; Ctrl-C ends it", flush=True)
+        if browser:
+            webbrowser.open(address)
+        try:
+            running.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _format(fmt: Format) -> dict[str, Any]:
+    names = ("name", "exponent_bits", "mantissa_bits", "bias", "has_inf", "nan", "signed", "has_zero")
+    derived = ("overflow", "bits", "max_exponent", "min_exponent", "max", "min_normal", "min_subnormal")
+    nan_pattern = None if fmt.nan == "none" else fmt.nan_pattern
+    return {**{name: getattr(fmt, name) for name in (*names, *derived)}, "nan_pattern": nan_pattern}
+
+
+def _memory(optimizer: str) -> list[dict[str, Any]]:
+    """Return the bytes of each term, for one parameter, at each level."""
+    count = 10**9
+    return [
+        {"opt_level": row.opt_level, "masters_kept": row.masters_kept}
+        | {term: round(getattr(row, term) / count, 3) for term in _TERMS}
+        for row in footprints(count, optimizer, activations=count)
+    ]
+
+
+@functools.cache
+def vectors() -> dict[str, list[dict[str, Any]]]:
+    """Return what this package computes for some inputs, for others to agree with."""
+    return {
+        "numbers": [_number(x, fmt) for fmt in FORMATS.values() for x in _inputs(fmt)],
+        "traces": [_trace(*case) for case in _TRACES],
+        "fates": [_fate(fmt, log2_scale) for fmt in FORMATS.values() for log2_scale in (0, 8, 24)],
+        "memory": [_memory_case(*case) for case in _MEMORY],
+    }
+
+
+def _inputs(fmt: Format) -> list[float]:
+    generator = torch.Generator().manual_seed(fmt.bits)
+    exponents = 40 * torch.rand(20, generator=generator, dtype=torch.float64) - 25
+    drawn = torch.randn(20, generator=generator, dtype=torch.float64) * torch.exp2(exponents)
+    tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+    ends = (fmt.max, tie, tie * 1.01, fmt.min_normal, fmt.min_subnormal, fmt.min_subnormal / 2, 1.0)
+    near = [*ends, *(end * 1.4 for end in ends), 1 + fmt.ulp_at_1 / 2, 1 + 1.5 * fmt.ulp_at_1]
+    plain = [0.0, math.pi, 0.1, 1e-8, 1.00005, 448.0, 65504.0, 65520.0, math.inf]
+    return [*drawn.tolist(), *plain, *(-x for x in plain), *near, *(-x for x in near), math.nan]
+
+
+def _number(x: float, fmt: Format) -> dict[str, Any]:
+    found = bits(x, fmt)._asdict()
+    del found["error"]
+    below, above = neighbours(x, fmt)
+    update = 5e-5 * x if math.isfinite(x) else 1.0
+    return {
+        **{"format": fmt.name, "x": x, "ulp": ulp(x, fmt), "below": below, "above": above},
+        **{"update": update, "survives": survives_update(x, update, fmt)},
+        **found,
+    }
+
+
+_TRACES: tuple[tuple[int, list[int], dict[str, Any]], ...] = (
+    (20, [10], {"init": 2.0**15, "growth_interval": 5}),
+    (40, [3, 4, 5, 20, 30, 31], {"init": 1000.0, "growth_interval": 4, "hysteresis": 2}),
+    (30, [1, 2, 3], {"init": 7.0, "growth_factor": 1.3, "backoff_factor": 0.7, "growth_interval": 2}),
+    (30, list(range(12)), {"init": 64.0, "min": 8.0, "max": 100.0, "growth_interval": 3}),
+)
+
+
+def _trace(steps: int, overflows: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    trace = simulate_scaler(steps=steps, overflows=overflows, **options)
+    return {
+        **{"steps": steps, "overflows": overflows, "options": options},
+        "scales": [step.next_scale for step in trace],
+        "good": [step.good_steps for step in trace],
+    }
+
+
+def _fate(fmt: Format, log2_scale: int) -> dict[str, Any]:
+    counts = {e: (e * e) % 97 for e in range(-149, 128)}
+    zero, subnormal, overflow = Histogram(counts, 0, 0).fates(fmt, 2.0**log2_scale)
+    found = {"zero": zero, "subnormal": subnormal, "overflow": overflow}
+    return {"format": fmt.name, "counts": list(counts.items()), "log2_scale": log2_scale, **found}
+
+
+_MEMORY: tuple[tuple[float, str, dict[str, Any]], ...] = (
+    (7e9, "adamw", {}),
+    (175e9, "fusedadam", {"activations": 1e9, "world_size": 64, "sharding": "zero3"}),
+    (25557032, "sgd-momentum", {"world_size": 3, "sharding": "zero1"}),
+    (335e6, "fusedlamb", {"world_size": 8, "sharding": "zero2"}),
+)
+
+
+def _memory_case(params: float, optimizer: str, options: dict[str, Any]) -> dict[str, Any]:
+    rows = footprints(params, optimizer, **options)
+    in_page = {("world" if key == "world_size" else key): value for key, value in options.items()}
+    return {
+        **{"params": params, "optimizer": optimizer, "options": in_page},
+        "rows": [{**{t: getattr(row, t) for t in _TERMS}, "total": row.total} for row in rows],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold: what is not finite becomes a word."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"#{value}"
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
