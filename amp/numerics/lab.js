@@ -251,7 +251,7 @@ function check(vectors = data.vectors) {
     });
   }
   for (const v of vectors.fates) {
-    const found = fates(v.counts, formats[v.format], v.log2_scale);
+    const found = fates(vectors.counts, formats[v.format], v.log2_scale);
     compare(`${v.format} zero`, found.zero, v.zero);
     compare(`${v.format} subnormal`, found.subnormal, v.subnormal);
     compare(`${v.format} overflow`, found.overflow, v.overflow);
@@ -345,8 +345,8 @@ function showBits() {
   const mantissa = bitsState.pattern % unit;
   const normal = exponent > 0 || !fmt.has_zero;
   const formula = !Number.isFinite(value) ? "" :
-    `\n= ${bitsState.pattern >= span && fmt.signed ? "-" : ""}${normal ? 1 : 0}${
-      fmt.mantissa_bits ? ` ${mantissa}/${unit}` : ""} × 2^${exponent - fmt.bias + (normal ? 0 : 1)}`;
+    `\n= ${bitsState.pattern >= span && fmt.signed ? "-" : ""}(${normal ? 1 : 0}${
+      fmt.mantissa_bits ? ` + ${mantissa}/${unit}` : ""}) × 2^${exponent - fmt.bias + (normal ? 0 : 1)}`;
   const notes = ["overflow", "underflow", "subnormal"].filter((key) => found[key]);
   $("bits-out").textContent =
     `${fmt.name} holds ${shown(value)}, 0x${bitsState.pattern.toString(16).toUpperCase().padStart(Math.ceil(fmt.bits / 4), "0")}` +
@@ -405,25 +405,25 @@ function startBits() {
 // 2. Ranges.
 
 function showRanges() {
-  const left = 130, width = 575, low = -150, high = 130;
+  const left = 185, width = 525, low = -150, high = 130;
   const at = (power) => left + ((power - low) / (high - low)) * width;
   const power = Number($("ranges-exponent").value);
   const x = 2 ** power;
   const items = [];
   data.formats.forEach((fmt, i) => {
-    const y = 12 + i * 25;
+    const y = 8 + i * 29;
     const fits = bits(x, fmt);
     const [start, normal, end] = [Math.log2(fmt.min_subnormal), fmt.min_exponent, Math.log2(fmt.max)];
-    items.push(["text", { x: 0, y: y + 12, class: "small" }, fmt.name]);
-    items.push(["rect", { x: at(start), y, width: at(normal) - at(start), height: 15, fill: "var(--soft)" }]);
-    items.push(["rect", { x: at(normal), y, width: at(end) - at(normal), height: 15, fill: "var(--accent)" }]);
+    items.push(["text", { x: 0, y: y + 15, class: "small" }, fmt.name]);
+    items.push(["rect", { x: at(start), y, width: at(normal) - at(start), height: 19, fill: "var(--soft)" }]);
+    items.push(["rect", { x: at(normal), y, width: at(end) - at(normal), height: 19, fill: "var(--accent)" }]);
     const fate = fits.overflow ? "too large" : fits.underflow ? "0" : fits.subnormal ? "subnormal" : "";
-    if (fate) items.push(["text", { x: Math.min(at(power) + 4, 640), y: y + 12, class: "small" }, fate]);
+    if (fate) items.push(["text", { x: Math.min(at(power) + 4, 630), y: y + 15, class: "small" }, fate]);
   });
-  for (const tick of [-149, -126, -24, -14, 0, 15, 127]) {
-    items.push(["text", { x: at(tick), y: 252, "text-anchor": "middle", class: "small dim" }, `2^${tick}`]);
+  for (const tick of [-149, -100, -50, 0, 50, 100]) {
+    items.push(["text", { x: at(tick), y: 290, "text-anchor": "middle", class: "small dim" }, `2^${tick}`]);
   }
-  items.push(["line", { x1: at(power), x2: at(power), y1: 4, y2: 236, stroke: "var(--mark)", "stroke-width": 2 }]);
+  items.push(["line", { x1: at(power), x2: at(power), y1: 4, y2: 268, stroke: "var(--mark)", "stroke-width": 2 }]);
   draw($("ranges-chart"), items);
   const lines = data.formats.map((fmt) => {
     const found = bits(x, fmt);
@@ -468,7 +468,7 @@ function showUlps() {
   const items = [["line", { x1: 10, x2: 710, y1: 95, y2: 95, stroke: "var(--line)", "stroke-width": 2 }]];
   numbers.forEach((x, i) => {
     items.push(["line", { x1: at(x), x2: at(x), y1: 82, y2: 108, stroke: "var(--ink)", "stroke-width": x === weight ? 4 : 1.5 }]);
-    if (i % 2 === numbers.indexOf(weight) % 2) {
+    if (i === 0 || x === weight || i === numbers.length - 1) {
       items.push(["text", { x: at(x), y: 128, "text-anchor": "middle", class: "small" }, shown(x)]);
     }
   });

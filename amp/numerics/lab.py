@@ -1,7 +1,7 @@
 """The lab: one HTML file with six figures, self-contained, fed by the rest of this package.
 
-The page computes for itself, in JavaScript. `vectors` is a table of what this package computes, which the
-page compares its own numbers with when it opens.
+The page computes for itself, in JavaScript. `vectors` is a table of what this package computes, which
+the page compares its own numbers with when it opens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from amp.numerics.watching import Histogram
 
 _HERE = Path(__file__).parent
 _TERMS = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
-OPTIMIZERS = ("adamw", "fusedadam", "sgd", "sgd-momentum", "fusedsgd-momentum", "fusedlamb", "fusedlion")
+OPTIMIZERS = (
+    "adamw",
+    "fusedadam",
+    "sgd",
+    "sgd-momentum",
+    "fusedsgd-momentum",
+    "fusedlamb",
+    "fusedlion",
+)
 """What the memory figure offers."""
 
 
@@ -118,11 +126,12 @@ def _memory(optimizer: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def vectors() -> dict[str, list[dict[str, Any]]]:
+def vectors() -> dict[str, list[Any]]:
     """Return what this package computes for some inputs, for others to agree with."""
     return {
         "numbers": [_number(x, fmt) for fmt in FORMATS.values() for x in _inputs(fmt)],
         "traces": [_trace(*case) for case in _TRACES],
+        "counts": list(_COUNTS.items()),
         "fates": [_fate(fmt, log2_scale) for fmt in FORMATS.values() for log2_scale in (0, 8, 24)],
         "memory": [_memory_case(*case) for case in _MEMORY],
     }
@@ -145,8 +154,13 @@ def _number(x: float, fmt: Format) -> dict[str, Any]:
     below, above = neighbours(x, fmt)
     update = 5e-5 * x if math.isfinite(x) else 1.0
     return {
-        **{"format": fmt.name, "x": x, "ulp": ulp(x, fmt), "below": below, "above": above},
-        **{"update": update, "survives": survives_update(x, update, fmt)},
+        "format": fmt.name,
+        "x": x,
+        "ulp": ulp(x, fmt),
+        "below": below,
+        "above": above,
+        "update": update,
+        "survives": survives_update(x, update, fmt),
         **found,
     }
 
@@ -162,17 +176,21 @@ _TRACES: tuple[tuple[int, list[int], dict[str, Any]], ...] = (
 def _trace(steps: int, overflows: list[int], options: dict[str, Any]) -> dict[str, Any]:
     trace = simulate_scaler(steps=steps, overflows=overflows, **options)
     return {
-        **{"steps": steps, "overflows": overflows, "options": options},
+        "steps": steps,
+        "overflows": overflows,
+        "options": options,
         "scales": [step.next_scale for step in trace],
         "good": [step.good_steps for step in trace],
     }
 
 
+_COUNTS = {e: (e * e) % 97 for e in range(-149, 128)}
+
+
 def _fate(fmt: Format, log2_scale: int) -> dict[str, Any]:
-    counts = {e: (e * e) % 97 for e in range(-149, 128)}
-    zero, subnormal, overflow = Histogram(counts, 0, 0).fates(fmt, 2.0**log2_scale)
+    zero, subnormal, overflow = Histogram(_COUNTS, 0, 0).fates(fmt, 2.0**log2_scale)
     found = {"zero": zero, "subnormal": subnormal, "overflow": overflow}
-    return {"format": fmt.name, "counts": list(counts.items()), "log2_scale": log2_scale, **found}
+    return {"format": fmt.name, "log2_scale": log2_scale, **found}
 
 
 _MEMORY: tuple[tuple[float, str, dict[str, Any]], ...] = (
@@ -187,7 +205,9 @@ def _memory_case(params: float, optimizer: str, options: dict[str, Any]) -> dict
     rows = footprints(params, optimizer, **options)
     in_page = {("world" if key == "world_size" else key): value for key, value in options.items()}
     return {
-        **{"params": params, "optimizer": optimizer, "options": in_page},
+        "params": params,
+        "optimizer": optimizer,
+        "options": in_page,
         "rows": [{**{t: getattr(row, t) for t in _TERMS}, "total": row.total} for row in rows],
     }
 
