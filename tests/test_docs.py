@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -36,6 +38,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in map(slug, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_give_what_they_say(page: Path) -> None:
+    failed, _ = doctest.testfile(str(page), module_relative=False, verbose=False)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("module", ["formats", "rounding", "scaling", "memory"])
+def test_docstrings_give_what_they_say(module: str) -> None:
+    holder = importlib.import_module(f"amp.numerics.{module}")
+    failed, attempted = doctest.testmod(holder)
+    assert (failed, attempted > 0) == (0, True)
 
 
 def slug(heading: str) -> str:
