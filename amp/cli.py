@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -43,9 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             arguments = parser.parse_args(given)
             arguments.run(arguments)
+            sys.stdout.flush()
     except AmpError as error:
         print(f"reamp: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read this has enough; Python must not flush it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     if script is not None:
         script()  # its errors are its own
     return 0

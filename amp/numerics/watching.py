@@ -5,6 +5,7 @@ Source: the histograms of gradients in Micikevicius et al. 2018.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from amp.errors import AmpTypeError, AmpValueError
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import FORMATS, SCALES, GradientSurvival, survival_of
+from amp.numerics.text import Printer
 
 LOWEST, HIGHEST = -149, 127
 _BINS = HIGHEST - LOWEST + 1
@@ -104,6 +106,24 @@ class WatchReport:
         """All gradients, of activations and of weights."""
         pairs = ((layer.activation_gradients, layer.weight_gradients) for layer in self.layers.values())
         return sum((histogram for pair in pairs for histogram in pair), NOTHING)
+
+    def describe(self, fmt: FormatLike = "float16", scale: float = 1.0) -> str:
+        """Return a table: for each layer what a format would do to its gradients, times a scale."""
+        fmt = as_format(fmt)
+        rows = []
+        for name, layer in self.layers.items():
+            for kind in ("activation_gradients", "weight_gradients"):
+                histogram: Histogram = getattr(layer, kind)
+                count = histogram.total - histogram.zeros
+                if count:
+                    lost = [f"{part / count:.2%}" for part in histogram.fates(fmt, scale)]
+                    low, high = min(histogram.counts, default=0), max(histogram.counts, default=0)
+                    what = kind.replace("_gradients", "")
+                    rows.append((name or "(model)", what, f"2^{low}", f"2^{high}", *lost))
+        header = ("layer", "gradients of", "from", "to", "become 0", "subnormal", "overflow")
+        text = io.StringIO()
+        Printer(text).table(header, rows)
+        return text.getvalue()
 
     def survival(
         self, scales: Sequence[float] = SCALES, formats: Sequence[FormatLike] = FORMATS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +130,26 @@ def test_survival_from_exponents_is_near_that_of_the_numbers() -> None:
         assert subnormal / 4096 == pytest.approx(exact.formats["float16"].subnormal[i], abs=0.02)
         assert overflow == 0
     assert report.survival().formats["float16"].recommended is not None
+
+
+def test_a_report_is_printed_and_drawn(tmp_path: Path) -> None:
+    model = Net()
+    with watch(model) as seen:
+        (model(torch.ones(2, 4))["logits"].sum() * 1e-9).backward()
+    report = seen.report()
+    lines = [line.split() for line in report.describe("float16").splitlines()]
+    assert [line[:2] for line in lines[1:4]] == [
+        *(["first", "activation"], ["first", "weight"], ["act", "activation"])
+    ]
+    assert lines[1][4] == "100.00%"
+    scaled = [line.split() for line in report.describe("float16", scale=2.0**24).splitlines()]
+    assert scaled[1][4] == "0.00%"
+    pytest.importorskip("matplotlib")
+    from amp.numerics.plots import plot_report
+
+    for suffix in ("png", "svg"):
+        plot_report(report, tmp_path / f"report.{suffix}", "float16", scale=1024.0)
+        assert (tmp_path / f"report.{suffix}").stat().st_size > 5000
 
 
 def test_what_watch_refuses() -> None:
