@@ -129,7 +129,7 @@ def _memory(optimizer: str) -> list[dict[str, Any]]:
 def vectors() -> dict[str, list[Any]]:
     """Return what this package computes for some inputs, for others to agree with."""
     return {
-        "numbers": [_number(x, fmt) for fmt in FORMATS.values() for x in _inputs(fmt)],
+        "numbers": [entry for fmt in FORMATS.values() for entry in _numbers(fmt)],
         "traces": [_trace(*case) for case in _TRACES],
         "counts": list(_COUNTS.items()),
         "fates": [_fate(fmt, log2_scale) for fmt in FORMATS.values() for log2_scale in (0, 8, 24)],
@@ -148,21 +148,20 @@ def _inputs(fmt: Format) -> list[float]:
     return [*drawn.tolist(), *plain, *(-x for x in plain), *near, *(-x for x in near), math.nan]
 
 
-def _number(x: float, fmt: Format) -> dict[str, Any]:
-    found = bits(x, fmt)._asdict()
-    del found["error"]
-    below, above = neighbours(x, fmt)
-    update = 5e-5 * x if math.isfinite(x) else 1.0
-    return {
-        "format": fmt.name,
+def _numbers(fmt: Format) -> list[dict[str, Any]]:
+    x = torch.tensor(_inputs(fmt), dtype=torch.float64)
+    update = torch.where(x.isfinite(), 5e-5 * x, 1.0)
+    columns = {
         "x": x,
         "ulp": ulp(x, fmt),
-        "below": below,
-        "above": above,
+        **neighbours(x, fmt)._asdict(),
         "update": update,
         "survives": survives_update(x, update, fmt),
-        **found,
+        **bits(x, fmt)._asdict(),
     }
+    del columns["error"]
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [{"format": fmt.name, **dict(zip(columns, row, strict=True))} for row in rows]
 
 
 _TRACES: tuple[tuple[int, list[int], dict[str, Any]], ...] = (
