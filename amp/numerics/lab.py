@@ -139,13 +139,14 @@ def vectors() -> dict[str, list[Any]]:
 
 def _inputs(fmt: Format) -> list[float]:
     generator = torch.Generator().manual_seed(fmt.bits)
-    exponents = 40 * torch.rand(20, generator=generator, dtype=torch.float64) - 25
-    drawn = torch.randn(20, generator=generator, dtype=torch.float64) * torch.exp2(exponents)
+    fractions = 2 * torch.rand(20, generator=generator, dtype=torch.float64) - 1
+    exponents = torch.randint(-26, 17, (20,), generator=generator)
+    drawn = list(map(math.ldexp, fractions.tolist(), exponents.tolist()))  # alike on all machines
     tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     ends = (fmt.max, tie, tie * 1.01, fmt.min_normal, fmt.min_subnormal, fmt.min_subnormal / 2, 1.0)
     near = [*ends, *(end * 1.4 for end in ends), 1 + fmt.ulp_at_1 / 2, 1 + 1.5 * fmt.ulp_at_1]
     plain = [0.0, math.pi, 0.1, 1e-8, 1.00005, 448.0, 65504.0, 65520.0, math.inf]
-    return [*drawn.tolist(), *plain, *(-x for x in plain), *near, *(-x for x in near), math.nan]
+    return [*drawn, *plain, *(-x for x in plain), *near, *(-x for x in near), math.nan]
 
 
 def _numbers(fmt: Format) -> list[dict[str, Any]]:
