@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(commands)
     given = sys.argv[1:] if argv is None else list(argv)
     script = None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
@@ -51,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read this has enough; Python must not flush it once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        print(f"reamp: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     if script is not None:
@@ -63,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)

@@ -20,7 +20,7 @@ from amp.numerics import lab, plots
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, as_format
 from amp.numerics.memory import Footprint, footprints
-from amp.numerics.rounding import bits, neighbours, ulp
+from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import FORMATS as SURVIVAL_FORMATS
 from amp.numerics.scaling import gradient_survival, simulate_scaler
 from amp.numerics.text import Printer, gigabytes
@@ -210,7 +210,7 @@ def _bits(arguments: argparse.Namespace) -> None:
 
 
 def _ranges(arguments: argparse.Namespace) -> None:
-    if arguments.plot:
+    if arguments.plot is not None:
         plots.plot_ranges(arguments.plot)
     rows = [
         {
@@ -243,17 +243,18 @@ def _ranges(arguments: argparse.Namespace) -> None:
 def _ulp(arguments: argparse.Namespace) -> None:
     rows = []
     for fmt in arguments.format or [FORMATS[name] for name in COMMON]:
-        found = neighbours(arguments.number, fmt)
+        value = bits(arguments.number, fmt).value
+        found = neighbours(value, fmt)
         row = {
             "format": fmt.name,
-            "value": bits(arguments.number, fmt).value,
-            "ulp": ulp(arguments.number, fmt),
+            "value": value,
+            "ulp": ulp(value, fmt),
             "below": found.below,
             "above": found.above,
         }
         if arguments.update is not None:
-            updated = bits(bits(arguments.number, fmt).value + arguments.update, fmt).value
-            row |= {"updated": updated, "survives": updated != row["value"]}
+            updated = bits(value + arguments.update, fmt).value
+            row |= {"updated": updated, "survives": survives_update(value, arguments.update, fmt)}
         rows.append(row)
     if arguments.json:
         _emit_json(rows)
@@ -271,7 +272,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
         steps=arguments.steps,
         **{name: getattr(arguments, name) for name in names},
     )
-    if arguments.plot:
+    if arguments.plot is not None:
         plots.plot_trace(trace, arguments.plot)
     if arguments.json:
         _emit_json([step._asdict() for step in trace])
@@ -294,12 +295,19 @@ def _survival(arguments: argparse.Namespace) -> None:
     if arguments.file is not None:
         grads = list(_load(Path(arguments.file)))
     else:
+        if not 1 <= arguments.count <= 10**8:
+            raise AmpValueError(f"--count {arguments.count}: give 1 to 100000000")
+        if not (0 < arguments.spread <= 100 and abs(arguments.mean) <= 1000):
+            raise AmpValueError(
+                f"--mean {arguments.mean:g} --spread {arguments.spread:g}: give a mean of log2 from "
+                "-1000 to 1000, and a spread above 0 and at most 100"
+            )
         generator = torch.Generator().manual_seed(0)
-        normal = torch.randn(max(arguments.count, 1), generator=generator, dtype=torch.float64)
+        normal = torch.randn(arguments.count, generator=generator, dtype=torch.float64)
         grads = [torch.exp2(arguments.mean + arguments.spread * normal)]
     formats = dict.fromkeys([*SURVIVAL_FORMATS, arguments.format.name])
     found = gradient_survival(grads, formats=list(formats))
-    if arguments.plot:
+    if arguments.plot is not None:
         plots.plot_survival(found, arguments.plot, arguments.format)
     if arguments.json:
         _emit_json(dataclasses.asdict(found))
@@ -326,10 +334,13 @@ def _load(path: Path) -> Iterator[Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise AmpValueError(f"there is no file '{path}'") from None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AmpValueError(f"'{path}' is no file of tensors that torch.save wrote: {reason}") from None
+        raise AmpValueError(f"there is no file {str(path)!r}") from None
+    except Exception as error:  # whatever the bytes of a file that is none make of torch.load
+        more = isinstance(error, pickle.UnpicklingError) and "Weights only" in str(error)
+        reason = "it holds more than tensors, lists and dicts" if more else type(error).__name__
+        raise AmpValueError(
+            f"{str(path)!r} is no file of tensors that torch.save wrote: {reason}"
+        ) from None
 
     def inside(value: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -343,7 +354,7 @@ def _load(path: Path) -> Iterator[Tensor]:
 
     tensors = list(inside(loaded))
     if not tensors:
-        raise AmpValueError(f"'{path}' holds no floating-point tensors")
+        raise AmpValueError(f"{str(path)!r} holds no floating-point tensors")
     yield from tensors
 
 
@@ -358,7 +369,7 @@ def _memory(arguments: argparse.Namespace) -> None:
     limit = arguments.gpu_memory
     if limit is not None and not limit > 0:
         raise AmpValueError(f"--gpu-memory {limit:g}: give the GB of one GPU, such as 80")
-    if arguments.plot:
+    if arguments.plot is not None:
         plots.plot_memory(rows, arguments.plot, limit)
     if arguments.json:
         fits = {} if limit is None else {"gpu_memory": limit * 1e9}

@@ -5,11 +5,13 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training".
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from amp.regions import disable_casts
 from amp.session import Session
 
 
@@ -35,7 +37,7 @@ class Crisis(NamedTuple):
 
 def underflow(gradient: float = 1e-8, scale: float = 1024.0) -> Crisis:
     """Show a gradient too small for float16, and that a scaled loss keeps it."""
-    exact = torch.tensor(gradient)
+    exact = torch.tensor(gradient, dtype=torch.float32, device="cpu")
     broken = exact.half()
     cured = (exact * scale).half().float() / scale
     return Crisis(
@@ -48,13 +50,14 @@ def underflow(gradient: float = 1e-8, scale: float = 1024.0) -> Crisis:
 
 def overflow(x: float = 12.0) -> Crisis:
     """Show an exponential too large for float16, and that O1 runs it in FP32."""
-    half = torch.tensor(x).half()
-    broken = half.exp()
+    half = torch.tensor(x, dtype=torch.float16, device="cpu")
+    with disable_casts():  # of a session that is live already
+        broken = half.exp()
     with Session("O1", verbosity=0) as session:
         session.initialize(None)
         cured = half.exp()
     return Crisis(
-        *("overflow", half.double().exp().item(), broken.item(), cured.item()),
+        *("overflow", math.exp(half.item()), broken.item(), cured.item()),
         cure="run exp, softmax, losses and norms in FP32, as O1's table does",
         code="torch.tensor(12.).half().exp()        # inf\n"
         "amp.initialize(model, opt_level='O1')\n"
@@ -65,15 +68,18 @@ def overflow(x: float = 12.0) -> Crisis:
 def vanishing_update(steps: int = 1000, lr: float = 1e-4) -> Crisis:
     """Show updates too small for a float16 weight, and that FP32 masters add them up."""
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def train(level: str) -> float:
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float32, device="cpu")
         nn.init.ones_(model.weight)
+        x = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         with Session(level, loss_scale=1.0, verbosity=0) as session:
             session.initialize(model, optimizer)
             for _ in range(steps):
                 optimizer.zero_grad()
-                with session.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as loss:
+                with session.scale_loss(model(x).sum(), optimizer) as loss:
                     loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             return float(model.weight.detach())

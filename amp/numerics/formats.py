@@ -137,6 +137,8 @@ _ALIASES = {
     "fp8_e4m3": "float8_e4m3fn",
     "e5m2": "float8_e5m2",
     "fp8_e5m2": "float8_e5m2",
+    "e4m3fnuz": "float8_e4m3fnuz",
+    "e5m2fnuz": "float8_e5m2fnuz",
     "e8m0": "float8_e8m0fnu",
     "e2m1": "float4_e2m1fn",
     "fp4": "float4_e2m1fn",

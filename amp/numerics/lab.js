@@ -282,7 +282,7 @@ function shown(x) {
   if (!Number.isFinite(x)) return String(x).replace("Infinity", "inf").replace("NaN", "nan");
   if (Object.is(x, -0)) return "-0";
   const text = String(x);
-  return text.length <= 12 ? text : x.toPrecision(9).replace(/\.?0+($|e)/, "$1");
+  return text.length <= 12 ? text : String(Number(x.toPrecision(9)));
 }
 
 function parse(text) {
@@ -332,7 +332,7 @@ function showBits() {
     button.className = field;
     button.textContent = digit;
     button.tabIndex = i === Math.max(focused, 0) ? 0 : -1;
-    button.setAttribute("aria-pressed", digit);
+    button.setAttribute("aria-pressed", String(digit === "1"));
     button.setAttribute("aria-label", `${field} bit ${fmt.bits - 1 - i} is ${digit}`);
     button.addEventListener("click", () => flip(fmt.bits - 1 - i));
     return button;
@@ -437,13 +437,12 @@ function showRanges() {
 
 // 3. Ulps.
 
-const ulpsView = { from: 0, to: 1 };
+const ulpsView = { from: 0, to: 1, centre: 1, update: 0 }; // as dragged: finer than the sliders
 
 function ulpsNumbers() {
   const fmt = formats[$("ulps-format").value];
-  const weight = roundTo(2 ** Number($("ulps-centre").value), fmt);
-  const update = 2 ** Number($("ulps-update").value) * ($("ulps-negative").checked ? -1 : 1);
-  return { fmt, weight, update };
+  const weight = Math.min(roundTo(ulpsView.centre, fmt) || fmt.max, fmt.max);
+  return { fmt, weight, update: ulpsView.update * ($("ulps-negative").checked ? -1 : 1) };
 }
 
 function showUlps() {
@@ -476,7 +475,7 @@ function showUlps() {
   items.push(["circle", { cx: at(inside), cy: 50, r: 9, fill: "var(--mark)", "data-drag": "update" }]);
   items.push(["circle", { cx: at(weight), cy: 95, r: 10, fill: "var(--accent)", "data-drag": "centre" }]);
   if (Number.isFinite(updated) && updated >= ulpsView.from && updated <= ulpsView.to) {
-    items.push(["circle", { cx: at(updated), cy: 95, r: 5, fill: "var(--alarm)" }]);
+    items.push(["circle", { cx: at(updated), cy: 95, r: 5, fill: "var(--alarm)", "pointer-events": "none" }]);
   }
   draw($("ulps-chart"), items);
   const survives = survivesUpdate(weight, update, fmt);
@@ -489,7 +488,13 @@ function showUlps() {
 
 function startUlps() {
   fillFormats($("ulps-format"), "float16");
-  for (const id of ["ulps-format", "ulps-centre", "ulps-update", "ulps-negative"]) $(id).addEventListener("input", showUlps);
+  const slid = () => {
+    ulpsView.centre = 2 ** Number($("ulps-centre").value);
+    ulpsView.update = 2 ** Number($("ulps-update").value);
+    showUlps();
+  };
+  for (const id of ["ulps-centre", "ulps-update"]) $(id).addEventListener("input", slid);
+  for (const id of ["ulps-format", "ulps-negative"]) $(id).addEventListener("input", showUlps);
   const chart = $("ulps-chart");
   let dragging = null;
   const number = (event) => {
@@ -508,15 +513,19 @@ function startUlps() {
     if (!dragging) return;
     const { weight } = ulpsNumbers();
     const x = number(event);
-    if (dragging === "centre" && x > 0) $("ulps-centre").value = Math.log2(x);
+    if (dragging === "centre" && x > 0) {
+      ulpsView.centre = x;
+      $("ulps-centre").value = Math.log2(x);
+    }
     if (dragging === "update" && x !== weight) {
+      ulpsView.update = Math.abs(x - weight);
       $("ulps-negative").checked = x < weight;
-      $("ulps-update").value = Math.log2(Math.abs(x - weight));
+      $("ulps-update").value = Math.log2(ulpsView.update);
     }
     showUlps();
   });
   for (const end of ["pointerup", "pointercancel"]) chart.addEventListener(end, () => { dragging = null; });
-  showUlps();
+  slid();
 }
 
 // 4. Gradients times a scale.
@@ -534,10 +543,11 @@ function showScaling() {
   const power = Number($("scaling-scale").value);
   const mean = Number($("scaling-mean").value);
   const spread = Number($("scaling-spread").value);
-  const good = Number.isFinite(mean) && spread > 0 && $("scaling-mean").value !== "";
-  mark($("scaling-spread"), spread > 0);
-  if (!good) {
-    $("scaling-out").textContent = "give a mean, and a spread above 0";
+  const good = { "scaling-mean": mean >= -60 && mean <= 20 && $("scaling-mean").value !== "",
+    "scaling-spread": spread >= 0.5 && spread <= 20 };
+  for (const [id, isGood] of Object.entries(good)) mark($(id), isGood);
+  if (!Object.values(good).every(Boolean)) {
+    $("scaling-out").textContent = "give a mean from -60 to 20, and a spread from 0.5 to 20";
     return;
   }
   const counts = [];
@@ -566,8 +576,10 @@ function showScaling() {
   const found = fates(counts, fmt, power);
   let best = null;
   for (let p = 0; p <= 24; p += 1) {
-    const at = fates(counts, fmt, p);
-    if (at.overflow < 1 && (best === null || at.zero < best.zero - 1e-9)) best = { p, zero: at.zero };
+    const lost = fates(counts, fmt, p); // of a million: a fraction of one counts as none
+    const better = (key) => lost[key] < best[key] - 0.5;
+    const alike = best !== null && Math.abs(lost.zero - best.zero) <= 0.5;
+    if (lost.overflow < 1 && (best === null || better("zero") || (alike && better("subnormal")))) best = { p, ...lost };
   }
   $("scaling-out").textContent =
     `times ${shown(2 ** power)} in ${fmt.name}: ${percent(found.zero, 1e6)} become 0, ` +
@@ -641,6 +653,7 @@ function play(on) {
   clearInterval(timer);
   timer = on ? setInterval(() => stepScaler(Math.random() < 0.04), 150) : null;
   $("sim-play").setAttribute("aria-pressed", String(on));
+  $("sim-out").setAttribute("aria-live", on ? "off" : "polite");
   $("sim-play").textContent = on ? "Pause" : "Play";
 }
 

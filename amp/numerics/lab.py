@@ -65,8 +65,8 @@ def write(path: str | Path) -> Path:
     path = Path(path)
     try:
         path.write_text(page(), encoding="utf-8")
-    except OSError as error:
-        raise AmpValueError(f"{path} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
     return path
 
 

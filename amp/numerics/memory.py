@@ -14,6 +14,7 @@ Terms are those between backward and the step, of one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
+from amp.binding import OptimizerBinding
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 from amp.modelcast import dtypes_to_be
@@ -127,6 +129,7 @@ class _Tensor(NamedTuple):
     dtype: torch.dtype
     trained: bool
     is_optimized: bool
+    extra_moments: int = 0
 
 
 def footprint(
@@ -148,7 +151,8 @@ def footprint(
         model: a module, on any device, `meta` too; or a number of parameters.
         opt_level: a level, alias or profile; `"fp8"` for O5 with matrix products in FP8.
         optimizer: an optimizer of `torch.optim` or `amp.optimizers`: its name in any case, such as
-            `"adamw"`, `"sgd-momentum"`, `"FusedAdam"`; its class; or one that was made.
+            `"adamw"`, `"sgd-momentum"`, `"FusedAdam"`; its class, which stands for its defaults; or one
+            that was made.
         activations: how many numbers backward needs of the forward; they take 4 bytes at O0, 2 at
             the other levels and 1 in FP8.
         world_size: how many processes there are.
@@ -164,8 +168,8 @@ def footprint(
     in_fp8 = opt_level == FP8
     properties = resolve("O5" if in_fp8 else opt_level, overrides)
     name, state = _state_of(optimizer)
-    if not _is_number(activations) or activations < 0:
-        raise AmpValueError(f"activations={activations!r} must be a number of at least 0")
+    if not _is_number(activations) or not 0 <= activations < math.inf:
+        raise AmpValueError(f"activations={activations!r} must be a finite number of at least 0")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise AmpValueError(f"world_size={world_size!r} must be an integer of at least 1")
     if sharding not in get_args(Sharding):
@@ -189,7 +193,8 @@ def footprint(
         if properties.state_dtype is not None:
             moment = properties.state_dtype.itemsize
         if tensor.is_optimized and (tensor.trained or name in _EAGER):
-            of_state += state.moments * tensor.numel * moment + state.numbers * 4
+            moments = state.moments + tensor.extra_moments
+            of_state += moments * tensor.numel * moment + state.numbers * 4
         if not tensor.trained:
             continue
         if has_master and not is_fused:
@@ -245,13 +250,13 @@ def _tensors_of(model: Any, properties: Properties, optimizer: Any) -> Iterable[
     """
     if isinstance(model, nn.Module):
         to_be = dtypes_to_be(model, properties)
-        groups = getattr(optimizer, "param_groups", None)
-        in_groups = {id(p) for group in groups or () for p in group["params"]}
+        in_groups = _extra_moments(optimizer)
         for parameter in model.parameters():
             dtype = to_be.get(parameter, parameter.dtype)
             trained = parameter.requires_grad
             is_optimized = id(parameter) in in_groups if in_groups else trained
-            yield _Tensor(parameter.numel(), dtype, trained, is_optimized)
+            extra = in_groups.get(id(parameter), 0)
+            yield _Tensor(parameter.numel(), dtype, trained, is_optimized, extra)
         for buffer in model.buffers():
             yield _Tensor(buffer.numel(), to_be.get(buffer, buffer.dtype), False, False)
     elif not _is_number(model):
@@ -269,17 +274,33 @@ def _state_of(optimizer: Any) -> tuple[str, State]:
     """Return an optimizer's name and what it keeps for each parameter."""
     if isinstance(optimizer, str):
         name = optimizer.strip().lower().replace("_", "-").replace("fused-", "fused")
-        extra = 0
     else:
-        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-        name = cls.__name__.lower()
-        groups = getattr(optimizer, "param_groups", [])
-        options = {key for group in groups for key, owners in _EXTRA.items() if group.get(key)}
-        extra = sum(name in _EXTRA[key].split() for key in options)
+        name = _class_name(optimizer)
     if name not in _STATES:
         raise AmpValueError(
             f"what the optimizer {name!r} keeps is not known; known are {', '.join(_STATES)}"
             f"{did_you_mean(name, _STATES)}"
         )
-    state = _STATES[name]
-    return name, state._replace(moments=state.moments + extra)
+    return name, _STATES[name]
+
+
+def _class_name(optimizer: Any) -> str:
+    """Return the name of the first class of an optimizer's that is known, or of its own."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    names = [base.__name__.lower() for base in cls.__mro__]
+    return next((name for name in names if name in _STATES), names[0])
+
+
+def _extra_moments(optimizer: Any) -> dict[int, int]:
+    """Return how many tensors the arguments of its group add to the state of each parameter, by id."""
+    binding = OptimizerBinding.of(optimizer)
+    pairs = [] if binding is None else [pair for group in binding.groups() for pair in group]
+    model_of = {id(stepped): model for stepped, model in pairs if model is not None}
+    name = _class_name(optimizer)
+    return {
+        id(model_of.get(id(parameter), parameter)): sum(
+            bool(group.get(key)) for key, owners in _EXTRA.items() if name in owners.split()
+        )
+        for group in getattr(optimizer, "param_groups", ())
+        for parameter in group["params"]
+    }

@@ -21,7 +21,7 @@ def _figure(path: str | Path, width: float = 8.0, height: float = 4.5) -> tuple[
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise AmpValueError(f"{path}: a picture is a {' or '.join(SUFFIXES)} file")
-    if not path.absolute().parent.is_dir():
+    if "\0" in str(path) or not path.absolute().parent.is_dir():
         raise AmpValueError(f"{path}: there is no folder {path.absolute().parent}")
     try:
         from matplotlib.figure import Figure
@@ -35,7 +35,10 @@ def _figure(path: str | Path, width: float = 8.0, height: float = 4.5) -> tuple[
 
 def _save(figure: Any, path: Path) -> None:
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    figure.savefig(path, dpi=150, metadata=metadata)
+    try:
+        figure.savefig(path, dpi=150, metadata=metadata)
+    except (OSError, ValueError) as error:
+        raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
 
 
 def plot_ranges(path: str | Path) -> None:

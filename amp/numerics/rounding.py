@@ -6,7 +6,8 @@ multiplied by powers of two. Results are what `torch.Tensor.to` gives for float3
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from numbers import Real
+from typing import Any, Literal, NamedTuple, SupportsFloat, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from amp.errors import AmpTypeError, AmpValueError
 from amp.numerics.formats import Format, Overflow, as_format
 
 Mode = Literal["nearest", "toward_zero", "stochastic"]
-Number = float | Tensor
+Number = SupportsFloat | Tensor
 FormatLike = str | torch.dtype | Format
 
 
@@ -131,7 +132,7 @@ def decode(pattern: int | Tensor, fmt: FormatLike) -> Any:
     if isinstance(pattern, Tensor) and not pattern.is_floating_point():
         given = pattern.long()
     elif isinstance(pattern, int):
-        given = torch.tensor(pattern, dtype=torch.int64, device="cpu")
+        given = torch.tensor(pattern & ((1 << fmt.bits) - 1), dtype=torch.int64, device="cpu")
     else:
         raise AmpTypeError(f"{pattern!r} is no integer and no tensor of them")
     magnitude_bits = fmt.exponent_bits + fmt.mantissa_bits
@@ -205,8 +206,8 @@ def neighbours(x: Number, fmt: FormatLike) -> Neighbours:
 def survives_update(w: Number, dw: Number, fmt: FormatLike) -> Any:
     """Tell whether adding an update changes a weight that is kept in a format.
 
-    The weight is rounded to the format first; the sum is exact, and rounded once, as an optimizer
-    that computes in FP32 and stores the format does.
+    The weight is rounded to the format first; the sum is float64's, and rounded to the format, as an
+    optimizer that computes in more digits than it stores does.
 
         >>> survives_update(1.0, 5e-5, "float16")
         False
@@ -222,14 +223,17 @@ def survives_update(w: Number, dw: Number, fmt: FormatLike) -> Any:
 # Inside: float64 tensors.
 
 
-def _wide(x: Number) -> Tensor:
+def _wide(x: Any) -> Tensor:
     if isinstance(x, Tensor):
         if not x.is_floating_point():
             raise AmpTypeError(f"a tensor of {x.dtype} is not of floating-point numbers")
         return x.detach().double()
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+    if isinstance(x, bool) or not isinstance(x, Real):  # NumPy's numbers too
         raise AmpTypeError(f"{x!r} is a {type(x).__name__}, not a number or a tensor")
-    return torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    try:
+        return torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    except OverflowError:
+        raise AmpValueError("an integer that large is no float64") from None
 
 
 def _like(x: Number, result: Tensor) -> Any:

@@ -166,17 +166,17 @@ def gradient_survival(
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise AmpTypeError(f"gradients must be floating-point tensors, and one is {kind}")
-    for scale in scales:
-        if not 0 < scale < float("inf"):
-            raise AmpValueError(f"scale={scale!r} must be a finite number above 0")
-    values = [t.detach().flatten().double().abs().cpu() for t in tensors]
+    if any(tensor.is_meta for tensor in tensors):
+        raise AmpTypeError("gradients on the meta device have no values")
+    strided = [t.coalesce().values() if t.layout is torch.sparse_coo else t for t in tensors]
+    values = [t.detach().flatten().double().abs().cpu() for t in strided]
     magnitudes = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64, device="cpu")
     finite = magnitudes[magnitudes.isfinite()]
     ordered = finite[finite > 0].sort().values
     not_finite = magnitudes.numel() - finite.numel()
     return survival_of(
         lambda fmt, scale: _fates(ordered, scale, fmt, not_finite),
-        tuple(float(scale) for scale in scales),
+        scales,
         [as_format(fmt) for fmt in formats],
         count=ordered.numel() + not_finite,
         zeros=finite.numel() - ordered.numel(),
@@ -186,14 +186,22 @@ def gradient_survival(
 
 def survival_of(
     fates: Any,
-    scales: tuple[float, ...],
+    scales: Sequence[float],
     formats: Sequence[Format],
     *,
     count: int,
     zeros: int,
     not_finite: int,
 ) -> GradientSurvival:
-    """Return fractions of what `fates(format, scale)` counts: zeros, subnormals and overflows."""
+    """Return fractions of what `fates(format, scale)` counts: zeros, subnormals and overflows.
+
+    Raises:
+        AmpValueError: a scale that is not above 0, or none at all.
+    """
+    scales = tuple(float(scale) for scale in scales)
+    for scale in scales or [0.0]:
+        if not 0 < scale < math.inf:
+            raise AmpValueError(f"scales={scales} must be one or more finite numbers above 0")
     found = {}
     for fmt in formats:
         counts = [fates(fmt, scale) for scale in scales]

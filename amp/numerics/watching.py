@@ -6,6 +6,7 @@ Source: the histograms of gradients in Micikevicius et al. 2018.
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from amp.binding import OptimizerBinding
 from amp.errors import AmpTypeError, AmpValueError
+from amp.modelcast import map_tensors
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import FORMATS, SCALES, GradientSurvival, survival_of
@@ -132,7 +133,7 @@ class WatchReport:
         found = self.gradients
         return survival_of(
             lambda fmt, scale: found.fates(fmt, scale),
-            tuple(float(scale) for scale in scales),
+            scales,
             [as_format(fmt) for fmt in formats],
             count=found.total - found.zeros,
             zeros=found.zeros,
@@ -148,40 +149,49 @@ class Watch:
         self._binding = OptimizerBinding.of(optimizer) if optimizer is not None else None
         self._forwards = 0
         self._steps = 0
-        self._active = False
+        self._looks = False
         self._shift: Tensor | None = None
+        self._due: dict[Tensor, Tensor | None] = {}  # whose next gradient is of a forward looked at
+        self._owner: dict[Tensor, str] = {}
         self._tallies: dict[tuple[str, str], Tensor] = {}
         self._names: list[str] = []
-        self._handles: list[RemovableHandle] = [
+        self._handles: list[Any] = [
             model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
         ]
         for name, module in model.named_modules():
-            own = list(module.parameters(recurse=False))
-            if any(module.children()) and not own:
+            if any(module.children()) and not any(True for _ in module.parameters(recurse=False)):
                 continue
             self._names.append(name)
             self._handles.append(module.register_forward_hook(partial(self._see_output, name)))
-            for parameter in own:
-                if parameter.requires_grad:
-                    self._handles.append(
-                        parameter.register_post_accumulate_grad_hook(partial(self._see_weight, name))
-                    )
 
     def _begin(self, module: nn.Module, args: Any) -> None:
+        self._looks = False
         if not torch.is_grad_enabled():
-            self._active = False
             return
-        self._active = self._forwards % self._every == 0
+        self._looks = self._forwards % self._every == 0
         self._forwards += 1
-        if self._active:
-            self._steps += 1
-            self._shift = None
-            if self._binding is not None:
-                scale = self._binding.owner.scalers[0].scale_on_device
-                self._shift = torch.frexp(scale)[1].long() - 1
+        if not self._looks:
+            return
+        self._steps += 1
+        self._shift = None
+        if self._binding is not None:
+            scale = self._binding.owner.scalers[0].scale_on_device
+            self._shift = torch.frexp(scale)[1].long() - 1
+        for name, inner in module.named_modules():
+            for parameter in inner.parameters(recurse=False):
+                if parameter.requires_grad:
+                    self._due[parameter] = self._shift
+                    if parameter not in self._owner:  # a tied one counts where it is first
+                        self._owner[parameter] = name
+                        hook: Any = parameter.register_hook
+                        self._handles.append(hook(partial(self._see_weight, weakref.ref(parameter))))
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._looks = False
 
     def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._active:
+        if not self._looks:
             return
         for tensor in _tensors(output):
             self._count((name, "activations"), tensor, None)
@@ -193,9 +203,12 @@ class Watch:
     def _see_gradient(self, key: tuple[str, str], shift: Tensor | None, grad: Tensor) -> None:
         self._count(key, grad, shift)
 
-    def _see_weight(self, name: str, parameter: Tensor) -> None:
-        if self._active and parameter.grad is not None and not parameter.grad.is_sparse:
-            self._count((name, "weight_gradients"), parameter.grad, self._shift)
+    def _see_weight(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
+        parameter = reference()
+        if parameter is not None and parameter in self._due:
+            shift = self._due.pop(parameter)
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            self._count((self._owner[parameter], "weight_gradients"), values, shift)
 
     @torch.no_grad()
     def _count(self, key: tuple[str, str], tensor: Tensor, shift: Tensor | None) -> None:
@@ -220,14 +233,20 @@ class Watch:
             name: WatchedLayer(*(_histogram(self._tallies.get((name, kind))) for kind in kinds))
             for name in self._names
         }
-        seen = {name: layer for name, layer in layers.items() if layer.activations.total}
+        seen = {
+            name: layer
+            for name, layer in layers.items()
+            if any(getattr(layer, kind).total for kind in kinds)
+        }
         return WatchReport(seen, self._steps)
 
     def close(self) -> None:
         """Look no more. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
-        self._active = False
+        self._looks = False
+        self._due.clear()
+        self._owner.clear()
 
     def __enter__(self) -> Watch:
         return self
@@ -252,8 +271,8 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
     few passes over its tensor, and 8 bytes for as long as they take.
 
     Args:
-        model: what is called in the training loop; not compiled.
-        every: look at every so many forwards with gradients.
+        model: what is called in the training loop, itself and not a part of it; not compiled.
+        every: look at every so many forwards with gradients, and at the backward of each.
         optimizer: one of those of `amp.initialize`: gradients are counted without the loss scale of its
             first loss. Without it they are counted as they are.
 
@@ -274,13 +293,16 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating tensors in an output."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() and value.numel() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    items: Sequence[Any] = value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    """Return the floating tensors in an output, in containers of any kind."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.numel():
+            found.append(tensor)
+        return tensor
+
+    map_tensors(keep, value)
+    return found
 
 
 def _histogram(tally: Tensor | None) -> Histogram:

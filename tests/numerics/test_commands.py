@@ -53,6 +53,9 @@ def test_ranges_and_ulps(capsys: Any) -> None:
     assert len(found) >= 10
     listed = {row["format"]: row for row in json.loads(run(capsys, "ranges", "--json"))}
     assert listed["float8_e4m3fn"]["max"] == 448.0
+    assert json.loads(run(capsys, "ulp", "65504", "--format", "bf16", "--json"))[0]["ulp"] == 512.0
+    nan = json.loads(run(capsys, "ulp", "-NaN", "--update", "1", "--format", "fp16", "--json"))
+    assert nan[0]["survives"] is False
     next_to_1 = rows(run(capsys, "ulp", "1", "--update", "5e-5"))
     assert next_to_1["float16"][-1] == "lost"
     assert next_to_1["float32"][-1] == "yes"
@@ -136,6 +139,11 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
         (["simulate", "--init", "0"], "init=0.0 must be a finite number above 0"),
         (["survival", "nowhere.pt"], "there is no file 'nowhere.pt'"),
         (["survival", __file__], "is no file of tensors that torch.save wrote"),
+        (["survival", "--count", "0"], "--count 0: give 1 to 100000000"),
+        (["survival", "--spread", "-1"], "--mean -22 --spread -1: give a mean"),
+        (["survival", "a\0b"], "is no file of tensors"),
+        (["ranges", "--plot", ""], "a picture is a .png or .svg file"),
+        (["memory", "--params", "7e9", "--activations", "inf"], "activations=inf must be"),
         (["memory", "--params", "-7e9"], "parameters: give a whole number of at least 1"),
         (["memory", "--params", "7e9", "--optimizer", "adamv"], "'adamv' keeps is not known"),
         (["memory", "--params", "7e9", "--gpu-memory", "-1"], "--gpu-memory -1: give the GB"),

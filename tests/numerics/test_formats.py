@@ -237,7 +237,9 @@ def test_names_dtypes_and_shapes() -> None:
     assert round_to(x, "e4m3").shape == (2, 3)
     assert round_to(torch.empty(0), "e4m3").shape == (0,)
     assert isinstance(round_to(1, "e4m3"), float)
-    assert decode(0x3C00, "float16") == 1.0
+    assert decode(0x3C00, "float16") == decode(0x3C00 + 2**70, "float16") == 1.0
+    assert round_to(np.float32(3.3), "e5m2") == 3.5
+    assert describe("e4m3fnuz").max == 240.0
 
 
 def test_what_is_refused() -> None:
@@ -249,6 +251,8 @@ def test_what_is_refused() -> None:
         bits("1.5", "fp16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a tensor of torch.int64 is not of floating-point numbers"):
         round_to(torch.ones(2).long(), "fp16")
+    with pytest.raises(ValueError, match="an integer that large is no float64"):
+        bits(10**400, "fp16")
     with pytest.raises(TypeError, match="1.0 is no integer"):
         decode(1.0, "fp16")  # type: ignore[arg-type]
 

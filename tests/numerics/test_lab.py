@@ -169,6 +169,8 @@ def test_a_magnitude_in_every_range(page: Page) -> None:
     page.set("ranges-exponent", -27)
     assert "float16: becomes 0" in page.text("ranges-out")
     assert "bfloat16: is 7.4505806e-9" in page.text("ranges-out")
+    page.set("ranges-exponent", -33)
+    assert page.text("ranges-out").startswith("2^-33 = 1.16415322e-10")
     page.set("ranges-exponent", 17)
     assert "float16: overflows to inf" in page.text("ranges-out")
     assert "float8_e4m3fn: overflows to 448" in page.text("ranges-out")
@@ -187,11 +189,17 @@ def test_updates_are_dragged(page: Page) -> None:
     page.set("ulps-format", "float8_e4m3fn")
     assert "one ulp there is 0.125" in page.text("ulps-out")
     assert "lost" in page.text("ulps-out")
-    for kind, slider in (("update", "ulps-update"), ("centre", "ulps-centre")):
-        before = page[slider].get_attribute("value")
+    page.set("ulps-format", "float16")
+    page.set("ulps-centre", 16)
+    assert "weight 65504 in float16" in page.text("ulps-out")
+    page.set("ulps-centre", 0)
+    for kind in ("update", "centre"):
+        before = page.text("ulps-out").splitlines()
         handle = page["ulps-chart"].find_element("css selector", f"[data-drag={kind}]")
         ActionChains(page.driver).drag_and_drop_by_offset(handle, 120, 0).perform()
-        assert page[slider].get_attribute("value") != before
+        after = page.text("ulps-out").splitlines()
+        assert after[1] != before[1]
+        assert (after[0] != before[0]) == (kind == "centre")
 
 
 def test_a_scale_moves_gradients_out_of_the_dead_zone(page: Page) -> None:
@@ -205,8 +213,11 @@ def test_a_scale_moves_gradients_out_of_the_dead_zone(page: Page) -> None:
     page.set("scaling-mean", 10)
     page.set("scaling-format", "float16")
     assert "every scale overflows" in page.text("scaling-out")
+    page.set("scaling-mean", -15)
+    page.set("scaling-spread", 1)
+    assert "2^6 loses least" in page.text("scaling-out")
     page.set("scaling-spread", 0)
-    assert "a spread above 0" in page.text("scaling-out")
+    assert "a spread from 0.5 to 20" in page.text("scaling-out")
 
 
 def test_a_loss_scale_is_stepped_and_played(page: Page) -> None:

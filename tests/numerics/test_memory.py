@@ -154,6 +154,21 @@ def test_levels_side_by_side() -> None:
     assert footprint(1e6, "O2", "adamw").transient == 2e6
 
 
+def test_groups_subclasses_and_optimizers_that_are_initialized() -> None:
+    class MyAdamW(torch.optim.AdamW):
+        pass
+
+    model = net()
+    first, *rest = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [first], "momentum": 0.9}, {"params": rest}]
+    assert footprint(model, "O0", torch.optim.SGD(groups, lr=0.1)).optimizer_state == first.numel() * 4
+    optimizer = MyAdamW(model.parameters())
+    before = footprint(model, "O2", optimizer)
+    with amp.Session("O2", verbosity=0) as session:
+        session.initialize(model, optimizer)
+        assert footprint(model, "O2", optimizer) == before
+
+
 def test_a_model_on_meta_stays_as_it_is() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10_000, 10_000), nn.BatchNorm1d(10_000))
@@ -176,6 +191,7 @@ def test_a_model_on_meta_stays_as_it_is() -> None:
         ((10,), {"world_size": 0}, ValueError, "world_size=0 must be an integer of at least 1"),
         ((10,), {"sharding": "zero4"}, ValueError, "sharding='zero4' is not one of none, zero1"),
         ((10,), {"activations": -1}, ValueError, "activations=-1 must be"),
+        ((10,), {"activations": float("inf")}, ValueError, "activations=inf must be"),
         ((10, "O1"), {"master_weights": True}, RuntimeError, "master_weights=True does not fit O1"),
     ],
 )

@@ -129,5 +129,12 @@ def test_the_scale_that_loses_least() -> None:
 def test_what_survival_refuses() -> None:
     with pytest.raises(TypeError, match="one is torch.int64"):
         gradient_survival(torch.ones(2).long())
-    with pytest.raises(ValueError, match="scale=0 must be a finite number above 0"):
+    with pytest.raises(ValueError, match=r"scales=\(0.0,\) must be one or more finite"):
         gradient_survival(torch.ones(2), [0])
+    with pytest.raises(ValueError, match=r"scales=\(\) must be one or more finite"):
+        gradient_survival(torch.ones(2), [])
+    with pytest.raises(TypeError, match="on the meta device have no values"):
+        gradient_survival(torch.ones(2, device="meta"))
+    values = torch.tensor([2.0**-30])
+    sparse = torch.sparse_coo_tensor(torch.tensor([[3]]), values, (5,), check_invariants=True)
+    assert gradient_survival(sparse).count == 1

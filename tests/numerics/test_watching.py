@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -95,6 +96,59 @@ def test_only_every_so_many_forwards() -> None:
     assert not model.first._forward_hooks
 
 
+def test_forwards_in_between_tied_weights_and_containers() -> None:
+    class Output(NamedTuple):
+        logits: Tensor
+        extra: Any
+
+    @dataclass
+    class Outputs:
+        logits: Tensor
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+            self.table = nn.Embedding(5, 4, sparse=True)
+
+        def forward(self, x: Tensor) -> Outputs:
+            return Outputs(Output(self.head(self.embed(x) + self.table(x)), None).logits)
+
+    model = Tied()
+    x = torch.tensor([0, 1, 4])
+    with watch(model, every=2) as seen:
+        for _ in range(2):  # two forwards for each backward; the first of each is looked at
+            first = model(x).logits
+            second = model(x).logits
+            with torch.no_grad():
+                model(x)
+            (first.sum() + second.sum()).backward()
+    report = seen.report()
+    assert report.steps == 2
+    assert report.layers["embed"].weight_gradients.total == 2 * 40
+    assert report.layers["head"].weight_gradients.total == 0
+    assert report.layers["table"].weight_gradients.total == 2 * 3 * 4
+    assert report.layers["head"].activations.total == 2 * 30
+
+
+def test_accumulated_gradients_are_counted_as_they_come() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with watch(model) as seen:
+        for _ in range(4):
+            model(torch.ones(1, 4)).sum().backward()
+    assert seen.report().layers[""].weight_gradients.counts == {0: 64}
+
+
+def test_layers_whose_forward_is_not_called_have_gradients_all_the_same() -> None:
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(1, 3, 4)
+    with watch(model) as seen:
+        model(x, x, x)[0].sum().backward()
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(layer.weight_gradients.total for layer in seen.report().layers.values()) == count
+
+
 def test_looking_does_not_wait_for_the_device() -> None:
     class Waits(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,3 +225,6 @@ def test_the_three_crises_and_their_cures() -> None:
     assert found["vanishing update"].broken == 1.0
     assert found["vanishing update"].cured == pytest.approx(0.9, abs=1e-3)
     assert torch.ones(1).half().exp().dtype is torch.float16  # torch is as it was
+    with amp.Session("O1", verbosity=0) as session, torch.inference_mode():
+        session.initialize(None)
+        assert [c[:4] for c in crises()] == [c[:4] for c in found.values()]
