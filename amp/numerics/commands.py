@@ -336,8 +336,9 @@ def _load(path: Path) -> Iterator[Tensor]:
     except FileNotFoundError:
         raise AmpValueError(f"there is no file {str(path)!r}") from None
     except Exception as error:  # whatever the bytes of a file that is none make of torch.load
-        more = isinstance(error, pickle.UnpicklingError) and "Weights only" in str(error)
-        reason = "it holds more than tensors, lists and dicts" if more else type(error).__name__
+        reason = type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is none, or holds more than tensors, lists and dicts"
         raise AmpValueError(
             f"{str(path)!r} is no file of tensors that torch.save wrote: {reason}"
         ) from None
