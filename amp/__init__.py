@@ -5,6 +5,11 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
     scaled_loss.backward()
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from amp.errors import AmpError as AmpError
 from amp.errors import AmpWarning as AmpWarning
 from amp.frontend import get_session as get_session
@@ -60,3 +65,12 @@ __all__ = [
     "state_dict",
     "step_was_skipped",
 ]
+
+_PACKAGES = ("compat", "fp16_utils", "numerics", "optimizers")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a package of this one when it is first asked for: `amp.numerics` after `import amp`."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"amp.{name}")
+    raise AttributeError(f"module 'amp' has no attribute '{name}'")

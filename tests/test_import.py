@@ -20,3 +20,12 @@ def test_import_loads_neither_triton_nor_yaml() -> None:
 
 def test_everything_public_is_importable() -> None:
     assert run("import amp; print(all(hasattr(amp, name) for name in amp.__all__))") == "True"
+
+
+def test_packages_are_imported_when_they_are_asked_for() -> None:
+    assert run("import amp, sys; print('amp.numerics' in sys.modules)") == "False"
+    assert run("import amp; print(amp.numerics.describe('fp16').max)") == "65504.0"
+    code = "import amp; print(amp.optimizers.FusedAdam.__name__, amp.fp16_utils.tofp16.__name__)"
+    assert run(f"{code}; print(hasattr(amp, 'nothing'), callable(amp.compat.install))").split() == [
+        *("FusedAdam", "tofp16", "False", "True"),
+    ]
