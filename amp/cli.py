@@ -39,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(commands)
     given = sys.argv[1:] if argv is None else list(argv)
     script = None
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
         else:
             arguments = parser.parse_args(given)
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="backslashreplace")  # for what it cannot show
             arguments.run(arguments)
             sys.stdout.flush()
     except AmpError as error:

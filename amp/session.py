@@ -377,7 +377,12 @@ def as_optimizer_list(optimizers: Any) -> list[Any]:
             "amp.scale_loss needs the optimizer, or the list of optimizers, whose gradients the loss "
             f"makes; got {type(wrong[0]).__name__ if wrong else 'an empty list'}"
         )
-    return [value for i, value in enumerate(given) if not any(value is o for o in given[:i])]
+    steppers = list(map(innermost, given))
+    return [value for i, value in enumerate(given) if not _is_among(steppers[i], steppers[:i])]
+
+
+def _is_among(value: object, others: Sequence[object]) -> bool:
+    return any(value is other for other in others)
 
 
 def _check_environment() -> None:
@@ -393,8 +398,9 @@ def _check_environment() -> None:
 
 def _as_optimizers(optimizers: Any) -> list[Any]:
     given = _as_list(optimizers, is_optimizer, "optimizers", "a torch.optim.Optimizer")
-    for i, optimizer in enumerate(given):
-        if any(optimizer is other for other in given[:i]):
+    steppers = list(map(innermost, given))
+    for i, optimizer in enumerate(steppers):
+        if _is_among(optimizer, steppers[:i]):
             raise AmpRuntimeError(f"optimizers[{i}] is in the list twice; pass each optimizer once")
     return given
 

@@ -532,6 +532,18 @@ def test_a_wrapper_is_stepped_when_what_it_wraps_is(apex: Any, level: str, fused
     assert weights == [0.0, -0.5, -0.5, -0.5, -0.5, -1.0]
 
 
+def test_a_wrapper_and_what_it_wraps_are_one(apex: Any) -> None:
+    model = nn.Linear(1, 1)
+    larc = apex.parallel.LARC(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"optimizers\[1\] is in the list twice"):
+        apex.amp.initialize(model, [larc, larc.optim], opt_level="O2", verbosity=0)
+    apex.amp.initialize(model, larc, opt_level="O2", loss_scale=128.0, verbosity=0)
+    with apex.amp.scale_loss(model(torch.ones(1, 1)).sum(), [larc, larc.optim]) as scaled_loss:
+        scaled_loss.backward()
+    larc.step()
+    assert not amp.step_was_skipped(larc.optim)
+
+
 def test_what_tells_whether_apex_is_there(apex: Any) -> None:
     assert importlib.util.find_spec("apex") is not None
     assert importlib.metadata.version("apex") == "0.1"
