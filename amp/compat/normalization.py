@@ -48,21 +48,16 @@ class FusedRMSNorm(_Arguments, nn.RMSNorm):
 class _Mixed:
     """A norm whose output has the dtype of its weight, whatever its input's is: it needs a weight."""
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        *,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        if not elementwise_affine:
+    elementwise_affine: bool
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if not self.elementwise_affine:
             raise AmpRuntimeError(
                 f"{type(self).__name__} gives its output the dtype of its weight, and with "
                 "elementwise_affine=False there is none. Use "
                 f"{type(self).__name__.removeprefix('Mixed')}"
             )
-        super().__init__(normalized_shape, eps, True, memory_efficient)  # type: ignore[call-arg]
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):

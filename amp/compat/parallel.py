@@ -30,9 +30,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         module: the model, on its device.
         message_size: not looked at.
         delay_allreduce: whether there may be parameters without a gradient.
-        shared_param: likewise.
-        allreduce_trigger_params: likewise.
-        retain_allreduce_buffers: likewise.
+        shared_param: not looked at.
+        allreduce_trigger_params: not looked at.
+        retain_allreduce_buffers: not looked at.
         allreduce_always_fp32: whether gradients are reduced in float32, whatever their dtype is.
         num_allreduce_streams: not looked at.
         allreduce_communicators: likewise.

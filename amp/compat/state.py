@@ -156,11 +156,17 @@ class LossScaler:
         if self._given_buf is not None:
             return self._given_buf
         found_inf = self._ours.found_inf
-        return torch.zeros(1, dtype=torch.int32) if found_inf is None else found_inf.int()
+        if found_inf is None:
+            return torch.zeros(1, dtype=torch.int32, device="cpu")
+        return found_inf.int()
 
     @_overflow_buf.setter
     def _overflow_buf(self, value: Tensor) -> None:
         self._given_buf = value
+
+    @property
+    def _scale_factor(self) -> float:
+        return self._ours.config.growth_factor
 
     @property
     def _has_overflow(self) -> bool:
@@ -206,6 +212,7 @@ class LossScaler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
             "dynamic" if state["dynamic"] else state["_loss_scale"],
+            scale_factor=state.get("_scale_factor", 2.0),
             scale_window=state["_scale_seq_len"],
             min_loss_scale=state["_min_loss_scale"],
             max_loss_scale=state["_max_loss_scale"],
@@ -217,8 +224,9 @@ class LossScaler:
 _SAVED = (
     *("dynamic", "_loss_scale", "_unskipped"),
     *("_scale_seq_len", "_min_loss_scale", "_max_loss_scale"),
+    "_scale_factor",
 )
-"""What a pickle of apex's has too."""
+"""What a pickle has; apex's has no factor, which was 2."""
 
 
 class _NotInitializedError(AmpRuntimeError, AttributeError):

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -365,6 +366,12 @@ def test_a_loss_scaler_of_its_own(apex: Any) -> None:
     assert masters[0].tolist() == [torch.inf, 3.0, 3.0]
     copied = copy.deepcopy(scaler)
     assert (copied.loss_scale(), copied._min_loss_scale, copied.dynamic) == (4.0, 4.0, True)
+    by_four = pickle.loads(
+        pickle.dumps(importlib.import_module("apex.amp.scaler").LossScaler("dynamic", scale_factor=4.0))
+    )
+    by_four._overflow_buf = torch.ones(1, dtype=torch.int32)
+    assert by_four.update_scale()
+    assert by_four.loss_scale() == 2.0**14
     static = importlib.import_module("apex.amp.scaler").LossScaler(128.0)
     static.unscale(grads, masters, 1.0, scale_override=2.0)
     assert masters[0].tolist() == [torch.inf, 4.0, 4.0]
