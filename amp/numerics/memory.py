@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from amp.binding import OptimizerBinding
-from amp.dtypes import LOW_PRECISION
+from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 from amp.modelcast import dtypes_to_be
 from amp.profiles import resolve
@@ -76,14 +76,20 @@ _STATES = {
     "fusedsgd": State(0),
     "fusedsgd-momentum": State(1),
 }
-"""By the class's name in lower case; what its arguments add is in `_state_of`."""
+"""By the class's name in lower case; what the arguments of one that was made add is in `_EXTRA`."""
 
-_EXTRA = {"amsgrad": "adam adamw", "momentum": "rmsprop sgd fusedsgd", "centered": "rmsprop"}
+_EXTRA = {
+    "amsgrad": ("adam", "adamw"),
+    "momentum": ("rmsprop", "sgd", "fusedsgd"),
+    "centered": ("rmsprop",),
+}
 """Arguments that add a tensor to the state, and whose they are."""
-
 
 _EAGER = ("adagrad",)
 """Whose state is there from the start, for frozen parameters too."""
+
+TERMS = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
+"""What a footprint adds up."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,7 @@ class Footprint:
     @property
     def total(self) -> int:
         """All of it."""
-        terms = (self.weights, self.gradients, self.masters, self.optimizer_state)
-        return sum(terms) + self.activations + self.transient
+        return sum(getattr(self, term) for term in TERMS)
 
 
 class _Tensor(NamedTuple):
@@ -130,6 +135,16 @@ class _Tensor(NamedTuple):
     trained: bool
     is_optimized: bool
     extra_moments: int = 0
+
+
+class _Bytes(NamedTuple):
+    """What there is for a parameter or buffer; the terms of `Footprint`."""
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    optimizer_state: int = 0
+    transient: int = 0
 
 
 def footprint(
@@ -174,46 +189,29 @@ def footprint(
         raise AmpValueError(f"world_size={world_size!r} must be an integer of at least 1")
     if sharding not in get_args(Sharding):
         raise AmpValueError(f"sharding={sharding!r} is not one of {', '.join(get_args(Sharding))}")
+    if properties.state_dtype is not None and not _is_fused(name):
+        raise AmpValueError(
+            f"state_dtype={dtype_name(properties.state_dtype)} needs an optimizer of amp.optimizers, "
+            f"and {name} is none. Take one, such as 'fusedadam', or leave state_dtype out"
+        )
     tensors = list(_tensors_of(model, properties, optimizer))
-    masters = properties.master_weights
-    kept = "-" if not masters else "float32" if masters is True else str(masters)
-    is_fused = name.startswith("fused")
-    weights = gradients = of_masters = of_state = transient = 0
-    for tensor in tensors:
-        size = tensor.dtype.itemsize
-        weights += tensor.numel * size
-        if properties.patch_torch_functions and tensor.dtype is torch.float32 and tensor.trained:
-            transient += tensor.numel * 2
-        if in_fp8 and tensor.trained:
-            transient += tensor.numel
-        has_master = bool(masters) and tensor.is_optimized and tensor.dtype in LOW_PRECISION
-        if has_master:
-            of_masters += tensor.numel * 4 if masters is True else tensor.numel * 2 + 4
-        moment = 4 if has_master else size
-        if properties.state_dtype is not None:
-            moment = properties.state_dtype.itemsize
-        if tensor.is_optimized and (tensor.trained or name in _EAGER):
-            moments = state.moments + tensor.extra_moments
-            of_state += moments * tensor.numel * moment + state.numbers * 4
-        if not tensor.trained:
-            continue
-        if has_master and not is_fused:
-            gradients += tensor.numel * 4
-            transient += tensor.numel * (size if masters is True else size + 4)
-        else:
-            gradients += tensor.numel * size
-    level = properties.cast_model_type is not torch.float32
+    each = [_bytes_of(tensor, properties, name, state, in_fp8) for tensor in tensors]
+    weights, gradients, masters, optimizer_state, transient = map(
+        sum, zip(_Bytes(), *each, strict=True)
+    )
+    kept = properties.master_weights
+    activation = 1 if in_fp8 else 4 if properties.cast_model_type is torch.float32 else 2
     cut = get_args(Sharding).index(sharding)
     return Footprint(
         opt_level=FP8 if in_fp8 else str(opt_level),
-        masters_kept=kept,
+        masters_kept="-" if not kept else "float32" if kept is True else str(kept),
         optimizer=name,
         parameters=sum(tensor.numel for tensor in tensors if tensor.trained),
         weights=_share(weights, world_size, cut >= 3),
         gradients=_share(gradients, world_size, cut >= 2),
-        masters=_share(of_masters, world_size, cut >= 1),
-        optimizer_state=_share(of_state, world_size, cut >= 1),
-        activations=round(activations) * (1 if in_fp8 else 2 if level else 4),
+        masters=_share(masters, world_size, cut >= 1),
+        optimizer_state=_share(optimizer_state, world_size, cut >= 1),
+        activations=round(activations) * activation,
         transient=transient,
     )
 
@@ -233,6 +231,37 @@ def footprints(
         **options: `activations`, `world_size`, `sharding`.
     """
     return [footprint(model, level, optimizer, **options, **more) for level, more in rows]
+
+
+def _bytes_of(tensor: _Tensor, properties: Properties, name: str, state: State, in_fp8: bool) -> _Bytes:
+    size = tensor.dtype.itemsize
+    kept = properties.master_weights
+    has_master = bool(kept) and tensor.is_optimized and tensor.dtype in LOW_PRECISION
+    masters = 0
+    if has_master:
+        masters = tensor.numel * 4 if kept is True else tensor.numel * 2 + 4
+    optimizer_state = 0
+    if tensor.is_optimized and (tensor.trained or name in _EAGER):
+        moment = 4 if has_master else size
+        if properties.state_dtype is not None:
+            moment = properties.state_dtype.itemsize
+        moments = state.moments + tensor.extra_moments
+        optimizer_state = moments * tensor.numel * moment + state.numbers * 4
+    gradients = transient = 0
+    if tensor.trained:
+        gradients = tensor.numel * size
+        if properties.patch_torch_functions and tensor.dtype is torch.float32:
+            transient += tensor.numel * 2
+        if in_fp8:
+            transient += tensor.numel
+        if has_master and not _is_fused(name):
+            gradients = tensor.numel * 4
+            transient += tensor.numel * (size if kept is True else size + 4)
+    return _Bytes(tensor.numel * size, gradients, masters, optimizer_state, transient)
+
+
+def _is_fused(name: str) -> bool:
+    return name.startswith("fused")
 
 
 def _is_number(value: object) -> bool:
@@ -299,7 +328,7 @@ def _extra_moments(optimizer: Any) -> dict[int, int]:
     name = _class_name(optimizer)
     return {
         id(model_of.get(id(parameter), parameter)): sum(
-            bool(group.get(key)) for key, owners in _EXTRA.items() if name in owners.split()
+            bool(group.get(key)) for key, owners in _EXTRA.items() if name in owners
         )
         for group in getattr(optimizer, "param_groups", ())
         for parameter in group["params"]

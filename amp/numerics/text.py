@@ -1,7 +1,8 @@
-"""Tables and bars for a terminal."""
+"""Tables and bars for a terminal, and what JSON can hold."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -78,6 +79,15 @@ def _is_numeric(cell: str) -> bool:
         or cell.lstrip("+-").rstrip("%")[:1].isdigit()
         or cell.lstrip("-") in ("inf", "nan")
     )
+
+
+def plain(value: Any, mark: str = "") -> Any:
+    """Return a value that JSON can hold: what is not finite becomes a word, after a mark."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{mark}{value}"
+    if isinstance(value, dict):
+        return {key: plain(item, mark) for key, item in value.items()}
+    return [plain(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def gigabytes(size: float) -> str:

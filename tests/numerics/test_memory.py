@@ -192,6 +192,7 @@ def test_a_model_on_meta_stays_as_it_is() -> None:
         ((10,), {"sharding": "zero4"}, ValueError, "sharding='zero4' is not one of none, zero1"),
         ((10,), {"activations": -1}, ValueError, "activations=-1 must be"),
         ((10,), {"activations": float("inf")}, ValueError, "activations=inf must be"),
+        ((10,), {"state_dtype": "bfloat16"}, ValueError, "state_dtype=bfloat16 needs .* adamw is none"),
         ((10, "O1"), {"master_weights": True}, RuntimeError, "master_weights=True does not fit O1"),
     ],
 )
