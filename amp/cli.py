@@ -15,7 +15,6 @@ import torch
 from amp.compat.run import runner
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpValueError, did_you_mean
-from amp.numerics.commands import add_commands
 from amp.policy import OpPolicy, OpRule, load_policy, resolve, spellings
 from amp.profiles import load_profile
 from amp.properties import Properties
@@ -23,27 +22,13 @@ from amp.properties import Properties
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit status."""
-    parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    explaining = commands.add_parser("explain", help="say what happens to an op, and why")
-    explaining.set_defaults(run=_explain)
-    explaining.add_argument(
-        "op", help="its full name, such as torch.softmax or torch.Tensor.__matmul__"
-    )
-    explaining.add_argument("--opt-level", default="O1", help="a level, an alias or a YAML profile")
-    commands.add_parser(
-        "run",
-        help="run a script that imports apex, unchanged",
-        usage="reamp run [-h] [--] script.py ... | -m package.module ...",
-    )
-    add_commands(commands)
     given = sys.argv[1:] if argv is None else list(argv)
     script = None
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
         else:
-            arguments = parser.parse_args(given)
+            arguments = _parser().parse_args(given)
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")  # for what it cannot show
             arguments.run(arguments)
@@ -62,6 +47,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if script is not None:
         script()  # its errors are its own
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from amp.numerics.commands import add_commands  # slow to load, and no script waits for it
+
+    parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    explaining = commands.add_parser("explain", help="say what happens to an op, and why")
+    explaining.set_defaults(run=_explain)
+    explaining.add_argument(
+        "op", help="its full name, such as torch.softmax or torch.Tensor.__matmul__"
+    )
+    explaining.add_argument("--opt-level", default="O1", help="a level, an alias or a YAML profile")
+    commands.add_parser(
+        "run",
+        help="run a script that imports apex, unchanged",
+        usage="reamp run [-h] [--] script.py ... | -m package.module ...",
+    )
+    add_commands(commands)
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):

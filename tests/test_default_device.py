@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.fp16_utils import FP16_Optimizer
+from amp.numerics import bits, crises, gradient_survival, lab, simulate_scaler, watch
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 
@@ -74,3 +76,25 @@ def test_by_hand(elsewhere: Any) -> None:
     by_hand.clip_master_grads(1.0)
     by_hand.step()
     by_hand.load_state_dict(by_hand.state_dict())
+
+
+def test_numerics(elsewhere: Any) -> None:
+    model, x = model_and_input()
+    elsewhere()
+    assert bits(0.1, "float16").pattern == 0x2E66
+    assert [step.overflow for step in simulate_scaler([1.0, 2.0], init=2**15)] == [False, True]
+    assert [crisis.broken for crisis in crises()] == [0.0, float("inf"), 1.0]
+    grads = torch.tensor([1e-8, 1.0], device="cpu")
+    assert gradient_survival(grads, [1.0]).formats["float16"].zero == (0.5,)
+    with watch(model) as seen:
+        model(x).mean().backward()
+    assert seen.report().survival([1.0]).formats["float16"].overflow == (0.0,)
+    assert lab.vectors.__wrapped__()["numbers"]
+
+
+def test_a_loss_scaler_of_apex(elsewhere: Any) -> None:
+    elsewhere()
+    scaler = importlib.import_module("amp.compat.state").LossScaler(8.0)
+    assert scaler._overflow_buf.tolist() == [0]
+    scaler.unscale([torch.ones(2, device="cpu")], [torch.ones(2, device="cpu")])
+    assert not scaler.update_scale()

@@ -13,6 +13,7 @@ import amp
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = [page for page in PAGES if re.search(r"^\s*>>> ", page.read_text(), re.MULTILINE)]
 PROFILES = [
     pytest.param(block, id=f"{page.stem}{i}")
     for page in PAGES
@@ -40,10 +41,10 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(slug, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)
 def test_examples_give_what_they_say(page: Path) -> None:
-    failed, _ = doctest.testfile(str(page), module_relative=False, verbose=False)
-    assert failed == 0
+    failed, attempted = doctest.testfile(str(page), module_relative=False, verbose=False)
+    assert (failed, attempted > 0) == (0, True)
 
 
 @pytest.mark.parametrize("module", ["formats", "rounding", "scaling", "memory"])

@@ -19,13 +19,12 @@ from amp.errors import AmpValueError
 from amp.numerics import lab, plots
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, as_format
-from amp.numerics.memory import Footprint, footprints
+from amp.numerics.memory import TERMS, Footprint, footprints
 from amp.numerics.rounding import bits, neighbours, survives_update, ulp
-from amp.numerics.scaling import FORMATS as SURVIVAL_FORMATS
-from amp.numerics.scaling import gradient_survival, simulate_scaler
-from amp.numerics.text import Printer, gigabytes
+from amp.numerics.scaling import GRADIENT_FORMATS, gradient_survival, simulate_scaler
+from amp.numerics.text import Printer, gigabytes, plain
 
-COMMON = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+COMMON = ("float32", *GRADIENT_FORMATS)
 
 
 def add_commands(commands: Any) -> None:
@@ -99,16 +98,12 @@ def add_commands(commands: Any) -> None:
     parser = _parser(
         *(commands, "lab", _lab, "write the lab, a page with six figures, or serve it"),
         "reamp lab\nreamp lab --out numerics.html\nreamp lab --serve",
-        json=False,
+        as_json=False,
     )
     parser.add_argument("--out", default="lab.html", help="where to write it (lab.html)")
     parser.add_argument("--serve", action="store_true", help="serve it, and open it, instead")
     parser.add_argument("--port", type=int, default=0, help="where to serve it (a free one)")
     parser.add_argument("--no-browser", action="store_true", help="serve it, and open nothing")
-
-
-class _Raw(argparse.RawDescriptionHelpFormatter):
-    """Help that keeps the lines of examples."""
 
 
 def _parser(
@@ -118,7 +113,7 @@ def _parser(
     text: str,
     examples: str,
     plot: bool = False,
-    json: bool = True,
+    as_json: bool = True,
 ) -> argparse.ArgumentParser:
     lines = "\n".join(f"  {line}" for line in examples.splitlines())
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -126,9 +121,9 @@ def _parser(
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
         epilog=f"examples:\n{lines}",
-        formatter_class=_Raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if json:
+    if as_json:
         parser.add_argument("--json", action="store_true", help="write JSON")
     if plot:
         parser.add_argument("--plot", metavar="FILE", help="draw a PNG or SVG file")
@@ -170,15 +165,6 @@ def _integers(text: str) -> list[int]:
 
 
 def _emit_json(value: Any) -> None:
-    """Write JSON. What is not finite is a string, which JSON can hold."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, float) and not math.isfinite(item):
-            return str(item)
-        if isinstance(item, dict):
-            return {key: plain(inner) for key, inner in item.items()}
-        return [plain(inner) for inner in item] if isinstance(item, (list, tuple)) else item
-
     print(json.dumps(plain(value), indent=1))
 
 
@@ -302,10 +288,10 @@ def _survival(arguments: argparse.Namespace) -> None:
                 f"--mean {arguments.mean:g} --spread {arguments.spread:g}: give a mean of log2 from "
                 "-1000 to 1000, and a spread above 0 and at most 100"
             )
-        generator = torch.Generator().manual_seed(0)
-        normal = torch.randn(arguments.count, generator=generator, dtype=torch.float64)
+        generator = torch.Generator("cpu").manual_seed(0)
+        normal = torch.randn(arguments.count, generator=generator, dtype=torch.float64, device="cpu")
         grads = [torch.exp2(arguments.mean + arguments.spread * normal)]
-    formats = dict.fromkeys([*SURVIVAL_FORMATS, arguments.format.name])
+    formats = dict.fromkeys([*GRADIENT_FORMATS, arguments.format.name])
     found = gradient_survival(grads, formats=list(formats))
     if arguments.plot is not None:
         plots.plot_survival(found, arguments.plot, arguments.format)
@@ -378,15 +364,15 @@ def _memory(arguments: argparse.Namespace) -> None:
         return
     printer = Printer()
     printer.line(f"{arguments.params:,.0f} parameters, {arguments.optimizer}, GB of one process")
-    header = ["level", "masters", "weights", "gradients", "masters", "optimizer", "activations"]
+    header = ["level", "masters", *(term.removesuffix("_state") for term in TERMS), "total"]
     table = []
     for r in rows:
-        sizes = (r.weights, r.gradients, r.masters, r.optimizer_state, r.activations, r.transient)
-        row = [r.opt_level, r.masters_kept, *map(gigabytes, (*sizes, r.total))]
+        sizes = [getattr(r, term) for term in (*TERMS, "total")]
+        row = [r.opt_level, r.masters_kept, *map(gigabytes, sizes)]
         if limit is not None:
             row.append("fits" if _fits(r, limit)["fits"] else "too large")
         table.append(row)
-    header += ["transient", "total"] + ([] if limit is None else [f"in {limit:g} GB"])
+    header += [] if limit is None else [f"in {limit:g} GB"]
     printer.table(header, table)
 
 

@@ -321,7 +321,7 @@ const bitsState = { x: 3.14159, pattern: 0 };
 
 function showBits() {
   const fmt = formats[$("bits-format").value];
-  const found = { ...bits(bitsState.x, fmt) };
+  const found = bits(bitsState.x, fmt);
   const row = $("bits-row");
   const digits = bitsState.pattern.toString(2).padStart(fmt.bits, "0");
   const focused = [...row.children].indexOf(document.activeElement);

@@ -19,13 +19,13 @@ import torch
 import amp
 from amp.errors import AmpValueError
 from amp.numerics.formats import FORMATS, Format
-from amp.numerics.memory import footprints
+from amp.numerics.memory import TERMS, footprints
 from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import simulate_scaler
+from amp.numerics.text import plain
 from amp.numerics.watching import Histogram
 
 _HERE = Path(__file__).parent
-_TERMS = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
 OPTIMIZERS = (
     "adamw",
     "fusedadam",
@@ -49,7 +49,7 @@ def page() -> str:
     for mark, content in (
         ("/*CSS*/", (_HERE / "lab.css").read_text(encoding="utf-8")),
         ("/*VERSION*/", amp.__version__),
-        ("/*DATA*/", json.dumps(_plain(data), separators=(",", ":"))),
+        ("/*DATA*/", json.dumps(plain(data, mark="#"), separators=(",", ":"))),
         ("/*JS*/", (_HERE / "lab.js").read_text(encoding="utf-8")),
     ):
         text = text.replace(mark, content)
@@ -120,7 +120,7 @@ def _memory(optimizer: str) -> list[dict[str, Any]]:
     count = 10**9
     return [
         {"opt_level": row.opt_level, "masters_kept": row.masters_kept}
-        | {term: round(getattr(row, term) / count, 3) for term in _TERMS}
+        | {term: round(getattr(row, term) / count, 3) for term in TERMS}
         for row in footprints(count, optimizer, activations=count)
     ]
 
@@ -138,19 +138,19 @@ def vectors() -> dict[str, list[Any]]:
 
 
 def _inputs(fmt: Format) -> list[float]:
-    generator = torch.Generator().manual_seed(fmt.bits)
-    fractions = 2 * torch.rand(20, generator=generator, dtype=torch.float64) - 1
-    exponents = torch.randint(-26, 17, (20,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(fmt.bits)
+    fractions = 2 * torch.rand(20, generator=generator, dtype=torch.float64, device="cpu") - 1
+    exponents = torch.randint(-26, 17, (20,), generator=generator, device="cpu")
     drawn = list(map(math.ldexp, fractions.tolist(), exponents.tolist()))  # alike on all machines
     tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     ends = (fmt.max, tie, tie * 1.01, fmt.min_normal, fmt.min_subnormal, fmt.min_subnormal / 2, 1.0)
     near = [*ends, *(end * 1.4 for end in ends), 1 + fmt.ulp_at_1 / 2, 1 + 1.5 * fmt.ulp_at_1]
-    plain = [0.0, math.pi, 0.1, 1e-8, 1.00005, 448.0, 65504.0, 65520.0, math.inf]
-    return [*drawn, *plain, *(-x for x in plain), *near, *(-x for x in near), math.nan]
+    common = [0.0, math.pi, 0.1, 1e-8, 1.00005, 448.0, 65504.0, 65520.0, math.inf]
+    return [*drawn, *common, *(-x for x in common), *near, *(-x for x in near), math.nan]
 
 
 def _numbers(fmt: Format) -> list[dict[str, Any]]:
-    x = torch.tensor(_inputs(fmt), dtype=torch.float64)
+    x = torch.tensor(_inputs(fmt), dtype=torch.float64, device="cpu")
     update = torch.where(x.isfinite(), 5e-5 * x, 1.0)
     columns = {
         "x": x,
@@ -208,14 +208,5 @@ def _memory_case(params: float, optimizer: str, options: dict[str, Any]) -> dict
         "params": params,
         "optimizer": optimizer,
         "options": in_page,
-        "rows": [{**{t: getattr(row, t) for t in _TERMS}, "total": row.total} for row in rows],
+        "rows": [{**{t: getattr(row, t) for t in TERMS}, "total": row.total} for row in rows],
     }
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold: what is not finite becomes a word."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"#{value}"
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.numerics.formats import FORMATS, as_format
-from amp.numerics.memory import Footprint
+from amp.numerics.memory import TERMS, Footprint
 from amp.numerics.scaling import GradientSurvival, ScalerStep
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def plot_memory(rows: Sequence[Footprint], path: str | Path, limit: float | None
     figure, axes, path = _figure(path)
     names = [f"{r.opt_level}\n{r.masters_kept}" for r in rows]
     bottom = [0.0] * len(rows)
-    for term in ("weights", "gradients", "masters", "optimizer_state", "activations", "transient"):
+    for term in TERMS:
         sizes = [getattr(row, term) / 1e9 for row in rows]
         axes.bar(names, sizes, bottom=bottom, label=term.replace("_", " "))
         bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
@@ -114,9 +115,7 @@ def plot_report(
     histogram: Histogram = report.gradients
     figure, axes, path = _figure(path)
     total = max(histogram.total, 1)
-    shift = 0
-    while 2.0 ** (shift + 1) <= scale:
-        shift += 1
+    shift = math.frexp(scale)[1] - 1
     exponents = [e + shift for e in histogram.counts]
     axes.bar(exponents, [n / total for n in histogram.counts.values()], width=1.0, align="edge")
     low, high = min([*exponents, fmt.min_exponent]) - 4, max([*exponents, 0]) + 4

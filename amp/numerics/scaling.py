@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from amp.scaler import LossScaler
 SCALES = tuple(2.0**i for i in range(25))
 """The scales from 1 to 2**24, apex's ceiling."""
 
-FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+GRADIENT_FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""What gradients are kept in."""
 
 
 class ScalerStep(NamedTuple):
@@ -100,8 +102,8 @@ def simulate_scaler(
 
 
 def _overflows(gradients: float | Tensor, scale: float, fmt: Format) -> bool:
-    wide = torch.as_tensor(gradients).double() * scale
-    return not bool(torch.isfinite(round_to(wide, fmt, overflow="nan")).all())
+    wide = torch.as_tensor(gradients, dtype=torch.float64, device="cpu") * scale
+    return not bool(round_to(wide, fmt, overflow="nan").isfinite().all())
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class GradientSurvival:
 def gradient_survival(
     grads: Tensor | Iterable[Tensor],
     scales: Sequence[float] = SCALES,
-    formats: Sequence[FormatLike] = FORMATS,
+    formats: Sequence[FormatLike] = GRADIENT_FORMATS,
 ) -> GradientSurvival:
     """Return which fraction of gradients each scale would lose, in each format.
 
@@ -185,7 +187,7 @@ def gradient_survival(
 
 
 def survival_of(
-    fates: Any,
+    fates: Callable[[Format, float], tuple[int, int, int]],
     scales: Sequence[float],
     formats: Sequence[Format],
     *,
@@ -228,6 +230,7 @@ class Thresholds(NamedTuple):
     overflow: float
 
 
+@functools.cache
 def thresholds(fmt: Format) -> Thresholds:
     """Return the largest number that becomes 0, the smallest that is normal, and that overflows."""
     tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)

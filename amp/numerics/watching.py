@@ -6,11 +6,11 @@ Source: the histograms of gradients in Micikevicius et al. 2018.
 from __future__ import annotations
 
 import io
-import weakref
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from amp.errors import AmpTypeError, AmpValueError
 from amp.modelcast import map_tensors
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
-from amp.numerics.scaling import FORMATS, SCALES, GradientSurvival, survival_of
+from amp.numerics.scaling import GRADIENT_FORMATS, SCALES, GradientSurvival, survival_of
 from amp.numerics.text import Printer
 
 LOWEST, HIGHEST = -149, 127
@@ -61,7 +61,7 @@ class Histogram:
 
         Numbers are taken by their exponents: those that could go both ways count as the larger half.
         """
-        shift = torch.frexp(torch.tensor(scale, dtype=torch.float64))[1].item() - 1
+        shift = math.frexp(scale)[1] - 1
         lowest = fmt.min_exponent - fmt.mantissa_bits - (1 if fmt.has_zero else 1000)
         zero = subnormal = overflow = 0
         for exponent, count in self.counts.items():
@@ -127,12 +127,12 @@ class WatchReport:
         return text.getvalue()
 
     def survival(
-        self, scales: Sequence[float] = SCALES, formats: Sequence[FormatLike] = FORMATS
+        self, scales: Sequence[float] = SCALES, formats: Sequence[FormatLike] = GRADIENT_FORMATS
     ) -> GradientSurvival:
         """Return what scales would do to the gradients, to within a factor of 2 of each number."""
         found = self.gradients
         return survival_of(
-            lambda fmt, scale: found.fates(fmt, scale),
+            found.fates,
             scales,
             [as_format(fmt) for fmt in formats],
             count=found.total - found.zeros,
@@ -141,7 +141,7 @@ class WatchReport:
         )
 
 
-class Watch:
+class Watch(AbstractContextManager["Watch"]):
     """Collects histograms from a model, until it is closed; see `watch`."""
 
     def __init__(self, model: nn.Module, every: int, optimizer: Any) -> None:
@@ -185,7 +185,7 @@ class Watch:
                     if parameter not in self._owner:  # a tied one counts where it is first
                         self._owner[parameter] = name
                         hook: Any = parameter.register_hook
-                        self._handles.append(hook(partial(self._see_weight, weakref.ref(parameter))))
+                        self._handles.append(hook(partial(self._see_weight, parameter)))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._looks = False
@@ -203,9 +203,8 @@ class Watch:
     def _see_gradient(self, key: tuple[str, str], shift: Tensor | None, grad: Tensor) -> None:
         self._count(key, grad, shift)
 
-    def _see_weight(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
-        parameter = reference()
-        if parameter is not None and parameter in self._due:
+    def _see_weight(self, parameter: Tensor, grad: Tensor) -> None:
+        if parameter in self._due:
             shift = self._due.pop(parameter)
             values = grad.coalesce().values() if grad.is_sparse else grad
             self._count((self._owner[parameter], "weight_gradients"), values, shift)
@@ -248,15 +247,7 @@ class Watch:
         self._due.clear()
         self._owner.clear()
 
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -17,7 +17,9 @@ from amp.numerics import FORMATS, bits, decode, describe, neighbours, round_to, 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 SMALL = [fmt for fmt in FORMATS.values() if fmt.bits <= 16]
 WITH_DTYPE = [fmt for fmt in FORMATS.values() if fmt.dtype is not None]
-TORCH_SATURATES = float(torch.tensor(1e9).to(torch.float8_e4m3fn).float()) == 448.0  # since 2.12 or so
+TORCH_SATURATES = (
+    float(torch.tensor(1e9).to(torch.float8_e4m3fn).float()) == 448.0
+)  # 2.13 does, 2.11 gives NaN
 
 
 def name(fmt: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,3 +229,21 @@ def test_the_three_crises_and_their_cures() -> None:
     with amp.Session("O1", verbosity=0) as session, torch.inference_mode():
         session.initialize(None)
         assert [c[:4] for c in crises()] == [c[:4] for c in found.values()]
+
+
+@pytest.mark.parametrize("crisis", crises(), ids=lambda crisis: crisis.name)
+def test_the_lines_of_a_crisis_give_what_they_say(crisis: Any) -> None:
+    """An expression is the number after its `#`; a statement leaves `w` there."""
+    there = {"torch": torch, "amp": amp, "model": nn.Linear(1, 1)}
+    compared = 0
+    for line in crisis.code.splitlines():
+        code, _, comment = line.partition("#")
+        try:
+            result = eval(code, there)
+        except SyntaxError:
+            exec(code, there)
+            result = there.get("w")
+        if said := re.search(r"inf|\d[\d.e-]*", comment):
+            assert float(result) == pytest.approx(float(said[0]), rel=1e-4)
+            compared += 1
+    assert compared == 2
