@@ -23,6 +23,7 @@ import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_amp_binding"
 _GRAD = operator.attrgetter("grad")
+_DTYPE = operator.attrgetter("dtype")
+_PARAMS = operator.itemgetter("params")
 _CLOSURE_TRIES = 300
 """Enough halvings to bring any loss scale to its floor."""
 
@@ -393,7 +396,7 @@ class OptimizerBinding:
 
     def _check_dtypes(self) -> None:
         """Raise if a parameter's dtype is not what it was when the optimizer came."""
-        if [parameter.dtype for parameter in self._dtype_of] == list(self._dtype_of.values()):
+        if list(map(_DTYPE, self._dtype_of)) == list(self._dtype_of.values()):
             return
         for parameter, dtype in self._dtype_of.items():
             if parameter.dtype is not dtype:
@@ -501,7 +504,7 @@ class OptimizerBinding:
 
     def _find_layout(self) -> _Layout:
         """Find out what the optimizer's groups hold now: at the begin of whatever goes by it."""
-        stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        stepped = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
         known = self._layout.stepped
         if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
             models = [self._masters.model(parameter) for parameter in stepped]
@@ -631,7 +634,8 @@ class OptimizerBinding:
             scaled.hide()
             raise
         self._scaled = scaled.without_masters()
-        self._scaled.hide()
+        if self._scaled is not None:
+            self._scaled.hide()
 
     def _step_given(self, scaled: ScaledGrads, step: Callable[[], Any]) -> None:
         """Step an optimizer that is shown gradients and weights."""

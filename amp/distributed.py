@@ -54,9 +54,10 @@ def as_process_groups(value: Any) -> tuple[ProcessGroup, ...]:
 def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
     """Return the process groups over which DTensors are cut into shards, each once."""
     groups: list[ProcessGroup] = []
+    tensors = list(tensors)
+    if set(map(type, tensors)) <= _PLAIN:
+        return groups
     for tensor in tensors:
-        if type(tensor) in _PLAIN:
-            continue
         mesh: Any = getattr(tensor, "device_mesh", None)
         for dim, placement in enumerate(getattr(tensor, "placements", ())):
             group = mesh.get_group(dim)

@@ -209,8 +209,10 @@ class ScaledGrads:
             self._clip,
         )
 
-    def without_masters(self) -> ScaledGrads:
+    def without_masters(self) -> ScaledGrads | None:
         """Return those of parameters without a master, to be looked at and not to be clipped."""
+        if not self.direct:
+            return None
         others = ScaledGrads(self._look, (), (), (), self.inv_scale)
         others.direct = self.direct
         others.grads += self.grads[len(self.masters) :]

@@ -7,6 +7,7 @@ tensors takes the host longer than a GPU takes for the step.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,33 +78,43 @@ class Launches:
     """The launches of an optimizer's steps."""
 
     def __init__(self) -> None:
-        self._key: object = None
+        self._lists: list[Sequence[Tensor]] = []
+        self._has_own: list[bool] = []
+        self._all_are_given = False
         self._launches: list[Launch] = []
 
     def of(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> list[Launch]:
         """Return the launches of one step. Nothing is written."""
-        lists: list[list[Tensor]] = [group["params"] for group in groups]
-        given = (*lists, inputs.stepped, inputs.models, inputs.lows or ())
-        ids = [list(map(id, tensors)) for tensors in given]
-        has_own: list[list[bool]] = []
-        if not set(ids[len(lists)]).issuperset(itertools.chain.from_iterable(ids[: len(lists)])):
-            has_own = [[parameter.grad is not None for parameter in params] for params in lists]
-        key = (ids, inputs.lows is None, has_own)
-        if key != self._key:
-            self._launches = list(_launches(lists, inputs, has_own))
-            self._key = key
+        params: list[list[Tensor]] = [list(group["params"]) for group in groups]
+        lists = [*params, inputs.stepped, inputs.models, inputs.lows or ()]
+        is_new = len(lists) != len(self._lists) or not all(map(_are_same, lists, self._lists))
+        if is_new:
+            self._lists = lists
+            given = set(map(id, inputs.stepped))
+            self._all_are_given = given.issuperset(map(id, itertools.chain(*params)))
+        has_own: list[bool] = []
+        if not self._all_are_given:
+            has_own = [parameter.grad is not None for parameter in itertools.chain(*params)]
+        if is_new or has_own != self._has_own:
+            self._has_own = has_own
+            self._launches = list(_launches(params, inputs, has_own))
         return self._launches
 
 
+def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+
+
 def _launches(
-    lists: Sequence[list[Tensor]], inputs: StepInputs, has_own: Sequence[Sequence[bool]]
+    lists: Sequence[list[Tensor]], inputs: StepInputs, has_own: Sequence[bool]
 ) -> Iterator[Launch]:
     source_of = {id(parameter): i for i, parameter in enumerate(inputs.stepped)}
     masters = len(inputs.models)
+    own = iter(has_own)
     for index, params in enumerate(lists):
-        own = has_own[index] if has_own else itertools.repeat(False)
         of_kind: dict[tuple[bool, bool], tuple[list[Tensor], list[int]]] = {}
-        for parameter, has in zip(params, own, strict=False):
+        for parameter in params:
+            has = next(own, False)
             source = source_of.get(id(parameter), -1)
             if source >= 0 or has:
                 kind = (source >= 0, 0 <= source < masters)
