@@ -57,6 +57,8 @@ from amp.kernels.tables import Part, Plan, kept, local_shards, numbers_on, plan,
 BLOCK = 2048
 COUNTERS = 256
 WARPS = 8
+GRADS = 1
+"""Which list of a step's plan the gradients are."""
 
 
 class Rule(NamedTuple):

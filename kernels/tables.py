@@ -35,6 +35,7 @@ T = TypeVar("T")
 _KEPT = 64
 _IS_SPARSE = operator.attrgetter("is_sparse")
 _DTYPE = operator.attrgetter("dtype")
+_DEVICE = operator.attrgetter("device")
 _PLAIN = {Tensor, torch.nn.Parameter}
 _Kind = tuple[torch.device, tuple[torch.dtype, ...]]
 
@@ -62,6 +63,7 @@ class Part(NamedTuple):
             of its number, if the plan has them, is another list's.
         chunks: int32 `[n_chunks, 2]`, each chunk's tensor and its number in that tensor.
         firsts: int32 `[n + 1]`, each tensor's first chunk, and the number of chunks.
+        rows_on_host: `rows`, on the CPU.
     """
 
     indices: tuple[int, ...]
@@ -70,6 +72,13 @@ class Part(NamedTuple):
     rows: Tensor
     chunks: Tensor
     firsts: Tensor
+    rows_on_host: Tensor
+
+    def relocated(self, column: int, addresses: Tensor) -> Part:
+        """Return this part for one list whose tensors lie elsewhere; `addresses` has all of them."""
+        rows = self.rows_on_host.clone()
+        rows[:, column] = addresses[rows[:, -1]]
+        return self._replace(rows=upload(rows, self.device), rows_on_host=rows)
 
 
 class Plan(NamedTuple):
@@ -91,6 +100,16 @@ class Plan(NamedTuple):
         """Whether the current streams are those that the tables went to the devices on."""
         return all(stream_of(device) == stream for device, stream in self.streams)
 
+    def relocated(self, column: int, addresses: Sequence[int]) -> Plan:
+        """Return this plan for one list whose tensors lie elsewhere. The host does not wait.
+
+        Args:
+            column: which list.
+            addresses: where its tensors are; else they are as they were, and on the same devices.
+        """
+        table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        return self._replace(parts=tuple(part.relocated(column, table) for part in self.parts))
+
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: what is made now is the graph's, and not to be kept."""
@@ -110,6 +129,8 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
 
 
 _plans: dict[object, Plan] = {}
+_latest: dict[object, Plan] = {}
+"""For single lists the plans that hold but for the addresses, which gradients change with each step."""
 _plans_lock = threading.Lock()
 
 
@@ -138,7 +159,7 @@ def plan(
         return Plan((), (), ())
     in_triton = uses_triton(lists[0][0].device, backend)
     sign = _signature if in_triton else _signature_without_addresses
-    signatures: list[object] = []
+    signatures: list[Any] = []
     for i, tensors in enumerate(lists):
         in_place = i > 0 and tensors is lists[i - 1]
         signatures.append("same" if in_place else sign(tensors))
@@ -147,14 +168,29 @@ def plan(
     key = (block, backend, os.environ.get("AMP_KERNELS"), *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
-        known = _make_plan(lists, block, numbers, backend)
+        addresses, *kinds = signatures[0] if in_triton else ((),)
+        like = None
+        if in_triton and len(signatures) == 1:
+            like = (*key[:3], *kinds, tuple(map(_DEVICE, lists[0])))
+        known = _latest.get(like)
+        if known is not None and known.is_readable():
+            known = known.relocated(0, addresses)
+        else:
+            known = _make_plan(lists, block, numbers, backend)
         if known.parts and not in_triton:
             return known  # a list that begins on one device and goes on on another: addresses matter
-        with _plans_lock:
-            while len(_plans) >= _KEPT:
-                del _plans[next(iter(_plans))]
-            _plans[key] = known
+        _keep(_plans, key, known)
+        if like is not None:
+            _keep(_latest, like, known)
     return known
+
+
+def _keep(plans: dict[object, Plan], key: object, plan: Plan) -> None:
+    with _plans_lock:
+        plans.pop(key, None)
+        while len(plans) >= _KEPT:
+            del plans[next(iter(plans))]
+        plans[key] = plan
 
 
 class Located(list[Tensor]):
@@ -164,7 +200,7 @@ class Located(list[Tensor]):
     """
 
     @functools.cached_property
-    def signature(self) -> tuple[object, ...]:
+    def signature(self) -> tuple[Any, ...]:
         """What `_signature` returns for them."""
         return _signature([*self])
 
@@ -183,7 +219,7 @@ class Whereabouts(NamedTuple):
     same: list[list[int]]
     dtypes: list[torch.dtype]
     strides: object
-    others: object
+    others: Sequence[int] | None
     kinds: list[object]
 
     @classmethod
@@ -210,6 +246,12 @@ class Whereabouts(NamedTuple):
             addresses if uses_triton(others[0].device, backend) else None,
             kinds,
         )
+
+    def moved(self, before: Whereabouts) -> bool:
+        """Whether all is as it was before, but for the addresses that need not be the same."""
+        if self.others is None or before.others is None:
+            return False
+        return self._replace(others=None) == before._replace(others=None)
 
     def know_all_of(self, plan: Plan) -> bool:
         """Whether nothing that a plan has tables of is missing here."""
@@ -271,7 +313,7 @@ def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
         torch.maximum(flag, to_device(local, flag.device), out=flag)
 
 
-def _signature(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return all that a plan depends on; addresses tell devices apart."""
     if isinstance(tensors, Located):
         return tensors.signature
@@ -325,15 +367,10 @@ def _make_plan(
     for (device, dtypes), indices in groups.items():
         sizes = tuple(lists[0][i].numel() for i in indices)
         rows = [[*(t[i].data_ptr() for t in columns), lists[0][i].numel(), i] for i in indices]
-        parts.append(
-            Part(
-                tuple(indices),
-                device,
-                dtypes,
-                upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
-                *_chunks(sizes, block, device, stream_of(device)),
-            )
-        )
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        on_device = upload(table, device)
+        chunks, firsts = _chunks(sizes, block, device, stream_of(device))
+        parts.append(Part(tuple(indices), device, dtypes, on_device, chunks, firsts, table))
     streams = {part.device: stream_of(part.device) for part in parts}
     return Plan(tuple(parts), tuple(map(tuple, rest.values())), tuple(streams.items()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,18 @@ def transpose(parameter: Any) -> None:
     parameter.grad = parameter.grad.t().contiguous().t()
 
 
+def moving_gradients(net: Any, optimizer: Any) -> None:
+    """At another address with each step."""
+    kept: list[Any] = []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(move_gradient, kept))
+
+
+def move_gradient(kept: list[Any], parameter: Any) -> None:
+    kept.append(parameter.grad)
+    parameter.grad = parameter.grad.clone()
+
+
 def nothing(net: Any, optimizer: Any) -> None:
     pass
 
@@ -115,6 +128,7 @@ CHANGES: list[Callable[[Any, Any], None]] = [
     *(empty_the_states, replace_a_counter, start_anew, load),
     *(move_weights, transpose_a_weight, turn_a_weight),
     *(freeze, unfreeze, change_the_rate, split_the_group, transposed_gradient),
+    moving_gradients,
 ]
 
 

@@ -303,7 +303,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ):
             same = [launch.params, launch.models or launch.lows or (), *kept]
             whereabouts = Whereabouts.of(same, grads)
-            plan = launch.plan(whereabouts)
+            plan = launch.plan(whereabouts, grads)
         if plan is None:
             self._check(launch, grads)
         return Work(launch, grads, kept, whereabouts, plan)

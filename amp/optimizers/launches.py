@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from amp.kernels.tables import Plan, Whereabouts
 
 
+_DEVICE = operator.attrgetter("device")
+
+
 class Launch:
     """Parameters of one group that have gradients, and are all masters or none of them.
 
@@ -61,12 +64,20 @@ class Launch:
             return inputs.grads
         return [inputs.grads[i] for i in self._sources]
 
-    def plan(self, whereabouts: Whereabouts | None) -> Plan | None:
-        """Return the plan of the last step if all tensors are where they were."""
-        if self._known is None:
+    def plan(self, whereabouts: Whereabouts | None, grads: Sequence[Tensor]) -> Plan | None:
+        """Return the plan of the last step if all tensors are where they were, gradients apart."""
+        if self._known is None or whereabouts is None:
             return None
         known, plan = self._known
-        return plan if known == whereabouts and plan.is_readable() else None
+        if not plan.is_readable():
+            return None
+        if known == whereabouts:
+            return plan
+        from amp.kernels.stepping import GRADS  # loads Triton
+
+        if whereabouts.moved(known) and list(map(_DEVICE, grads)) == list(map(_DEVICE, self.params)):
+            return plan.relocated(GRADS, whereabouts.others or ())
+        return None
 
     def keep(self, plan: Plan, whereabouts: Whereabouts | None) -> None:
         """Keep the plan of a step."""

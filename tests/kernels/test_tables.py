@@ -41,6 +41,7 @@ DEVICE = (
 @pytest.fixture(autouse=True)
 def nothing_is_kept() -> None:
     tables._plans.clear()
+    tables._latest.clear()
     tables._chunks.cache_clear()
 
 
@@ -133,6 +134,29 @@ def test_tables_are_sent_again_only_for_other_addresses(uploads: list[Tensor]) -
     assert len(uploads) == 4
     assert all(torch.equal(x, torch.full_like(x, 0.5**4)) for x in a)
     assert all(torch.equal(x, torch.full_like(x, 0.5**2)) for x in b)
+
+
+@in_triton
+def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients of one model, step by step; the sizes, dtypes and strides of another are not theirs."""
+    flat = torch.ones(6, 6, device=DEVICE)
+    mixed = [torch.ones(0, device=DEVICE), *ones(2), *ones(3, torch.float16), *ones(2)]
+    kinds: list[list[Tensor]] = [ones(5), ones(4), ones(5, torch.float16), [flat], mixed]
+    made = []
+    make = tables._make_plan
+    monkeypatch.setattr(tables, "_make_plan", lambda *args: made.append(1) or make(*args))
+    kept = []
+    for at, inf in ((0, False), (1, True), (2, False), (0, True)):
+        for like in kinds:
+            tensors = [torch.empty_like(t).fill_(1.0) for t in like]
+            tensors[-1].view(-1)[at] = torch.inf if inf else 1.0
+            kept.append(tensors)
+            found = torch.zeros(1, device=DEVICE)
+            unscale.check(tensors, HALF, found)
+            assert found.item() == inf
+    assert len(made) == len(kinds)
 
 
 @in_triton
