@@ -238,7 +238,7 @@ def _sum_of(sums, first, end, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@jit(do_not_specialize=["sums", "each", "n_partials", "total", "clip", "n"])
+@jit(do_not_specialize=["sums", "each", "partials", "n_partials", "total", "clip", "n"])
 def norms_kernel(
     rows,
     firsts,
@@ -264,7 +264,8 @@ def norms_kernel(
         norm = tl.sqrt_rn(_sum_of(partials, 0, n_partials, BLOCK))
         tl.store(total, norm)
         if max_norm is not None:
-            tl.store(clip, tl.minimum(tl.div_rn(max_norm, norm + EPS), 1.0))
+            factor = tl.div_rn(max_norm, norm + EPS)
+            tl.store(clip, tl.minimum(factor, 1.0, propagate_nan=tl.PropagateNan.ALL))
         else:
             tl.store(clip, 1.0)
 

@@ -46,15 +46,20 @@ _INTERPRETED = constant(INTERPRETED)
 VECTOR = constant(8)
 STEP = constant(1024)
 ALIGNMENT = constant(16)
+OPTIONS = {"enable_fp_fusion": False}
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
-    """Run a kernel on a device, on its current stream. The host does not wait for the device."""
+    """Run a kernel on a device, on its current stream. The host does not wait for the device.
+
+    Products are rounded before they are added: which of them the compiler would fuse depends on what
+    is around them, and a step on split masters must be the step on whole ones, bit for bit.
+    """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*args, **options)
+            kernel[(programs,)](*args, **OPTIONS, **options)
     else:
-        kernel[(programs,)](*args, **options)
+        kernel[(programs,)](*args, **OPTIONS, **options)
 
 
 def dtype_of(dtype: torch.dtype) -> Any:
@@ -90,7 +95,7 @@ def wide(x, other: tl.constexpr):
 
 @jit
 def narrow(x, dtype: tl.constexpr):
-    """Return `x` in a dtype, rounded to nearest even."""
+    """Return `x` in a dtype, rounded to nearest even; FP64 by way of FP32, as by torch."""
     if _INTERPRETED and dtype == tl.bfloat16:
         # The interpreter's own cast truncates (triton 3.7). Half of the last bit kept, less one if
         # that bit is even, carries into it when the rest is more than half, or half and it is odd.
@@ -99,6 +104,8 @@ def narrow(x, dtype: tl.constexpr):
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         high = tl.where(is_nan, 0x7FC0, rounded).to(tl.uint16)
         return high.to(tl.bfloat16, bitcast=True)
+    if x.dtype == tl.float64 and dtype != tl.float64:
+        x = x.to(tl.float32)
     return x.to(dtype)
 
 

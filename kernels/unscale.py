@@ -201,7 +201,8 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
     device = tensors[0].device
     here = to_device(factor, device)
     if not _torch_can_check(device, tensors[0].dtype):
-        torch._foreach_mul_(tensors, here[0])
+        for tensor in tensors:  # in place, torch on CUDA would round the factor to bfloat16
+            tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * here[0])
         if found_inf is not None:
             check_reference(tensors, torch.ones_like(here), found_inf)
         return

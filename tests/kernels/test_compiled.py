@@ -32,7 +32,7 @@ from amp.kernels import (
     unscale,
     update_scale,
 )
-from amp.kernels.language import INTERPRETED, tl, triton
+from amp.kernels.language import INTERPRETED, OPTIONS, tl, triton
 
 if triton is None or INTERPRETED:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
@@ -190,7 +190,7 @@ def compiled(case: Case, target: Any) -> Any:
     signature = {**types, **dict.fromkeys(case.constants, "constexpr")}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=target, options={"num_warps": WARPS})
+    return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS})
 
 
 def vector_accesses(case: Case, threads: int) -> tuple[int, int]:

@@ -469,6 +469,13 @@ def test_autograd_learns_of_what_is_written(device: torch.device, operation: str
     assert target[0]._version > version
 
 
+def test_a_norm_that_is_nan_clips_to_nan(device: torch.device) -> None:
+    """As torch's clipping does: a gradient that is not a number must not look like one that is."""
+    for value, clip in ((math.nan, math.nan), (math.inf, 0.0), (0.0, 1.0)):
+        norms = l2norm([torch.full((3,), value, device=device)], max_norm=1.0)
+        torch.testing.assert_close(norms.clip.item(), clip, equal_nan=True, rtol=0, atol=0)
+
+
 def test_a_default_device_does_not_matter(device: torch.device) -> None:
     grads = [torch.ones(4, device=device), torch.ones(6, device=device)[::2]]
     found_inf, half = scalar(device, 0), scalar(device, 0.5)

@@ -201,8 +201,12 @@ def test_many_steps_stay_beside_fp64(device: torch.device, name: str, half: torc
         for p, g in zip(exact, grads, strict=True):
             p.grad = g.double() / (1 if half is None else 64)
         reference.step()
+    apart = 0
     for p, e in zip(tensors.params, exact, strict=True):
-        torch.testing.assert_close(p.double(), e.detach(), rtol=1e-4, atol=1e-4 * LR * STEPS)
+        difference = (p.double() - e.detach()).abs()
+        apart += int((difference > 1e-4 * e.abs() + 1e-4 * LR * STEPS).sum())
+        assert (difference <= 5 * LR).all()
+    assert apart <= (3 if name == "lion" else 0)  # a sign near 0 is that of a rounding error
     for p, m in zip(tensors.params, models or [], strict=False):
         assert torch.equal(p.to(m.dtype), m)
     assert tensors.counts() == [STEPS * (p.numel() > 0) for p in tensors.params]
