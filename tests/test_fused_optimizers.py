@@ -243,7 +243,8 @@ def test_what_torch_saved_before_it_fused_loads() -> None:
     assert_near(continued(mine, optimizer), continued(net, theirs))
 
 
-def test_a_checkpoint_of_apex_loads() -> None:
+@pytest.mark.parametrize("steps", [STEPS, torch.tensor(float(STEPS)), torch.tensor(STEPS)])
+def test_a_checkpoint_of_apex_loads(steps: Any) -> None:
     """It counts the steps of a group, not of a parameter."""
     net = model()
     optimizer = FusedAdam(net.parameters(), lr=LR)
@@ -253,7 +254,7 @@ def test_a_checkpoint_of_apex_loads() -> None:
         del entry["step"]
     keep = ("lr", "bias_correction", "betas", "eps", "weight_decay", "params")
     saved["param_groups"] = [
-        {"step": STEPS, **{k: group[k] for k in keep}} for group in saved["param_groups"]
+        {"step": steps, **{k: group[k] for k in keep}} for group in saved["param_groups"]
     ]
     mine = copy.deepcopy(net)
     loaded = FusedAdam(mine.parameters())

@@ -433,7 +433,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 def _as_tensor(number: Any) -> Tensor:
     """Return a number as a float32 tensor, on the CPU if it is on no device."""
     if isinstance(number, Tensor):
-        return number.to(torch.float32)
+        return number.to(torch.float32, copy=True)  # each parameter has its own
     return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 
