@@ -230,10 +230,14 @@ def call_with_casts(
     kind = _device_type(args, kwargs)
     if not caster.casts(kind):
         return original(*args, **kwargs)
-    if rule.category == "recurrent" and kind != "cpu" and kind in DEVICE_TYPES:
-        with torch.autocast(kind, caster.dtype):
+    on_gpu = rule.category == "recurrent" and kind != "cpu" and kind in DEVICE_TYPES
+    if on_gpu and caster.dtype is torch.float16:
+        with torch.autocast(kind, caster.dtype):  # casts into one buffer, as cuDNN wants weights
             return original(*args, **kwargs)
     args, kwargs = _convert(caster.dtype, rule, args, kwargs)
+    if on_gpu:  # torch.autocast would make it float16 for cuDNN, whatever its dtype is
+        with disable_casts(), torch.backends.cudnn.flags(enabled=False):
+            return original(*args, **kwargs)
     if not rule.closed:
         return original(*args, **kwargs)
     with disable_casts():
