@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help install demo test test-gpu bench bench-gpu lint types format wheel clean
+.PHONY: help install demo test test-gpu sanitize bench bench-gpu lint types format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -22,8 +22,10 @@ demo: $(READY)  ## Train on real digits at every opt level: one table, one pictu
 test: $(READY)  ## Run the tests
 	$(BIN)/python -m pytest -n auto
 
-test-gpu:  ## Run the tests that need a GPU, with the python3 at hand, and look for stray accesses
+test-gpu:  ## Run the tests that need a GPU, with the python3 at hand
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider
+
+sanitize:  ## Look for stray accesses of the kernels on a GPU, with the python3 at hand
 	tests/sanitize.sh $(PYTHON)
 
 bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op casting on the CPU, once their tests pass

@@ -282,6 +282,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AmpRuntimeError: the optimizer has not been stepped.
         """
+        from amp.kernels.tables import is_capturing  # loads Triton
+
         if not self._enabled:
             return False
         skipped = self._skipped.get(optimizer)
@@ -291,6 +293,8 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.step(optimizer) first"
             )
         if isinstance(skipped, list):  # what was found, still on its devices
+            if is_capturing():  # what is found then is found by each replay
+                return None
             found, skipped = skipped, HostCopies()
             skipped.send(torch.stack([x.reshape(()).to(self._scale.device) for x in found]))
             self._skipped[optimizer] = skipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,11 @@ import torch._dynamo  # the first optimizer imports it, and it replaces torch.ma
 import torch.utils.checkpoint
 
 from amp.frontend import _Default
+
+if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which warns of torch.jit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch._inductor.cudagraph_trees
 
 torch.set_num_threads(1)  # the tests' tensors are too small for more
 

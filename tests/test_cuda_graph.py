@@ -80,12 +80,17 @@ def test_replays_are_bitwise_what_eager_steps_are(
     name: str, level: str, overrides: dict[str, Any]
 ) -> None:
     eager, captured = Training(name, level, overrides), Training(name, level, overrides)
+    with eager.session, captured.session:
+        train_and_compare(eager, captured)
+
+
+def train_and_compare(eager: Training, captured: Training) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     for i in range(3):  # state is made, kernels are compiled
         for training in (eager, captured):
-            training.feed(1000 + i)
             with torch.cuda.stream(side):
+                training.feed(1000 + i)
                 training.step()
     torch.cuda.current_stream().wait_stream(side)
     captured.optimizer.zero_grad()

@@ -13,6 +13,7 @@ in process time, against an in-place multiplication, and all contenders take tur
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import statistics
 import subprocess
@@ -177,10 +178,11 @@ def device_seconds(run: Callable[[], object], repeats: int = 20) -> float:
     """Return the median time between events around one call, with the queue kept full."""
     for _ in range(3):
         run()
+    ahead = 2 * host_seconds(run, 5) + 1e-3
     spans = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # the host gets ahead, so that its own time is not measured
+        torch.cuda._sleep(round(2e9 * ahead))  # cycles, so that the host's own time is not measured
         start.record()
         run()
         end.record()
@@ -253,6 +255,9 @@ def gpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
                     f"{host_seconds(contender.run) * 1e6:.0f}",
                     f"{seconds / ours:.2f}",
                 ]
+            del operation, contender  # before the next one is made: a model is in a reference cycle
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 # On the CPU.
@@ -315,7 +320,10 @@ def setting(device: torch.device) -> str:
         hardware = names[0].split("\n")[0].strip("\t: ") if names else platform.processor()
         hardware += ", 1 thread"
     command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        commit = ""
     facts = [
         hardware,
         f"torch {torch.__version__}",

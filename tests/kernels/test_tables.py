@@ -259,7 +259,7 @@ def test_plans_hold_no_tensor_of_the_caller() -> None:
 
 
 @language.jit
-def vector_length_kernel(address: Any, length: Any, result: Any) -> None:
+def vector_length_kernel(address, length, result):  # Triton reads annotations
     language.tl.store(result, language.vector_length(language.tl.load(address), length))
 
 
