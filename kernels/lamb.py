@@ -95,7 +95,7 @@ def _prepare(numbers, t, of_tensor, n):
         tl.load(numbers + 3),
         tl.load(numbers + 2),
         tl.load(numbers + 4),
-        1.0 / correction1,
+        tl.div_rn(1.0, correction1),
         1.0 / tl.sqrt_rn(correction2),
         tl.load(numbers + 7),
     )

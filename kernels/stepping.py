@@ -290,16 +290,15 @@ def _narrow_moment(x, dtype: tl.constexpr, noise):
 
 
 @jit
-def _block(
+def _step_block(
+    loaded,
     param,
-    grad,
     first,
     second,
     model,
     low,
     i,
     mask,
-    scale,
     prepared,
     start,
     key,
@@ -307,7 +306,7 @@ def _block(
     MEASURES: tl.constexpr,
 ):
     """Step a block; or return the sums of squares of the parameter and of the direction."""
-    p, g, m, v = _load_block(param, grad, first, second, low, i, mask, scale)
+    p, g, m, v = loaded
     result, m, v = UPDATE(p, g, m, v, prepared)
     if MEASURES:
         result = tl.where(mask, result, 0.0)
@@ -331,6 +330,29 @@ def _block(
     if model is not None:
         tl.store(model + i, narrow(result, model.dtype.element_ty), mask=mask)
     return 0.0, 0.0
+
+
+@jit
+def _load_and_step_block(
+    param,
+    grad,
+    first,
+    second,
+    model,
+    low,
+    i,
+    mask,
+    scale,
+    prepared,
+    start,
+    key,
+    UPDATE: tl.constexpr,
+    MEASURES: tl.constexpr,
+):
+    loaded = _load_block(param, grad, first, second, low, i, mask, scale)
+    return _step_block(
+        loaded, param, first, second, model, low, i, mask, prepared, start, key, UPDATE, MEASURES
+    )
 
 
 @jit(
@@ -380,14 +402,6 @@ def step_kernel(
         scale *= tl.load(inv_scale)
     if clip is not None:
         scale *= tl.load(clip)
-    t = tl.load(tl.load(row + LISTS).to(tl.pointer_type(tl.float32))) + 1.0
-    index = tl.load(row + LISTS + 2)
-    if of_tensor is not None:
-        of_tensor += index
-    prepared = PREPARE(numbers, t, of_tensor, n_of_tensor)
-    key = None
-    if seed is not None:
-        key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) + t.to(tl.uint32)) + index.to(tl.uint32))
 
     param, grad = tl.load(row), tl.load(row + 1)
     addresses = param | grad
@@ -400,20 +414,40 @@ def step_kernel(
     if MODEL is not None or LOW is not None:
         other = tl.load(row + LISTS - 1)
         addresses |= other
+    t = tl.load(tl.load(row + LISTS).to(tl.pointer_type(tl.float32))) + 1.0
+    index = tl.load(row + LISTS + 2)
+    if of_tensor is not None:
+        of_tensor += index
+
     vectors = vector_length(addresses, length)
     i = tl.arange(0, BLOCK)
-    of_param, of_direction = _block(
-        tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start,
-        tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start,
-        None if FIRST is None else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start,
+    p = tl.multiple_of(param.to(tl.pointer_type(PARAM)), ALIGNMENT) + start
+    g = tl.multiple_of(grad.to(tl.pointer_type(GRAD)), ALIGNMENT) + start
+    m = None if FIRST is None else tl.multiple_of(first.to(tl.pointer_type(FIRST)), ALIGNMENT) + start
+    v = (
         None
         if SECOND is None
-        else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start,
-        None if MODEL is None else tl.multiple_of(other.to(tl.pointer_type(MODEL)), ALIGNMENT) + start,
-        None if LOW is None else tl.multiple_of(other.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
+        else tl.multiple_of(second.to(tl.pointer_type(SECOND)), ALIGNMENT) + start
+    )
+    model = (
+        None if MODEL is None else tl.multiple_of(other.to(tl.pointer_type(MODEL)), ALIGNMENT) + start
+    )
+    low = None if LOW is None else tl.multiple_of(other.to(tl.pointer_type(LOW)), ALIGNMENT) + start
+    loaded = _load_block(p, g, m, v, low, i, i < vectors, scale)
+    # All that follows from the number of the step is worked out while these are under way.
+    prepared = PREPARE(numbers, t, of_tensor, n_of_tensor)
+    key = None
+    if seed is not None:
+        key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) + t.to(tl.uint32)) + index.to(tl.uint32))
+    of_param, of_direction = _step_block(
+        loaded,
+        p,
+        m,
+        v,
+        model,
+        low,
         i,
         i < vectors,
-        scale,
         prepared,
         start,
         key,
@@ -422,7 +456,7 @@ def step_kernel(
     )
     for tail in range(vectors, length, STEP):
         j = tail + tl.arange(0, STEP)
-        more_of_param, more_of_direction = _block(
+        more_of_param, more_of_direction = _load_and_step_block(
             param.to(tl.pointer_type(PARAM)) + start,
             grad.to(tl.pointer_type(GRAD)) + start,
             None if FIRST is None else first.to(tl.pointer_type(FIRST)) + start,
