@@ -115,8 +115,8 @@ def stepping_case(
 
 CASES: dict[str, Case] = {}
 if triton is not None:
-    F16, BF16, F32 = tl.float16, tl.bfloat16, tl.float32
-    SIZE = {F16: 2, BF16: 2, tl.int16: 2, F32: 4}
+    F16, BF16, F32, F64 = tl.float16, tl.bfloat16, tl.float32, tl.float64
+    SIZE = {F16: 2, BF16: 2, tl.int16: 2, F32: 4, F64: 8}
     for source, target in ((F16, F32), (BF16, BF16), (F32, F32)):
         CASES[f"unscale {source} {target}"] = Case(
             unscale.unscale_kernel,
@@ -137,7 +137,7 @@ if triton is not None:
             [SIZE[x], SIZE[y]],
             [SIZE[out]],
         )
-    for source, target in ((F32, F16), (F32, BF16), (F16, F32)):
+    for source, target in ((F32, F16), (F32, BF16), (F16, F32), (F64, F16), (F64, BF16)):
         CASES[f"master_copy {source} {target}"] = Case(
             master_copy.copy_kernel,
             {"SOURCE": source, "TARGET": target, "BLOCK": master_copy.BLOCK},
@@ -207,13 +207,27 @@ def run(tool: str, *arguments: object) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def roundings_that_torch_has_not(ptx: str) -> list[str]:
+    """Return what would make results differ from torch's, or between variants of a kernel."""
+    problems = []
+    if "fma." in ptx:
+        problems.append("products that are not rounded before they are added")
+    if re.search(r"cvt\.rn\.(bf16|f16)\.f64", ptx):
+        problems.append("FP64 to 16 bits, and not by way of FP32")
+    if re.search(r"(min|max)\.f32", ptx) and "norms_kernel" in ptx:
+        problems.append("a smaller or larger one that is not NaN where one of two is")
+    return problems
+
+
 def nvidia_shortcomings(case: Case, target: Any, folder: Path) -> list[str]:
     binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled(case, target).asm["cubin"])
+    kernel = compiled(case, target)
+    binary.write_bytes(kernel.asm["cubin"])
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", run("cuobjdump", "-res-usage", binary)))
     code = run("nvdisasm", binary)
     found = collections.Counter(re.findall(r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*128\b", code))
-    problems = [f"{name} {usage[name]}" for name in ("STACK", "LOCAL") if usage[name] != "0"]
+    problems = roundings_that_torch_has_not(kernel.asm["ptx"])
+    problems += [f"{name} {usage[name]}" for name in ("STACK", "LOCAL") if usage[name] != "0"]
     if int(usage["REG"]) > MOST_REGISTERS:
         problems.append(f"{usage['REG']} registers")
     if (found["LDG"], found["STG"]) != (needed := vector_accesses(case, 32 * WARPS)):

@@ -18,6 +18,7 @@ from amp.kernels import (
     axpby,
     l2norm,
     lamb,
+    language,
     master_copy,
     split,
     stepping,
@@ -109,6 +110,23 @@ def lamb_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None
     stepping.step(
         lamb.LAMB, numbers, params, grads, moments, [torch.zeros(()) for _ in params], **options
     )
+
+
+class Recorder:
+    """A kernel that only notes with what it is launched."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: vars(self).update(grid=grid, args=args, options=options)
+
+
+def test_every_launch_rounds_products_before_it_adds_them() -> None:
+    kernel = Recorder()
+    language.launch(kernel, 3, torch.device("cpu"), "table", BLOCK=4)
+    assert vars(kernel) == {
+        "grid": (3,),
+        "args": ("table",),
+        "options": {"BLOCK": 4, "enable_fp_fusion": False},
+    }
 
 
 def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]) -> None:
