@@ -282,8 +282,6 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AmpRuntimeError: the optimizer has not been stepped.
         """
-        from amp.kernels.tables import is_capturing  # loads Triton
-
         if not self._enabled:
             return False
         skipped = self._skipped.get(optimizer)
@@ -293,6 +291,8 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.step(optimizer) first"
             )
         if isinstance(skipped, list):  # what was found, still on its devices
+            from amp.kernels.tables import is_capturing  # loads Triton
+
             if is_capturing():  # what is found then is found by each replay
                 return None
             found, skipped = skipped, HostCopies()
