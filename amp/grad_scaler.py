@@ -277,7 +277,8 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             optimizer: that was stepped.
             wait: for the device, where an optimizer skips there. Otherwise the first call sends for
-                the answer, and it is None until that has come; the host never waits then.
+                the answer, and it is None until that has come; the host never waits then. While a CUDA
+                graph is captured it is None either way.
 
         Raises:
             AmpRuntimeError: the optimizer has not been stepped.

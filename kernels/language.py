@@ -11,6 +11,7 @@ is a multiple of 16 has to be said where it becomes a pointer: said in a functio
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,10 +56,8 @@ def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **optio
     Products are rounded before they are added: which of them the compiler would fuse depends on what
     is around them, and a step on split masters must be the step on whole ones, bit for bit.
     """
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **OPTIONS, **options)
-    else:
+    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if is_elsewhere else nullcontext():
         kernel[(programs,)](*args, **OPTIONS, **options)
 
 

@@ -168,14 +168,14 @@ def plan(
     key = (block, backend, os.environ.get("AMP_KERNELS"), *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
-        addresses, *kinds = signatures[0] if in_triton else ((),)
-        like = None
+        like = known = None
         if in_triton and len(signatures) == 1:
+            addresses, *kinds = signatures[0]
             like = (*key[:3], *kinds, tuple(map(_DEVICE, lists[0])))
-        known = _latest.get(like)
-        if known is not None and known.is_readable():
-            known = known.relocated(0, addresses)
-        else:
+            alike = _latest.get(like)
+            if alike is not None and alike.is_readable():
+                known = alike.relocated(0, addresses)
+        if known is None:
             known = _make_plan(lists, block, numbers, backend)
         if known.parts and not in_triton:
             return known  # a list that begins on one device and goes on on another: addresses matter
