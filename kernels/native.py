@@ -3,8 +3,8 @@
 A loop reads and writes each tensor once, in pieces that stay in the first-level cache, and finds the
 tensors by a table of their addresses, as the Triton kernels do. It runs on as many threads as torch's
 own operations. Compiling takes a second or two with the C compiler of the machine (`CC`, cc, gcc or
-clang), is announced, and is kept in the user's cache folder (`XDG_CACHE_HOME`). Where it fails, a
-message says so, and callers go on in plain torch.
+clang), is announced, and is kept in the user's cache folder (`XDG_CACHE_HOME`), see
+`amp.kernels.compiling`. Where it fails, a message says so, and callers go on in plain torch.
 """
 
 from __future__ import annotations
@@ -12,25 +12,18 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import hashlib
 import itertools
 import logging
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
+from amp.kernels.compiling import C, library
 from amp.kernels.tables import are_plain
 
 logger = logging.getLogger("amp")
@@ -39,7 +32,16 @@ WORTH_COMPILING = 2**18
 """Elements from which training with a loop saves more time than its compilation takes."""
 PIECE = 256
 """Elements of a piece."""
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-w")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-w",
+    "-lm",
+)
 
 C_TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -126,7 +128,7 @@ class Loop:
     """
 
     def __init__(self, source: str) -> None:
-        self._run = _library(source).loop
+        self._run = library(C, source, _FLAGS, ctypes.CDLL, _announce).loop
         self._run.restype = ctypes.c_int64
         self._run.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 
@@ -203,6 +205,10 @@ def is_worth_a_loop(tensors: Sequence[Tensor], backend: str | None) -> bool:
     )
 
 
+def _announce(compiler: str) -> None:
+    logger.warning("compiling a loop for this CPU with %s: a second or two, once", compiler)
+
+
 def _in_threads(run: Callable[[int, int], int], parts: Sequence[tuple[int, int]]) -> list[int]:
     """Return what a function makes of each part; all have come to their end then, come what may."""
     others: list[Future[int]] = []
@@ -220,74 +226,3 @@ def _in_threads(run: Callable[[int, int], int], parts: Sequence[tuple[int, int]]
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """Return threads of a process; those of the one it was forked from do not run in it."""
     return ThreadPoolExecutor(threads, thread_name_prefix="amp")
-
-
-def _library(source: str) -> Any:
-    """Return the library that a source compiles to, from the cache where it is there."""
-    compiler = _compiler()
-    key = repr((source, compiler, _FLAGS, _processor()))
-    path = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    if path.exists():
-        with suppress(OSError):  # a damaged file
-            return ctypes.CDLL(str(path))
-    _compile(compiler, source, path)
-    return ctypes.CDLL(str(path))
-
-
-def _compiler() -> list[str]:
-    try:
-        asked = shlex.split(os.environ.get("CC", ""))
-    except ValueError as error:
-        raise OSError(f"CC={os.environ['CC']!r} cannot be read: {error}") from None
-    found = asked or [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))][:1]
-    if not found:
-        raise FileNotFoundError("no C compiler was found; install gcc or clang, or set CC")
-    return found
-
-
-def _processor() -> str:
-    """Return what a machine's code depends on: a home folder may be shared between machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-@functools.cache
-def _cache_folder() -> Path:
-    """Return where libraries are kept; if that cannot be written to, a folder for this process."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reamp"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # no home
-        pass
-    return Path(_own_folder().name)
-
-
-@functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that is removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="reamp-")
-
-
-def _compile(compiler: Sequence[str], source: str, path: Path) -> None:
-    """Compile a source to a library, which is there as a whole or not at all."""
-    logger.warning("compiling a loop for this CPU with %s: a second or two, once", compiler[0])
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        text, compiled = Path(folder) / "loop.c", Path(folder) / "loop.so"
-        text.write_text(source)
-        run = subprocess.run(
-            [*compiler, *_FLAGS, str(text), "-o", str(compiled), "-lm"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if run.returncode:
-            raise OSError(f"{compiler[0]} failed: {run.stderr.strip() or run.returncode}")
-        ctypes.CDLL(str(compiled))  # what cannot be loaded is not kept
-        with compiled.open("rb") as file:
-            os.fsync(file)  # nor half a file, if the machine stops
-        compiled.replace(path)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "hostcopy", "kernels.language", "kernels.scale_state"),
+    ("errors", "hostcopy", "kernels.compiling", "kernels.language", "kernels.scale_state"),
     ("dtypes", "distributed", "kernels.backend"),
     ("rules", "patching", "yamlfile", "kernels.tables"),
     ("properties", "regions", "kernels.native"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp.kernels import native
+from amp.kernels import compiling, native
 from amp.kernels.language import INTERPRETED
 from amp.kernels.unscale import check
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     caches: tuple[Callable[[], None], ...] = (
-        native._cache_folder.cache_clear,
+        compiling._cache_folder.cache_clear,
         native.loop.cache_clear,
     )
     for clear in caches:
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_compiled_anew(cache: Path, monkeypatch: pytest.Monkey
     damaged.parent.mkdir(parents=True)
     damaged.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(damaged.parents[1]))
-    native._cache_folder.cache_clear()
+    compiling._cache_folder.cache_clear()
     native.loop.cache_clear()
     assert doubled()
     assert damaged.stat().st_size == whole.stat().st_size
