@@ -33,6 +33,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
 from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
 from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.kernels import bulk
 from amp.masters import Contents, MasterWeights, check_device
 from amp.patching import Patches
 from amp.regions import disable_casts, same_casts
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _ATTRIBUTE = "_amp_binding"
-_GRAD = operator.attrgetter("grad")
-_DTYPE = operator.attrgetter("dtype")
 _PARAMS = operator.itemgetter("params")
 _CLOSURE_TRIES = 300
 """Enough halvings to bring any loss scale to its floor."""
@@ -146,7 +145,8 @@ class OptimizerBinding:
         self._live = False
         self._knows_found_inf = False
         self._takes_scaled = False
-        self._dtype_of: dict[Tensor, torch.dtype] = {}
+        self._params: list[Tensor] = []
+        self._dtypes: tuple[torch.dtype, ...] = ()
         self._layout = _Layout([], [], [], [], [])
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self._scaled: ScaledGrads | None = None
@@ -245,8 +245,9 @@ class OptimizerBinding:
         """Exchange a group's 16-bit parameters for masters, in the same list: LBFGS keeps it."""
         params = group["params"]
         master_of: dict[Tensor, Tensor] = {}
+        self._params += params
+        self._dtypes += bulk.dtypes(params)
         for i, parameter in enumerate(params):
-            self._dtype_of[parameter] = parameter.dtype
             if self._use_masters and parameter.dtype in LOW_PRECISION:
                 params[i] = master_of[parameter] = self._masters.acquire(parameter, before)
         self._rekey_state(master_of)
@@ -300,13 +301,17 @@ class OptimizerBinding:
         self._check_dtypes()
         self._bring_back()
         layout = self._find_layout()
-        if self._verdicts and not _have_grads(layout.stepped) and not _have_grads(layout.models):
+        if (
+            self._verdicts
+            and not bulk.have_grads(layout.stepped)
+            and not bulk.have_grads(layout.models)
+        ):
             self._verdicts = []  # what overflowed was cleared by hand
         self._masters.drop_stepped_grads(layout.masters)
         if self._pending is None:
             self._gather_unscaled()
             if not scaler.is_identity:
-                for parameter, grad in zip(layout.direct, map(_GRAD, layout.direct), strict=True):
+                for parameter, grad in zip(layout.direct, bulk.grads(layout.direct), strict=True):
                     if grad is not None:
                         # DDP's gradients may be views of a buffer that the next backward overwrites.
                         self._set_aside.append((parameter, grad.clone() if grad._is_view() else grad))
@@ -337,7 +342,7 @@ class OptimizerBinding:
 
         Args:
             scale: what the losses were scaled by.
-            done: ids of parameters that another optimizer will see to; the rest is added.
+            done: ids of parameters that another optimizer will see to.
 
         Returns:
             What the optimizer will unscale in its step; or where each gradient goes, unscaled.
@@ -358,7 +363,7 @@ class OptimizerBinding:
         layout = self._layout
         if not self._takes_scaled or self._set_aside:
             return None
-        if _have_grads(layout.masters):
+        if bulk.have_grads(layout.masters):
             return None
         if self._masters.any_is_shared(layout.masters):
             return None
@@ -371,7 +376,6 @@ class OptimizerBinding:
             return None
         for master, parameter in layout.pairs[:1]:  # the optimizer looks at all of them
             check_device(master, parameter)
-        done.update(map(id, scaled.models + scaled.direct))
         return scaled
 
     def _moves(self, scale: ScaleSnapshot, done: set[int]) -> list[_Move]:
@@ -381,13 +385,13 @@ class OptimizerBinding:
         for master, parameter in self._layout.pairs:
             if parameter.grad is not None and id(parameter) not in done:
                 check_device(master, parameter)
-                done.add(id(parameter))
                 moves.append(_Move(master, parameter, parameter.grad, master.grad))
         kept_of = dict(self._set_aside)
-        for parameter in self._layout.direct:
-            if parameter.grad is not None and id(parameter) not in done:
-                done.add(id(parameter))
-                moves.append(_Move(parameter, parameter, parameter.grad, kept_of.get(parameter)))
+        moves += [
+            _Move(parameter, parameter, parameter.grad, kept_of.get(parameter))
+            for parameter in self._layout.direct
+            if parameter.grad is not None and id(parameter) not in done
+        ]
         for move in moves:
             if move.source.dtype not in SCALABLE:
                 raise self._refusal_of(move)
@@ -396,9 +400,9 @@ class OptimizerBinding:
 
     def _check_dtypes(self) -> None:
         """Raise if a parameter's dtype is not what it was when the optimizer came."""
-        if list(map(_DTYPE, self._dtype_of)) == list(self._dtype_of.values()):
+        if bulk.dtypes(self._params) == self._dtypes:
             return
-        for parameter, dtype in self._dtype_of.items():
+        for parameter, dtype in zip(self._params, self._dtypes, strict=True):
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(
                     f"{self._called(parameter)} is {parameter.dtype} and was {dtype} at "
@@ -488,7 +492,9 @@ class OptimizerBinding:
     def _gather_unscaled(self) -> None:
         """Move gradients that were never scaled from 16-bit parameters to their masters."""
         layout = self._layout
-        for (master, parameter), grad in zip(layout.pairs, map(_GRAD, layout.models), strict=True):
+        if not bulk.have_grads(layout.models):
+            return
+        for (master, parameter), grad in zip(layout.pairs, bulk.grads(layout.models), strict=True):
             if grad is not None:
                 check_device(master, parameter)
                 parameter.grad = None
@@ -506,7 +512,7 @@ class OptimizerBinding:
         """Find out what the optimizer's groups hold now: at the begin of whatever goes by it."""
         stepped = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
         known = self._layout.stepped
-        if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
+        if not bulk.are_same(stepped, known):
             models = [self._masters.model(parameter) for parameter in stepped]
             pairs = [(p, m) for p, m in zip(stepped, models, strict=True) if m is not None]
             self._layout = _Layout(
@@ -579,7 +585,7 @@ class OptimizerBinding:
             self._step_on_scaled(scaled, step)
         elif self._takes_scaled and self._masters.lean is not None:
             layout = self._layout
-            grads = list(map(_GRAD, layout.masters))
+            grads = bulk.grads(layout.masters)
             pairs = layout.masters, layout.models
             unscaled = ScaledGrads(self._bring_back, *pairs, (), None, grads=grads)
             self._step_given(unscaled, step)
@@ -604,7 +610,7 @@ class OptimizerBinding:
         scaled.show()
         layout = self._layout
         others = layout.models if scaled.inv_scale is None else layout.models + layout.direct
-        if _have_grads(others):
+        if bulk.have_grads(others):
             return None  # a backward outside of any block
         return scaled
 
@@ -820,16 +826,24 @@ def _outlooks(
 ) -> list[ScaledGrads | list[_Move]]:
     """Return each optimizer's outlook, each parameter with the first optimizer that has it."""
     done: set[int] = set()
-    return [binding.outlook(scale, done) for binding in bindings]
+    outlooks: list[ScaledGrads | list[_Move]] = []
+    for i, binding in enumerate(bindings):
+        if i > 0:
+            done.update(map(id, _parameters(outlooks[-1])))
+        outlooks.append(binding.outlook(scale, done))
+    return outlooks
+
+
+def _parameters(outlook: ScaledGrads | list[_Move]) -> list[Tensor]:
+    """Return the model's parameters that an outlook is on."""
+    if isinstance(outlook, ScaledGrads):
+        return outlook.models + outlook.direct
+    return [move.parameter for move in outlook]
 
 
 def keeps_moments(optimizer: Any) -> bool:
     """Whether an optimizer has a dtype of its own for its moments, which it can be given."""
     return isinstance(getattr(type(optimizer), "state_dtype", None), property)
-
-
-def _have_grads(tensors: Sequence[Tensor]) -> bool:
-    return any([grad is not None for grad in map(_GRAD, tensors)])  # noqa: C419 (twice as fast)
 
 
 def _has_hooks(optimizer: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from amp.errors import AmpRuntimeError, AmpTypeError
+from amp.kernels import bulk
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +56,7 @@ def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
     """Return the process groups over which DTensors are cut into shards, each once."""
     groups: list[ProcessGroup] = []
     tensors = list(tensors)
-    if set(map(type, tensors)) <= _PLAIN:
+    if bulk.types(tensors) <= _PLAIN:
         return groups
     for tensor in tensors:
         mesh: Any = getattr(tensor, "device_mesh", None)

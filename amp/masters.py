@@ -11,7 +11,7 @@ the optimizer has the master's shape and gradient, and NaN for values but while 
 
 from __future__ import annotations
 
-import operator
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from amp import distributed
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError
+from amp.kernels import bulk
 from amp.properties import LeanMasters
 
 
@@ -45,8 +46,6 @@ class Contents(NamedTuple):
         tensor.grad = self.grad
 
 
-_VERSION = operator.attrgetter("_version")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _UNSEEN = -1
 """The version of a parameter that has not been compared with its master yet."""
 
@@ -66,6 +65,7 @@ class MasterWeights:
         self._model_of: dict[Tensor, Tensor] = {}
         self._holders: Counter[Tensor] = Counter()
         self._version: dict[int, int] = {}
+        self._written: tuple[Sequence[Tensor], bytes] | None = None  # newer than _version
         self._shared: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
 
@@ -111,6 +111,7 @@ class MasterWeights:
         if self._holders[master] == 1:
             self._shared.discard(master)
         if not self._holders[master]:
+            self._note_versions()
             del self._holders[master], self._version[id(master)]
             self._low_of.pop(master, None)
             del self._master_of[self._model_of.pop(master)]
@@ -150,15 +151,27 @@ class MasterWeights:
             master_copy(sources, models)
         self.were_written_back(sources, models)
 
-    def were_written_back(self, masters: Iterable[Tensor], models: Iterable[Tensor]) -> None:
+    def were_written_back(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
         """Note that the model's parameters are rounded masters, so that `follow` looks no closer."""
-        self._version.update(zip(map(id, masters), map(_VERSION, models), strict=True))
+        if self._written is not None and not bulk.are_same(masters, self._written[0]):
+            self._note_versions()
+        self._written = masters, bulk.versions(models)
+
+    def _note_versions(self) -> None:
+        """Note for each master what is known of those that were written back last."""
+        if self._written is not None:
+            masters, versions = self._written
+            self._version.update(zip(map(id, masters), array("q", versions), strict=True))
+            self._written = None
 
     def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
         """Do `follow` for masters that are about to be stepped, where there is anything to do."""
-        if list(map(self._version.__getitem__, map(id, masters))) != list(map(_VERSION, models)) or (
-            list(map(_REQUIRES_GRAD, masters)) != list(map(_REQUIRES_GRAD, models))
-        ):
+        if self._written is not None and bulk.are_same(masters, self._written[0]):
+            known = self._written[1]
+        else:
+            self._note_versions()
+            known = array("q", map(self._version.__getitem__, map(id, masters))).tobytes()
+        if known != bulk.versions(models) or bulk.require_grad(masters) != bulk.require_grad(models):
             for master in masters:
                 self.follow(master, stepping=True)
 
@@ -173,6 +186,7 @@ class MasterWeights:
         """
         parameter = self._model_of[master]
         unfrozen = parameter.requires_grad and not master.requires_grad
+        self._note_versions()
         if unfrozen or self._version[id(master)] != parameter._version:
             check_device(master, parameter)
             if self.lean is not None:

@@ -37,6 +37,9 @@ DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator.type)
 """The device types whose tensors are cast: the CPU, and the accelerator that torch is built for."""
 
 
+_NO_CASTS = {_OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
+
+
 class Caster(Protocol):
     """What casts functions: see `amp.opcast.OpCaster`."""
 
@@ -98,7 +101,7 @@ def disable_casts() -> Iterator[None]:
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
     else:
-        with _flags({_OFF: True} | dict.fromkeys(DEVICE_TYPES, False)):
+        with _flags(_NO_CASTS):
             yield
 
 

@@ -9,7 +9,6 @@ sees what any other optimizer would have shown.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -18,10 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from amp.dtypes import SCALABLE
-
-_GRAD = operator.attrgetter("grad")
-_DTYPE = operator.attrgetter("dtype")
-_LAYOUT = operator.attrgetter("layout")
+from amp.kernels import bulk
 
 
 class StepInputs(NamedTuple):
@@ -115,9 +111,9 @@ class ScaledGrads:
         self.inv_scale = inv_scale
         self._look = look
         self._clip: Tensor | None = None
-        of_models = list(map(_GRAD, models)) if grads is None else grads
+        of_models = bulk.grads(models) if grads is None else grads
         self.masters, self.models, of_models = _with_grads(of_models, done, masters, models)
-        self.direct, of_direct = _with_grads(list(map(_GRAD, direct)), done, direct)
+        self.direct, of_direct = _with_grads(bulk.grads(direct), done, direct)
         self.grads: list[Tensor] = of_models + of_direct
 
     @property
@@ -128,9 +124,9 @@ class ScaledGrads:
     def can_be_kept(self) -> bool:
         """Whether all gradients are dense numbers, and no parameter is of a class of its own."""
         return (
-            set(map(type, self.stepped)) <= {nn.Parameter}
-            and set(map(_LAYOUT, self.grads)) <= {torch.strided}
-            and set(map(_DTYPE, self.grads)) <= SCALABLE
+            bulk.types(self.stepped) <= {nn.Parameter}
+            and bulk.layouts(self.grads) <= {torch.strided}
+            and set(bulk.dtypes(self.grads)) <= SCALABLE
         )
 
     def check(self, found_inf: Tensor, max_norm: float | None) -> None:
@@ -154,22 +150,18 @@ class ScaledGrads:
 
     def hide(self) -> None:
         """Keep the gradients from sight."""
-        for parameter in self.models:
-            parameter.grad = None
-        for parameter in self.direct:
-            parameter.grad = None
-        look = self._look
-        for parameter in self.stepped:
-            parameter._amp_look = look
-            parameter.__class__ = Watched
+        bulk.clear_grads(self.models)
+        bulk.clear_grads(self.direct)
+        bulk.set_attribute(self.stepped, "_amp_look", self._look)
+        bulk.set_attribute(self.stepped, "__class__", Watched)
 
     def show(self) -> None:
         """Let `.grad` be what it is without any of this. The gradients are still not there."""
-        for parameter in self.stepped:
-            kind: type = type(parameter)
-            if kind is Watched:
-                parameter.__class__ = nn.Parameter
-                del parameter._amp_look
+        hidden = self.stepped
+        if bulk.types(hidden) != {Watched}:
+            hidden = [parameter for parameter in hidden if type(parameter) is Watched]
+        bulk.set_attribute(hidden, "__class__", nn.Parameter)
+        bulk.delete_attribute(hidden, "_amp_look")
 
     def put_back(self) -> None:
         """Put the gradients, scaled as they are, back into the `.grad` of the model's parameters."""
@@ -229,6 +221,8 @@ def _with_grads(
         done: ids of tensors in the last list.
         *lists: the lists.
     """
+    if not done and type(None) not in bulk.types(grads):
+        return [list(tensors) for tensors in (*lists, grads)]
     there = [grad is not None for grad in grads]
     if done:
         there = [has and id(p) not in done for has, p in zip(there, lists[-1], strict=True)]

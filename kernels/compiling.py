@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+_running: set[subprocess.Popen[str]] = set()
+
 
 class Language(NamedTuple):
     """What a source is written in.
@@ -65,6 +67,12 @@ def library(
             return load(str(path))
     announce(compiler[0])
     return _compile([*compiler], source, language.suffix, flags, path, load)
+
+
+def stop() -> None:
+    """Stop the compilers that run in other threads, which find that theirs failed."""
+    for run in list(_running):
+        run.terminate()
 
 
 def _compiler(language: Language) -> list[str]:
@@ -119,14 +127,17 @@ def _compile(
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         text, compiled = Path(folder) / f"source{suffix}", Path(folder) / path.name
         text.write_text(source)
-        run = subprocess.run(
-            [*compiler, str(text), "-o", str(compiled), *flags],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [*compiler, str(text), "-o", str(compiled), *flags]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as run:
+            _running.add(run)
+            try:
+                _, errors = run.communicate()
+            finally:
+                _running.discard(run)
         if run.returncode:
-            raise OSError(f"{compiler[0]} failed: {run.stderr.strip() or run.returncode}")
+            raise OSError(f"{compiler[0]} failed: {errors.strip() or run.returncode}")
         load(str(compiled))  # what cannot be loaded is not kept
         with compiled.open("rb") as file:
             os.fsync(file)  # nor half a file, if the machine stops

@@ -10,6 +10,7 @@ is a multiple of 16 has to be said where it becomes a pointer: said in a functio
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -61,6 +62,7 @@ def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **optio
         kernel[(programs,)](*args, **OPTIONS, **options)
 
 
+@functools.cache
 def dtype_of(dtype: torch.dtype) -> Any:
     """Return Triton's name for a floating-point dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))

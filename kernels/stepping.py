@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from amp.kernels import bulk
 from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
     ALIGNMENT,
@@ -206,7 +206,7 @@ def step(
                 whole=rule.direction is not None,
                 backend=backend,
             )
-    increment_version(itertools.chain(params, *others))  # what a graph of autograd may have saved
+    bulk.written([*itertools.chain(params, *others)])
     return todo
 
 
@@ -227,6 +227,8 @@ def _norms_of_direction(rule: Rule, part: Part, arguments: dict[str, Any]) -> Te
 
 def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tensor:
     """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
+    if bulk.types(numbers) <= {float, int}:
+        return numbers_on(device, stream_of(device), numbers, torch.float32)
     there = {
         i: number
         for i, number in enumerate(numbers)

@@ -13,7 +13,6 @@ pinned memory that torch sets aside for good, and each replay restores the table
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import threading
 from collections import defaultdict
@@ -24,7 +23,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from amp.kernels import bulk
 from amp.kernels.backend import uses_triton
+from amp.kernels.language import INTERPRETED
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,9 +34,6 @@ _TAKEN = {*FLOATING, torch.int16}  # the low bits of masters, see amp.kernels.sp
 T = TypeVar("T")
 
 _KEPT = 64
-_IS_SPARSE = operator.attrgetter("is_sparse")
-_DTYPE = operator.attrgetter("dtype")
-_DEVICE = operator.attrgetter("device")
 _PLAIN = {Tensor, torch.nn.Parameter}
 _Kind = tuple[torch.device, tuple[torch.dtype, ...]]
 
@@ -100,14 +98,14 @@ class Plan(NamedTuple):
         """Whether the current streams are those that the tables went to the devices on."""
         return all(stream_of(device) == stream for device, stream in self.streams)
 
-    def relocated(self, column: int, addresses: Sequence[int]) -> Plan:
+    def relocated(self, column: int, addresses: bytes) -> Plan:
         """Return this plan for one list whose tensors lie elsewhere. The host does not wait.
 
         Args:
             column: which list.
             addresses: where its tensors are; else they are as they were, and on the same devices.
         """
-        table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        table = torch.frombuffer(bytearray(addresses), dtype=torch.int64)
         return self._replace(parts=tuple(part.relocated(column, table) for part in self.parts))
 
 
@@ -164,14 +162,14 @@ def plan(
         in_place = i > 0 and tensors is lists[i - 1]
         signatures.append("same" if in_place else sign(tensors))
     if numbers is not None:
-        signatures.append(tuple(map(Tensor.data_ptr, numbers)) if in_triton else sign(numbers))
+        signatures.append(bulk.addresses(numbers) if in_triton else sign(numbers))
     key = (block, backend, os.environ.get("AMP_KERNELS"), *signatures)
     known = _plans.get(key)
     if known is None or not known.is_readable():
         like = known = None
         if in_triton and len(signatures) == 1:
             addresses, *kinds = signatures[0]
-            like = (*key[:3], *kinds, tuple(map(_DEVICE, lists[0])))
+            like = (*key[:3], *kinds, tuple([tensor.device for tensor in lists[0]]))
             alike = _latest.get(like)
             if alike is not None and alike.is_readable():
                 known = alike.relocated(0, addresses)
@@ -211,15 +209,15 @@ class Whereabouts(NamedTuple):
     Attributes:
         same: the addresses of lists that hold the same tensors at each call.
         dtypes: of the first of these.
-        strides: likewise; None if all are contiguous.
+        orders: likewise, see `bulk.orders`.
         others: the addresses of tensors that need not be the same, None where no kernel reads them.
         kinds: what else there is to know of those.
     """
 
-    same: list[list[int]]
-    dtypes: list[torch.dtype]
-    strides: object
-    others: Sequence[int] | None
+    same: list[bytes]
+    dtypes: tuple[torch.dtype, ...]
+    orders: bytes | None
+    others: bytes | None
     kinds: list[object]
 
     @classmethod
@@ -240,9 +238,9 @@ class Whereabouts(NamedTuple):
             return None
         addresses, *kinds = _signature(others)
         return cls(
-            [list(map(Tensor.data_ptr, tensors)) for tensors in same],
-            list(map(_DTYPE, same[0])),
-            _strides(same[0]),
+            list(map(bulk.addresses, same)),
+            bulk.dtypes(same[0]),
+            bulk.orders(same[0]),
             addresses if uses_triton(others[0].device, backend) else None,
             kinds,
         )
@@ -260,12 +258,14 @@ class Whereabouts(NamedTuple):
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether no tensor is of a class of its own, which may have its values elsewhere."""
-    return set(map(type, tensors)) <= _PLAIN
+    return bulk.types(tensors) <= _PLAIN
 
 
 def real_values(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return dense tensors on the same memory: a sparse one's values, a DTensor's local shard."""
-    if isinstance(tensors, Located) or (are_plain(tensors) and not any(map(_IS_SPARSE, tensors))):
+    if isinstance(tensors, Located):
+        return tensors
+    if are_plain(tensors) and bulk.layouts(tensors) <= {torch.strided}:
         return tensors
     return [t._values() if t.is_sparse else t for t in local_shards(tensors)]
 
@@ -317,19 +317,12 @@ def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return all that a plan depends on; addresses tell devices apart."""
     if isinstance(tensors, Located):
         return tensors.signature
-    dtypes = [tensor.dtype for tensor in tensors]
     return (
-        tuple(map(Tensor.data_ptr, tensors)),
-        tuple(map(Tensor.numel, tensors)),
-        dtypes[0] if len(set(dtypes)) == 1 else tuple(dtypes),
-        _strides(tensors),
+        bulk.addresses(tensors),
+        bulk.sizes(tensors),
+        bulk.dtypes(tensors),
+        bulk.orders(tensors),
     )
-
-
-def _strides(tensors: Sequence[Tensor]) -> object:
-    if all(map(Tensor.is_contiguous, tensors)):
-        return None
-    return tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
 
 
 def _signature_without_addresses(tensors: Sequence[Tensor]) -> tuple[object, ...]:
@@ -371,6 +364,8 @@ def _make_plan(
         on_device = upload(table, device)
         chunks, firsts = _chunks(sizes, block, device, stream_of(device))
         parts.append(Part(tuple(indices), device, dtypes, on_device, chunks, firsts, table))
+    if parts and len(lists[0]) >= bulk.WORTH_COMPILING and not INTERPRETED:
+        bulk.compile_soon()
     streams = {part.device: stream_of(part.device) for part in parts}
     return Plan(tuple(parts), tuple(map(tuple, rest.values())), tuple(streams.items()))
 

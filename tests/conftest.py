@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch._dynamo  # the first optimizer imports it, and it replaces torch.ma
 import torch.utils.checkpoint
 
 from amp.frontend import _Default
+from amp.kernels import bulk
 
 if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which warns of torch.jit
     with warnings.catch_warnings():
@@ -33,6 +36,25 @@ PATCHED_PLACES = (
     torch.nn.RNNBase,
     torch.nn.DataParallel,
 )
+
+
+@functools.cache
+def compiled_bulk() -> Any:
+    """Return the functions of kernels/bulk.cpp, or None where they cannot be compiled."""
+    try:
+        return bulk.compiled()
+    except (OSError, ImportError):
+        return None
+
+
+@pytest.fixture(params=["in Python", "in C++"])
+def bulk_functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask lists of tensors in either way."""
+    if request.param == "in C++":
+        if compiled_bulk() is None:
+            pytest.skip("bulk.cpp cannot be compiled here")
+        for name in bulk.IN_PYTHON:
+            monkeypatch.setattr(bulk, name, getattr(compiled_bulk(), name))
 
 
 def _attributes() -> dict[tuple[object, str], object]:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "hostcopy", "kernels.compiling", "kernels.language", "kernels.scale_state"),
+    ("kernels.bulk",),
     ("dtypes", "distributed", "kernels.backend"),
     ("rules", "patching", "yamlfile", "kernels.tables"),
     ("properties", "regions", "kernels.native"),

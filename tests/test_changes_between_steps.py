@@ -18,6 +18,7 @@ from amp.optimizers import FusedAdam
 from amp.optimizers.launches import Launches
 
 pytestmark = [
+    pytest.mark.usefixtures("bulk_functions"),
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
 ]

@@ -20,6 +20,7 @@ from amp.masters import MasterWeights
 from amp.optimizers import FusedAdam, FusedSGD
 from tests.models import initialize
 
+pytestmark = pytest.mark.usefixtures("bulk_functions")
 LEVELS = ["O1", "O2", "O3", "O4", "O5"]
 SCALES: dict[str, Any] = {"dynamic": {"init": 2.0**10, "growth_interval": 3}, "static": 128.0}
 

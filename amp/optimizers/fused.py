@@ -18,6 +18,7 @@ from torch import Tensor
 from amp.distributed import groups_of_shards, reduce_norm
 from amp.dtypes import SCALABLE
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.kernels import bulk
 from amp.optimizers.launches import Launch, Launches
 from amp.scaledgrads import StepInputs
 
@@ -265,9 +266,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         inputs = self._inputs()
         for group in self.param_groups:
             self._check_group(group)
-        launches = self._launches.of(self.param_groups, inputs)
+        launches = self._launches.of(self.param_groups, self.state, inputs)
         works = [self._prepare(launch, inputs) for launch in launches]
-        clip = self._clip([grad for work in works for grad in work.grads], inputs)
+        clip = self._clip(works, inputs)
         for work in works:
             self._launch(work, inputs, clip)
         return loss
@@ -291,16 +292,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         from amp.kernels.tables import Located, Whereabouts  # loads Triton
 
         grads = launch.grads(inputs)
-        states = list(map(self.state.get, launch.stepped))
         names = self._names(self.param_groups[launch.index])
         whereabouts = plan = None
         try:
-            kept = [[state[name] for state in states] for name in names]  # type: ignore[index]
+            kept = [bulk.entries(launch.states, name) for name in names]
         except (KeyError, TypeError):  # there is no state yet, or not all of it
             kept = None
-        if kept is not None and (
-            isinstance(grads, Located) or {grad.layout for grad in grads} == {torch.strided}
-        ):
+        if kept is not None and (isinstance(grads, Located) or bulk.layouts(grads) == {torch.strided}):
             same = [launch.params, launch.models or launch.lows or (), *kept]
             whereabouts = Whereabouts.of(same, grads)
             plan = launch.plan(whereabouts, grads)
@@ -361,13 +359,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "before, or load the optimizer's state dict into a new optimizer"
                 )
 
-    def _clip(self, grads: Sequence[Tensor], inputs: StepInputs) -> Tensor | None:
+    def _clip(self, works: Sequence[Work], inputs: StepInputs) -> Tensor | None:
         """Return what clipping multiplies the unscaled gradients by, float32 `[1]`. No host sync."""
         max_norm = self.max_grad_norm
-        if max_norm is None or inputs.clip is not None or not grads:
+        if max_norm is None or inputs.clip is not None or not works:
             return inputs.clip
         from amp.kernels.l2norm import clip_factor, l2norm  # loads Triton
 
+        grads = [grad for work in works for grad in work.grads]
         by_ranks: dict[tuple[Any, ...], list[Tensor]] = {}
         for grad in grads:
             by_ranks.setdefault(tuple(groups_of_shards([grad])), []).append(grad)

@@ -7,19 +7,16 @@ tensors takes the host longer than a GPU takes for the step.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from amp.kernels import bulk
 from amp.scaledgrads import StepInputs
 
 if TYPE_CHECKING:
     from amp.kernels.tables import Plan, Whereabouts
-
-
-_DEVICE = operator.attrgetter("device")
 
 
 class Launch:
@@ -35,6 +32,7 @@ class Launch:
 
     Attributes:
         params: what the kernel steps: the same, or weights that are masters with their `lows`.
+        states: the optimizer's state of each, None where there is none yet.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class Launch:
         self.params = stepped if lows is None or models is None else models
         self.models = models if lows is None else None
         self.lows = lows
+        self.states: list[Any] = []
         self._sources = sources
         self._takes_all = sources == list(range(len(stepped)))
         self._known: tuple[Whereabouts, Plan] | None = None
@@ -75,8 +74,10 @@ class Launch:
             return plan
         from amp.kernels.stepping import GRADS  # loads Triton
 
-        if whereabouts.moved(known) and list(map(_DEVICE, grads)) == list(map(_DEVICE, self.params)):
-            return plan.relocated(GRADS, whereabouts.others or ())
+        if whereabouts.moved(known) and all(
+            grad.device == parameter.device for grad, parameter in zip(grads, self.params, strict=True)
+        ):
+            return plan.relocated(GRADS, whereabouts.others or b"")
         return None
 
     def keep(self, plan: Plan, whereabouts: Whereabouts | None) -> None:
@@ -92,13 +93,19 @@ class Launches:
         self._lists: list[Sequence[Tensor]] = []
         self._has_own: list[bool] = []
         self._all_are_given = False
+        self._state: list[list[Any]] = []
         self._launches: list[Launch] = []
 
-    def of(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> list[Launch]:
+    def of(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, Any],
+        inputs: StepInputs,
+    ) -> list[Launch]:
         """Return the launches of one step. Nothing is written."""
         params: list[list[Tensor]] = [list(group["params"]) for group in groups]
         lists = [*params, inputs.stepped, inputs.models, inputs.lows or ()]
-        is_new = len(lists) != len(self._lists) or not all(map(_are_same, lists, self._lists))
+        is_new = len(lists) != len(self._lists) or not all(map(bulk.are_same, lists, self._lists))
         if is_new:
             self._lists = lists
             given = set(map(id, inputs.stepped))
@@ -106,14 +113,16 @@ class Launches:
         has_own: list[bool] = []
         if not self._all_are_given:
             has_own = [parameter.grad is not None for parameter in itertools.chain(*params)]
+        of_state: list[list[Any]] = [list(state), list(state.values())]
         if is_new or has_own != self._has_own:
             self._has_own = has_own
             self._launches = list(_launches(params, inputs, has_own))
+            self._state = []
+        if not self._state or not all(map(bulk.are_same, of_state, self._state)):
+            self._state = of_state
+            for launch in self._launches:
+                launch.states = list(map(state.get, launch.stepped))
         return self._launches
-
-
-def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
 def _launches(
