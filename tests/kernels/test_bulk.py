@@ -23,14 +23,7 @@ class OwnGrad(nn.Parameter):
     """A parameter whose gradient is another than torch's."""
 
     own: Tensor | None = None
-
-    @property
-    def grad(self) -> Tensor | None:  # pyright: ignore
-        return self.own
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.own = value
+    grad: Any = property(lambda self: self.own, lambda self, value: setattr(self, "own", value))
 
 
 class Derived(Tensor):
