@@ -33,6 +33,7 @@ bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op cas
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_kernels.py --device cpu
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_step.py --device cpu
 	$(BIN)/python docs/benchmarks/plot_step.py docs/benchmarks/step-cpu.md
+	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_host.py
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_opcast.py
 
 bench-gpu:  ## Measure the kernels and the step on a GPU, with the python3 at hand, once their tests pass

@@ -23,8 +23,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -80,7 +80,7 @@ def axpby(
         raise ValueError(f"check={check!r} is not one of 'x', 'y', 'both'")
     lists = [real_values(tensors) for tensors in (xs, ys, outs)]
     todo = plan(*lists, block=BLOCK, backend=backend)
-    increment_version(outs)
+    bulk.written(outs)
     for part in todo.parts:
         with flag_on(part.device, found_inf) as flag:
             launch(

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -45,7 +45,7 @@ def master_copy(
     """
     inputs, outputs = real_values(sources), real_values(targets)
     todo = plan(inputs, outputs, block=BLOCK, backend=backend)
-    increment_version(targets)
+    bulk.written(targets)
     for part in todo.parts:
         launch(
             copy_kernel,

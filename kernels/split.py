@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -84,7 +84,7 @@ def join(
     for i in itertools.chain.from_iterable(todo.rest):
         weight, low, master = [tensors[i] for tensors in lists]
         master.copy_(decode(weight, low))
-    increment_version(masters)
+    bulk.written(masters)
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def split(
         high, rest = encode(master, weight.dtype, low.dtype)
         weight.copy_(high)
         low.copy_(rest)
-    increment_version([*weights, *lows])
+    bulk.written([*weights, *lows])
 
 
 def _launch(kernel: Any, part: Part) -> None:

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -68,7 +68,7 @@ def unscale(
     inputs = real_values(sources)
     outputs = inputs if targets is sources else real_values(targets)
     todo = plan(inputs, outputs, block=BLOCK, backend=backend)
-    increment_version(targets)
+    bulk.written(targets)
     for part in todo.parts:
         with flag_on(part.device, found_inf) as flag:
             launch(
