@@ -513,14 +513,15 @@ class OptimizerBinding:
         stepped = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
         known = self._layout.stepped
         if not bulk.are_same(stepped, known):
-            models = [self._masters.model(parameter) for parameter in stepped]
-            pairs = [(p, m) for p, m in zip(stepped, models, strict=True) if m is not None]
+            once = list(dict.fromkeys(stepped))  # torch lets a parameter be in a group twice
+            models = [self._masters.model(parameter) for parameter in once]
+            pairs = [(p, m) for p, m in zip(once, models, strict=True) if m is not None]
             self._layout = _Layout(
                 stepped,
                 pairs,
                 [master for master, _ in pairs],
                 [parameter for _, parameter in pairs],
-                [p for p, m in zip(stepped, models, strict=True) if m is None],
+                [p for p, m in zip(once, models, strict=True) if m is None],
             )
         return self._layout
 

@@ -90,6 +90,14 @@ class LossScaler:
         self._warned = False
         self._set(config.start, 0, config.hysteresis)
 
+    def __getstate__(self) -> dict[str, Any]:
+        views = ("scale_on_device", "_inverse", "_found_inf")
+        return {name: value for name, value in vars(self).items() if name not in views}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._place(self._state)
+
     @property
     def is_identity(self) -> bool:
         """Whether scaling by it changes nothing."""

@@ -19,6 +19,7 @@ import sysconfig
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,15 +150,16 @@ def compile_soon() -> threading.Thread:
 @functools.cache
 def _thread() -> threading.Thread:
     thread = threading.Thread(target=_compile_and_use, name="amp-compile", daemon=True)
-    thread.start()
-    atexit.register(_give_up, thread)
+    with suppress(RuntimeError):  # no more threads are allowed, or the interpreter ends
+        thread.start()
+        atexit.register(_give_up, thread)
     return thread
 
 
 def _give_up(thread: threading.Thread) -> None:
     """Stop the compiler, at the end of a process that is over before."""
     compiling.stop()
-    thread.join()
+    thread.join(timeout=10)
 
 
 def _compile_and_use() -> None:
@@ -175,8 +177,10 @@ def compiled() -> Any:
 
     Raises:
         OSError: it could not be compiled.
-        ImportError: it could not be loaded.
+        ImportError: it could not be loaded, or the interpreter has no GIL, which it relies on.
     """
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise ImportError("bulk.cpp relies on a GIL")
     headers = Path(torch.__file__).with_name("include")
     libraries = Path(torch.__file__).with_name("lib")
     flags = [

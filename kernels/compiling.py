@@ -8,8 +8,10 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 _running: set[subprocess.Popen[str]] = set()
+_stopped = threading.Event()
 
 
 class Language(NamedTuple):
@@ -70,9 +73,17 @@ def library(
 
 
 def stop() -> None:
-    """Stop the compilers that run in other threads, which find that theirs failed."""
+    """Stop the compilers of other threads, which find that theirs failed, and start no more."""
+    _stopped.set()
     for run in list(_running):
-        run.terminate()
+        _kill(run)
+
+
+def _kill(run: subprocess.Popen[str]) -> None:
+    """Kill a compiler that this process has started, with all that it has started itself."""
+    if run.poll() is None:  # a forked process has no children yet
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
 
 
 def _compiler(language: Language) -> list[str]:
@@ -124,22 +135,39 @@ def _compile(
     load: Callable[[str], T],
 ) -> T:
     """Compile a source to a library, which is there as a whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        text, compiled = Path(folder) / f"source{suffix}", Path(folder) / path.name
+    folder = Path(tempfile.mkdtemp(dir=path.parent))  # this process's own, not a forked one's
+    try:
+        text, compiled = folder / f"source{suffix}", folder / path.name
         text.write_text(source)
-        command = [*compiler, str(text), "-o", str(compiled), *flags]
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as run:
-            _running.add(run)
-            try:
-                _, errors = run.communicate()
-            finally:
-                _running.discard(run)
-        if run.returncode:
-            raise OSError(f"{compiler[0]} failed: {errors.strip() or run.returncode}")
+        _run([*compiler, str(text), "-o", str(compiled), *flags])
         load(str(compiled))  # what cannot be loaded is not kept
         with compiled.open("rb") as file:
             os.fsync(file)  # nor half a file, if the machine stops
         compiled.replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return load(str(path))
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a compiler, in a session of its own, which Ctrl-C does not reach."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as run:
+        _running.add(run)
+        try:
+            if _stopped.is_set():
+                _kill(run)
+            _, errors = run.communicate()
+        except BaseException:
+            _kill(run)
+            raise
+        finally:
+            _running.discard(run)
+    if run.returncode:
+        raise OSError(f"{command[0]} failed: {errors.strip() or run.returncode}")

@@ -180,16 +180,18 @@ def test_whatever_is_changed(
     assert all(map(torch.equal, knows, forgets))
 
 
-def test_what_was_given_up_is_freed() -> None:
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_was_given_up_is_freed(steps: int) -> None:
     """Nothing that a step knows of tensors keeps them in memory."""
     net = nn.Linear(4, 4)
     optimizer = FusedAdam(net.parameters())
     session = amp.Session("O2", verbosity=0)
     net, optimizer = session.initialize(net, optimizer)
-    with session.scale_loss(net(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for _ in range(steps):
+        with session.scale_loss(net(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     moments = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
     masters = [weakref.ref(p) for p in amp.master_params(optimizer)]
     optimizer.state.clear()

@@ -390,3 +390,23 @@ def test_an_overflow_is_not_forgotten_by_a_step_that_is_refused(optimizer_class:
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedSGD])
+def test_a_parameter_that_is_in_a_group_twice_has_one_gradient(
+    optimizer_class: Any, level: str
+) -> None:
+    """As with tied weights, whose two modules are asked for their parameters; torch only warns."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = optimizer_class([*model[0].parameters(), *model[1].parameters()], lr=0.01)
+    model, optimizer = initialize(model, optimizer, level, loss_scale=128.0)
+    for _ in range(3):
+        block(model, optimizer)
+        expected = torch.autograd.grad(loss_of(model), model[0].weight)[0].float()
+        seen = next(amp.master_params(optimizer)).grad
+        torch.testing.assert_close(seen.float(), expected, rtol=0.01, atol=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -346,3 +348,19 @@ def test_a_warning_that_is_an_error_does_not_keep_a_session_open() -> None:
         amp.get_session().close()
     assert torch.nn.functional.linear is original
     assert "step" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_goes_on_by_itself(copied: Any) -> None:
+    scaler = LossScaler(LossScaling(init=8.0, growth_interval=2))
+    other = copied(scaler)
+    for _ in range(2):
+        other.update()
+    assert (scaler.loss_scale(), other.loss_scale()) == (8.0, 16.0)
+    assert other.scale(torch.ones(())) == 16.0
+    assert other.snapshot().inv_scale == 1 / 16
+    found = other.found_inf
+    assert found is not None
+    found.fill_(1.0)
+    other.update()
+    assert other.loss_scale() == 8.0

@@ -266,8 +266,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         inputs = self._inputs()
         for group in self.param_groups:
             self._check_group(group)
-        launches = self._launches.of(self.param_groups, self.state, inputs)
-        works = [self._prepare(launch, inputs) for launch in launches]
+        launches = self._launches.of(self.param_groups, list(self.state), inputs)
+        states = list(self.state.values())
+        works = [self._prepare(launch, inputs, launch.states(states)) for launch in launches]
         clip = self._clip(works, inputs)
         for work in works:
             self._launch(work, inputs, clip)
@@ -287,7 +288,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             None,
         )
 
-    def _prepare(self, launch: Launch, inputs: StepInputs) -> Work:
+    def _prepare(self, launch: Launch, inputs: StepInputs, states: list[Any]) -> Work:
         """Find the tensors of a launch; those that are not where the last step had them are checked."""
         from amp.kernels.tables import Located, Whereabouts  # loads Triton
 
@@ -295,7 +296,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = self._names(self.param_groups[launch.index])
         whereabouts = plan = None
         try:
-            kept = [bulk.entries(launch.states, name) for name in names]
+            kept = [bulk.entries(states, name) for name in names]
         except (KeyError, TypeError):  # there is no state yet, or not all of it
             kept = None
         if kept is not None and (isinstance(grads, Located) or bulk.layouts(grads) == {torch.strided}):

@@ -32,7 +32,7 @@ class Launch:
 
     Attributes:
         params: what the kernel steps: the same, or weights that are masters with their `lows`.
-        states: the optimizer's state of each, None where there is none yet.
+        places: where in the optimizer's state each has its own; None where there is none yet.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Launch:
         self.params = stepped if lows is None or models is None else models
         self.models = models if lows is None else None
         self.lows = lows
-        self.states: list[Any] = []
+        self.places: list[int | None] = []
         self._sources = sources
         self._takes_all = sources == list(range(len(stepped)))
         self._known: tuple[Whereabouts, Plan] | None = None
@@ -62,6 +62,12 @@ class Launch:
         if self._takes_all and len(self.stepped) == len(inputs.grads):
             return inputs.grads
         return [inputs.grads[i] for i in self._sources]
+
+    def states(self, of_all: list[Any]) -> list[Any]:
+        """Return the state of each, given that of all parameters; None where there is none yet."""
+        if self.places == list(range(len(of_all))):
+            return of_all
+        return [None if i is None else of_all[i] for i in self.places]
 
     def plan(self, whereabouts: Whereabouts | None, grads: Sequence[Tensor]) -> Plan | None:
         """Return the plan of the last step if all tensors are where they were, gradients apart."""
@@ -93,16 +99,22 @@ class Launches:
         self._lists: list[Sequence[Tensor]] = []
         self._has_own: list[bool] = []
         self._all_are_given = False
-        self._state: list[list[Any]] = []
+        self._keys: list[Any] = []
         self._launches: list[Launch] = []
 
     def of(
         self,
         groups: Sequence[Mapping[str, Any]],
-        state: Mapping[Tensor, Any],
+        keys: list[Any],
         inputs: StepInputs,
     ) -> list[Launch]:
-        """Return the launches of one step. Nothing is written."""
+        """Return the launches of one step. Nothing is written.
+
+        Args:
+            groups: the optimizer's.
+            keys: of its state.
+            inputs: what it is shown.
+        """
         params: list[list[Tensor]] = [list(group["params"]) for group in groups]
         lists = [*params, inputs.stepped, inputs.models, inputs.lows or ()]
         is_new = len(lists) != len(self._lists) or not all(map(bulk.are_same, lists, self._lists))
@@ -113,15 +125,15 @@ class Launches:
         has_own: list[bool] = []
         if not self._all_are_given:
             has_own = [parameter.grad is not None for parameter in itertools.chain(*params)]
-        of_state: list[list[Any]] = [list(state), list(state.values())]
-        if is_new or has_own != self._has_own:
+        is_new = is_new or has_own != self._has_own
+        if is_new:
             self._has_own = has_own
             self._launches = list(_launches(params, inputs, has_own))
-            self._state = []
-        if not self._state or not all(map(bulk.are_same, of_state, self._state)):
-            self._state = of_state
+        if is_new or not bulk.are_same(keys, self._keys):
+            self._keys = keys
+            place_of = {id(key): i for i, key in enumerate(keys)}
             for launch in self._launches:
-                launch.states = list(map(state.get, launch.stepped))
+                launch.places = [place_of.get(id(parameter)) for parameter in launch.stepped]
         return self._launches
 
 

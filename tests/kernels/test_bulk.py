@@ -186,6 +186,7 @@ def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
         check=False,
+        timeout=300,
     )
 
 
@@ -217,25 +218,75 @@ def test_without_a_compiler_python_goes_on(compiler: str, tmp_path: Path) -> Non
     assert not list((tmp_path / "reamp").glob("*"))
 
 
-SHORT = """
+AT_ONCE = """
 import os, pathlib, time
 from amp.kernels import bulk
 bulk.compile_soon()
-while not pathlib.Path(os.environ["CXX"]).with_name("process").exists():
+"""
+WHILE_IT_RUNS = """
+process = pathlib.Path(os.environ["CXX"]).with_name("process")
+while not (process.exists() and process.read_text().endswith("\\n")):
     time.sleep(0.01)
+assert os.getsid(int(process.read_text())) != os.getsid(0), "Ctrl-C would reach it"
 """
 
 
-@needs_compiler
-def test_a_process_that_ends_before_it_is_compiled_does_not_wait_for_it(tmp_path: Path) -> None:
-    compiler = tmp_path / "slow"
-    compiler.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/process\nexec sleep 1000\n")
-    compiler.chmod(0o755)
-    run = in_new_process(SHORT, XDG_CACHE_HOME=str(tmp_path), CXX=str(compiler))
+def script(path: Path, lines: str) -> str:
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("code", [AT_ONCE, AT_ONCE + WHILE_IT_RUNS], ids=["at once", "while it runs"])
+def test_a_process_that_ends_before_it_is_compiled_does_not_wait_for_it(
+    code: str, tmp_path: Path
+) -> None:
+    """Neither for the compiler nor for what that has started, whatever they do about signals."""
+    lines = f"trap '' TERM\nsleep 1000 &\necho $$ > {tmp_path}/process\nwait"
+    compiler = script(tmp_path / "slow", lines)
+    run = in_new_process(code, XDG_CACHE_HOME=str(tmp_path), CXX=compiler)
     assert run.returncode == 0, run.stderr
     assert not list((tmp_path / "reamp").iterdir())
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "process").read_text()), 0)
+    if (tmp_path / "process").exists():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "process").read_text()), 0)
+
+
+FORKED = """
+if os.fork() == 0:
+    raise SystemExit
+os.wait()
+process.with_name("go").touch()
+bulk.compile_soon().join()
+"""
+
+
+def test_a_forked_process_leaves_the_compiler_and_its_folder_alone(tmp_path: Path) -> None:
+    there = f'ls "$1" > {tmp_path}/seen'
+    lines = f"echo $$ > {tmp_path}/process\nuntil test -e {tmp_path}/go; do sleep 0.02; done\n{there}"
+    compiler = script(tmp_path / "waiting", lines)
+    code = AT_ONCE + WHILE_IT_RUNS + FORKED
+    run = in_new_process(code, XDG_CACHE_HOME=str(tmp_path), CXX=compiler)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "seen").read_text().endswith("source.cpp\n")
+
+
+def test_a_message_in_another_encoding_is_shown(tmp_path: Path) -> None:
+    compiler = script(tmp_path / "latin", "printf '\\374bel' >&2; exit 1")
+    run = in_new_process(USE, XDG_CACHE_HOME=str(tmp_path), CXX=compiler)
+    assert "in Python, slower" in run.stderr
+    assert "bel" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_where_no_thread_can_be_started_python_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    bulk._thread.cache_clear()
+    monkeypatch.setattr(bulk.threading.Thread, "start", refuse)
+    assert not bulk.compile_soon().is_alive()
+    bulk._thread.cache_clear()
 
 
 @pytest.mark.parametrize("n", [bulk.WORTH_COMPILING - 1, bulk.WORTH_COMPILING])
