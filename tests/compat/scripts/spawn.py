@@ -41,6 +41,7 @@ def main_worker(rank, world, port):
     dist.all_gather(weights, next(amp.master_params(optimizer)).detach())
     if rank == 0:
         print("same", torch.equal(weights[0], weights[1]))
+    dist.barrier()  # or gloo's threads may let go of a tensor after Python: pytorch/pytorch#179291
     dist.destroy_process_group()
 
 
