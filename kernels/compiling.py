@@ -57,7 +57,7 @@ def library(
         flags: the compiler's; libraries to link with last.
         load: loads the library at a path, OSError or ImportError where it cannot be.
         announce: called with the compiler's name before it runs.
-        depends_on: what else the library is good for and nothing but, as far as its repr tells.
+        depends_on: what else the library is made for; its repr tells one from another.
 
     Raises:
         OSError: it could not be compiled or loaded.
