@@ -152,16 +152,18 @@ class ScaledGrads:
         """Keep the gradients from sight."""
         bulk.clear_grads(self.models)
         bulk.clear_grads(self.direct)
-        bulk.set_attribute(self.stepped, "_amp_look", self._look)
-        bulk.set_attribute(self.stepped, "__class__", Watched)
+        look = self._look
+        for parameter in self.stepped:
+            parameter._amp_look = look
+            parameter.__class__ = Watched
 
     def show(self) -> None:
         """Let `.grad` be what it is without any of this. The gradients are still not there."""
-        hidden = self.stepped
-        if bulk.types(hidden) != {Watched}:
-            hidden = [parameter for parameter in hidden if type(parameter) is Watched]
-        bulk.set_attribute(hidden, "__class__", nn.Parameter)
-        bulk.delete_attribute(hidden, "_amp_look")
+        for parameter in self.stepped:
+            kind: type = type(parameter)
+            if kind is Watched:
+                parameter.__class__ = nn.Parameter
+                del parameter._amp_look
 
     def put_back(self) -> None:
         """Put the gradients, scaled as they are, back into the `.grad` of the model's parameters."""

@@ -73,7 +73,6 @@ class LossScaler:
         config: how the scale starts and moves.
         loss_id: its number in the session.
         process_groups: whose ranks skip a step together.
-        scale_on_device: the scale, float32 `[]`, where it is; it changes with it.
         version: counts the times the scale may have changed, so that two scaled losses can be told
             to share one scale without asking the device.
     """
@@ -85,18 +84,10 @@ class LossScaler:
         self.loss_id = loss_id
         self.process_groups = tuple(process_groups)
         self.version = 0
-        self._place(torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32, device="cpu"))
+        self._state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32, device="cpu")
         self._reports = HostCopies()
         self._warned = False
         self._set(config.start, 0, config.hysteresis)
-
-    def __getstate__(self) -> dict[str, Any]:
-        views = ("scale_on_device", "_inverse", "_found_inf")
-        return {name: value for name, value in vars(self).items() if name not in views}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._place(self._state)
 
     @property
     def is_identity(self) -> bool:
@@ -109,15 +100,13 @@ class LossScaler:
         if self.is_identity:
             return wide
         if self._state.device != loss.device:
-            self._place(self._state.to(loss.device))
-        return wide * self.scale_on_device
+            self._state = self._state.to(loss.device)
+        return wide * self._state[scale_state.SCALE]
 
-    def _place(self, state: Tensor) -> None:
-        """Keep the state in this tensor."""
-        self._state = state
-        self.scale_on_device = state[scale_state.SCALE]
-        self._inverse = state[scale_state.INVERSE : scale_state.INVERSE + 1]
-        self._found_inf = state[scale_state.FOUND_INF : scale_state.FOUND_INF + 1]
+    @property
+    def scale_on_device(self) -> Tensor:
+        """The scale, float32 `[]`, where it is; it changes with it."""
+        return self._state[scale_state.SCALE]
 
     @property
     def good_steps_on_device(self) -> Tensor:
@@ -150,16 +139,20 @@ class LossScaler:
                 self.config = dataclasses.replace(self.config, init=scale)
             self.scale_on_device.fill_(scale)
         self.version += 1
-        self._inverse.copy_(self.scale_on_device.double().reciprocal())
+        inverse = self.scale_on_device.double().reciprocal()
+        self._state[scale_state.INVERSE].copy_(inverse)
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
-        return ScaleSnapshot(self, self.version, self._inverse.clone())
+        inverse = self._state[scale_state.INVERSE : scale_state.INVERSE + 1].clone()
+        return ScaleSnapshot(self, self.version, inverse)
 
     @property
     def found_inf(self) -> Tensor | None:
         """Where a check reports, float32 `[1]`; None for a scaler that checks nothing."""
-        return self._found_inf if self.config.dynamic else None
+        if not self.config.dynamic:
+            return None
+        return self._state[scale_state.FOUND_INF : scale_state.FOUND_INF + 1]
 
     def verdict(self) -> Verdict | None:
         """Return what was found since the last update; None for a scaler that checks nothing."""
@@ -215,7 +208,7 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """Return the current scale. The host waits for the device."""
-        return float(self.scale_on_device)
+        return float(self._state[scale_state.SCALE])
 
     def state_dict(self) -> dict[str, Any]:
         """Return apex's two entries and what an exact resume needs besides. The host waits."""

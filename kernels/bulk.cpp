@@ -65,7 +65,8 @@ class Sequence {
 // What was in a list, for where it must not become longer or shorter on the way.
 class Copied : public Sequence {
  public:
-  explicit Copied(PyObject* sequence) : Sequence(THPObjectPtr(checked(PySequence_Tuple(sequence))).get()) {}
+  explicit Copied(PyObject* sequence)
+      : Sequence(THPObjectPtr(checked(PySequence_Tuple(sequence))).get()) {}
 };
 
 // A list or tuple with what a function returns for each tensor.
@@ -101,11 +102,31 @@ PyObject* bytes_of(const std::vector<int64_t>& numbers) {
   return checked(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers.data()), size));
 }
 
-template <typename F>
-PyObject* numbers_of(const Sequence& tensors, F&& f) {
-  std::vector<int64_t> numbers(tensors.size());
-  for (Py_ssize_t i = 0; i < tensors.size(); i++) numbers[i] = f(tensors.tensor(i));
-  return bytes_of(numbers);
+int64_t address_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(tensor.data_ptr());
+}
+
+int64_t size_of(const at::Tensor& tensor) {
+  return tensor.numel();
+}
+
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor._version();
+}
+
+int64_t requires_grad(const at::Tensor& tensor) {
+  return tensor.requires_grad();
+}
+
+// A number of each tensor.
+template <int64_t (*number)(const at::Tensor&)>
+PyObject* numbers(PyObject*, PyObject* sequence) {
+  HANDLE_TH_ERRORS
+  const Sequence tensors(sequence);
+  std::vector<int64_t> result(tensors.size());
+  for (Py_ssize_t i = 0; i < tensors.size(); i++) result[i] = number(tensors.tensor(i));
+  return bytes_of(result);
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* are_same(PyObject*, PyObject* args) {
@@ -147,38 +168,13 @@ PyObject* layouts(PyObject*, PyObject* sequence) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* addresses(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  return numbers_of(
-      Sequence(sequence), [](const at::Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.data_ptr()); });
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* sizes(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  return numbers_of(Sequence(sequence), [](const at::Tensor& tensor) { return tensor.numel(); });
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* versions(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  return numbers_of(
-      Sequence(sequence), [](const at::Tensor& tensor) { return static_cast<int64_t>(tensor._version()); });
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* require_grad(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  return numbers_of(
-      Sequence(sequence), [](const at::Tensor& tensor) { return static_cast<int64_t>(tensor.requires_grad()); });
-  END_HANDLE_TH_ERRORS
-}
-
 PyObject* orders(PyObject*, PyObject* sequence) {
   HANDLE_TH_ERRORS
   const Sequence tensors(sequence);
   bool contiguous = true;
-  for (Py_ssize_t i = 0; contiguous && i < tensors.size(); i++) contiguous = tensors.tensor(i).is_contiguous();
+  for (Py_ssize_t i = 0; contiguous && i < tensors.size(); i++) {
+    contiguous = tensors.tensor(i).is_contiguous();
+  }
   if (contiguous) Py_RETURN_NONE;
   std::vector<int64_t> numbers;
   for (Py_ssize_t i = 0; i < tensors.size(); i++) {
@@ -247,47 +243,21 @@ PyObject* written(PyObject*, PyObject* sequence) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* set_attribute(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *sequence, *name, *value;
-  if (!PyArg_ParseTuple(args, "OOO", &sequence, &name, &value)) raise();
-  const Sequence objects(sequence);
-  for (Py_ssize_t i = 0; i < objects.size(); i++) {
-    if (PyObject_SetAttr(objects.held(i).get(), name, value) < 0) raise();
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* delete_attribute(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *sequence, *name;
-  if (!PyArg_ParseTuple(args, "OO", &sequence, &name)) raise();
-  const Sequence objects(sequence);
-  for (Py_ssize_t i = 0; i < objects.size(); i++) {
-    if (PyObject_DelAttr(objects.held(i).get(), name) < 0) raise();
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
 PyMethodDef functions[] = {
     {"are_same", are_same, METH_VARARGS, nullptr},
     {"types", types, METH_O, nullptr},
     {"dtypes", dtypes, METH_O, nullptr},
     {"layouts", layouts, METH_O, nullptr},
-    {"addresses", addresses, METH_O, nullptr},
-    {"sizes", sizes, METH_O, nullptr},
-    {"versions", versions, METH_O, nullptr},
-    {"require_grad", require_grad, METH_O, nullptr},
+    {"addresses", numbers<address_of>, METH_O, nullptr},
+    {"sizes", numbers<size_of>, METH_O, nullptr},
+    {"versions", numbers<version_of>, METH_O, nullptr},
+    {"require_grad", numbers<requires_grad>, METH_O, nullptr},
     {"orders", orders, METH_O, nullptr},
     {"grads", grads, METH_O, nullptr},
     {"have_grads", have_grads, METH_O, nullptr},
     {"clear_grads", clear_grads, METH_O, nullptr},
     {"entries", entries, METH_VARARGS, nullptr},
     {"written", written, METH_O, nullptr},
-    {"set_attribute", set_attribute, METH_VARARGS, nullptr},
-    {"delete_attribute", delete_attribute, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("amp")
 T = TypeVar("T")
 
 WORTH_COMPILING = 32
-"""Tensors from which on a step is much faster."""
+"""Tensors in a list from which on it is compiled."""
 
 _GRAD = operator.attrgetter("grad")
 _DTYPE = operator.attrgetter("dtype")
@@ -115,18 +115,6 @@ def entries(mappings: Sequence[Mapping[str, T]], name: str) -> list[T]:
     return [mapping[name] for mapping in mappings]
 
 
-def set_attribute(objects: Sequence[Any], name: str, value: Any) -> None:
-    """Set an attribute of each object."""
-    for each in objects:
-        setattr(each, name, value)
-
-
-def delete_attribute(objects: Sequence[Any], name: str) -> None:
-    """Delete an attribute of each object."""
-    for each in objects:
-        delattr(each, name)
-
-
 def written(tensors: Iterable[Tensor]) -> None:
     """Count that tensors were written to: a graph of autograd may have saved them."""
     torch.autograd.graph.increment_version(tensors)
@@ -136,19 +124,15 @@ IN_PYTHON: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         *(are_same, types, dtypes, layouts, addresses, sizes, orders, versions, require_grad),
-        *(grads, have_grads, clear_grads, entries, set_attribute, delete_attribute, written),
+        *(grads, have_grads, clear_grads, entries, written),
     )
 }
 """The functions that `bulk.cpp` has as well."""
 
 
+@functools.cache
 def compile_soon() -> threading.Thread:
     """Start to compile `bulk.cpp`, once in a process, and return the thread that does. No wait."""
-    return _thread()
-
-
-@functools.cache
-def _thread() -> threading.Thread:
     thread = threading.Thread(target=_compile_and_use, name="amp-compile", daemon=True)
     with suppress(RuntimeError):  # no more threads are allowed, or the interpreter ends
         thread.start()

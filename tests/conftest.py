@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 import warnings
 from collections.abc import Iterator
@@ -38,23 +37,22 @@ PATCHED_PLACES = (
 )
 
 
-@functools.cache
+@pytest.fixture(scope="session")
 def compiled_bulk() -> Any:
-    """Return the functions of kernels/bulk.cpp, or None where they cannot be compiled."""
+    """The functions of kernels/bulk.cpp."""
     try:
         return bulk.compiled()
-    except (OSError, ImportError):
-        return None
+    except (OSError, ImportError) as error:
+        pytest.skip(f"bulk.cpp cannot be compiled here: {error}")
 
 
 @pytest.fixture(params=["in Python", "in C++"])
 def bulk_functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask lists of tensors in either way."""
     if request.param == "in C++":
-        if compiled_bulk() is None:
-            pytest.skip("bulk.cpp cannot be compiled here")
+        compiled = request.getfixturevalue("compiled_bulk")
         for name in bulk.IN_PYTHON:
-            monkeypatch.setattr(bulk, name, getattr(compiled_bulk(), name))
+            monkeypatch.setattr(bulk, name, getattr(compiled, name))
 
 
 def _attributes() -> dict[tuple[object, str], object]:

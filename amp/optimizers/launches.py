@@ -65,8 +65,6 @@ class Launch:
 
     def states(self, of_all: list[Any]) -> list[Any]:
         """Return the state of each, given that of all parameters; None where there is none yet."""
-        if self.places == list(range(len(of_all))):
-            return of_all
         return [None if i is None else of_all[i] for i in self.places]
 
     def plan(self, whereabouts: Whereabouts | None, grads: Sequence[Tensor]) -> Plan | None:

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from amp.kernels import bulk, tables
-from tests.conftest import compiled_bulk
-
-needs_compiler = pytest.mark.skipif(compiled_bulk() is None, reason="bulk.cpp cannot be compiled here")
 
 
 class OwnGrad(nn.Parameter):
@@ -64,12 +61,11 @@ QUESTIONS = (
 )
 
 
-@needs_compiler
 @pytest.mark.parametrize("kind", lists())
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_both_give_the_same_answer(name: str, kind: str) -> None:
+def test_both_give_the_same_answer(name: str, kind: str, compiled_bulk: Any) -> None:
     tensors = lists()[kind]()
-    expected, got = bulk.IN_PYTHON[name](tensors), getattr(compiled_bulk(), name)(tensors)
+    expected, got = bulk.IN_PYTHON[name](tensors), getattr(compiled_bulk, name)(tensors)
     assert type(got) is type(expected)
     if name == "grads":
         assert list(map(id, got)) == list(map(id, expected))
@@ -110,16 +106,11 @@ def test_a_class_with_a_gradient_of_its_own_is_asked() -> None:
 
 
 @pytest.mark.usefixtures("bulk_functions")
-def test_gradients_and_attributes_are_set_for_all() -> None:
+def test_gradients_are_cleared_and_entries_found() -> None:
     some = [parameter(2), parameter(3)]
     kept = bulk.grads(some)
     bulk.clear_grads(some)
     assert [p.grad for p in some] == [None, None]
-    bulk.set_attribute(some, "grad", None)
-    bulk.set_attribute(some, "mark", "x")
-    assert [vars(p)["mark"] for p in some] == ["x", "x"]
-    bulk.delete_attribute(some, "mark")
-    assert not any(hasattr(p, "mark") for p in some)
     assert all(grad is not None and grad.eq(1).all() for grad in kept)
     assert bulk.entries([{"a": 1, "b": 2}, {"a": 3}], "a") == [1, 3]
 
@@ -134,8 +125,6 @@ def test_gradients_and_attributes_are_set_for_all() -> None:
         (TypeError, lambda: bulk.sizes([NOTHING])),
         (RuntimeError, lambda: bulk.addresses([torch.ones(2, 2).to_sparse()])),
         (RuntimeError, lambda: bulk.versions([inference_tensor()])),
-        (AttributeError, lambda: bulk.set_attribute([parameter(1), 1], "mark", 2)),
-        (AttributeError, lambda: bulk.delete_attribute([parameter(1)], "mark")),
     ],
 )
 def test_what_cannot_be_answered_raises(error: type[Exception], ask: Callable[[], Any]) -> None:
@@ -162,8 +151,7 @@ def test_a_list_may_change_while_it_is_gone_through() -> None:
     bulk.grads(some)
 
 
-@needs_compiler
-def test_no_reference_is_lost_or_kept() -> None:
+def test_no_reference_is_lost_or_kept(compiled_bulk: Any) -> None:
     """A count that falls at each call would free what is in use; one that grows would be a leak."""
     some = [parameter(2), parameter(2)]
     entries = [{"a": some[0]}, {"a": some[1]}]
@@ -171,10 +159,10 @@ def test_no_reference_is_lost_or_kept() -> None:
     before = list(map(sys.getrefcount, counted))
     for _ in range(100):
         for name in QUESTIONS:
-            getattr(compiled_bulk(), name)(some)
-        compiled_bulk().are_same(some, list(some))
-        compiled_bulk().entries(entries, "a")
-        compiled_bulk().written(some)
+            getattr(compiled_bulk, name)(some)
+        compiled_bulk.are_same(some, list(some))
+        compiled_bulk.entries(entries, "a")
+        compiled_bulk.written(some)
     grown = [after - count for after, count in zip(map(sys.getrefcount, counted), before, strict=True)]
     assert max(map(abs, grown)) < 20, grown
 
@@ -201,7 +189,7 @@ print(type(bulk.sizes).__name__, bulk.sizes(some) == bulk.IN_PYTHON["sizes"](som
 """
 
 
-@needs_compiler
+@pytest.mark.usefixtures("compiled_bulk")
 def test_it_is_compiled_once_and_taken_into_use(tmp_path: Path) -> None:
     first, second = [in_new_process(USE, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
     assert first.stdout == second.stdout == "builtin_function_or_method True\n", first.stderr
@@ -283,10 +271,10 @@ def test_where_no_thread_can_be_started_python_goes_on(monkeypatch: pytest.Monke
     def refuse(thread: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    bulk._thread.cache_clear()
+    bulk.compile_soon.cache_clear()
     monkeypatch.setattr(bulk.threading.Thread, "start", refuse)
     assert not bulk.compile_soon().is_alive()
-    bulk._thread.cache_clear()
+    bulk.compile_soon.cache_clear()
 
 
 @pytest.mark.parametrize("n", [bulk.WORTH_COMPILING - 1, bulk.WORTH_COMPILING])

@@ -31,24 +31,9 @@ from amp.kernels.language import INTERPRETED, triton
 if triton is None or INTERPRETED:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-
-class NoDevice:
-    """A driver for an sm_90 that is not there."""
-
-    number = 1000  # of no real device: Triton keeps what it compiled by this number
-
-    def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return self.number
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
+from tests.nodevice import NoDevice
 
 KERNELS = (
     axpby.axpby_kernel,
