@@ -110,9 +110,8 @@ function bits(x, fmt) {
 }
 
 function ulp(x, fmt) {
-  if (Number.isNaN(x)) return NaN;
-  const low = Math.abs(toGrid(x, fmt, "toward_zero"));
-  return low >= fmt.max ? Infinity : quantumOf(low, fmt);
+  if (!Number.isFinite(x)) return Math.abs(x);
+  return quantumOf(Math.min(Math.abs(toGrid(x, fmt, "toward_zero")), fmt.max), fmt);
 }
 
 function above(x, fmt) {

@@ -177,14 +177,15 @@ def encode(value: Tensor, fmt: FormatLike) -> Tensor:
 
 
 def ulp(x: Number, fmt: FormatLike) -> Any:
-    """Return the distance from numbers, rounded toward zero to a format, to the next larger magnitude.
+    """Return the spacing of a format's numbers in the binade of each number, as `math.ulp` does.
 
-    inf where there is no next finite one, and nan for NaN.
+    A number is rounded toward zero to the format first, so one beyond the largest has the largest's
+    spacing: 32 in E4M3, whose largest number is 448. It is inf for inf, and NaN for NaN.
     """
     fmt = as_format(fmt)
     wide = _wide(x)
-    low = _to_grid(wide, fmt, "toward_zero").abs()
-    distance = _quantum(low, fmt).masked_fill(low >= fmt.max, torch.inf)
+    low = _to_grid(wide, fmt, "toward_zero").abs().clamp(max=fmt.max)
+    distance = _quantum(low, fmt).masked_fill(wide.isinf(), torch.inf)
     return _like(x, distance.masked_fill(wide.isnan(), torch.nan))
 
 

@@ -124,7 +124,10 @@ def test_neighbours_and_ulps_of_every_number(fmt: numerics.Format) -> None:
     positive = values[values >= 0]
     assert torch.equal(ulp(positive[:-1], fmt), positive.diff())
     assert ulp(-positive[:-1], fmt).equal(positive.diff())
-    assert ulp(fmt.max, fmt) == math.inf
+    for largest in (fmt.max, fmt.max * 1.5):
+        assert ulp(largest, fmt) == 2.0 ** (math.frexp(fmt.max)[1] - 1 - fmt.mantissa_bits)
+    assert ulp(math.inf, fmt) == math.inf
+    assert math.isnan(ulp(math.nan, fmt))
     beyond = neighbours(fmt.max, fmt).above
     assert beyond == math.inf if fmt.has_inf else math.isnan(beyond)
     assert neighbours(fmt.max * 1.5, fmt).below == fmt.max
