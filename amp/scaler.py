@@ -30,10 +30,18 @@ if TYPE_CHECKING:
 
 
 class ScaleSnapshot(NamedTuple):
-    """The scale that a loss was scaled by, which may have moved since."""
+    """The scale that a loss was scaled by, which may have moved since.
+
+    Attributes:
+        scaler: whose scale it was.
+        version: of the scaler at that time.
+        scale: float32 `[1]`.
+        inv_scale: float32 `[1]`.
+    """
 
     scaler: LossScaler
     version: int
+    scale: Tensor
     inv_scale: Tensor
 
     def is_current(self, scaler: LossScaler) -> bool:
@@ -101,7 +109,8 @@ class LossScaler:
             return wide
         if self._state.device != loss.device:
             self._state = self._state.to(loss.device)
-        return wide * self._state[scale_state.SCALE]
+        # A graph made inside the block may be used after the scale has moved: it gets a copy.
+        return wide * self._state[scale_state.SCALE].clone()
 
     @property
     def scale_on_device(self) -> Tensor:
@@ -144,8 +153,8 @@ class LossScaler:
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
-        inverse = self._state[scale_state.INVERSE : scale_state.INVERSE + 1].clone()
-        return ScaleSnapshot(self, self.version, inverse)
+        scale, inverse = self._state[: scale_state.INVERSE + 1].clone().split(1)
+        return ScaleSnapshot(self, self.version, scale, inverse)
 
     @property
     def found_inf(self) -> Tensor | None:
@@ -198,10 +207,12 @@ class LossScaler:
         self._warned = True
         warnings.warn(
             f"{overflow.in_a_row} backward passes in a row gave inf or nan gradients, down to a loss "
-            f"scale of {overflow.scale}: scaling is not the cause. Look at whether the loss and the "
-            "inputs are finite (torch.isfinite), whether the learning rate is too high, at divisions, "
-            "logarithms and exponentials in the model (torch.autograd.detect_anomaly names the "
-            "op), and try opt_level O4 or O5: bfloat16 has the range of FP32.",
+            f"scale of {overflow.scale}: scaling is not the cause. Check that the inputs and the loss are "
+            "finite (torch.isfinite). Then run the same step at opt_level O0: if the loss or a gradient is "
+            "inf or nan there too, look for it in the data, in a learning rate that is too high, and in "
+            "divisions, logarithms, square roots and exponentials of the model. If all is finite there, a "
+            "value is beyond 65504, the largest float16: take opt_level O4 or O5, since bfloat16 has the "
+            "range of FP32, or keep a module in FP32 by a rule.",
             AmpWarning,
             stacklevel=3,
         )

@@ -178,6 +178,35 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
     assert waited
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_made_inside_a_block_outlives_it(level: str) -> None:
+    """As gradient alignment, WGAN-GP and MAML need it: the scale has moved when its graph is used."""
+    scaling: Any = {"loss_scale": {"init": 16, "growth_interval": 1}} if level in ("O1", "O2") else {}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **scaling)
+    params = list(model.parameters())
+
+    def loss() -> torch.Tensor:
+        return model(torch.ones(2, 4)).float().square().sum()
+
+    scale = amp.loss_scale()
+    with amp.scale_loss(loss(), optimizer) as first:
+        grads = torch.autograd.grad((first / 8).square(), params, create_graph=True)
+        first.backward(retain_graph=True)
+    optimizer.zero_grad()
+    second = first / scale + sum((g.float() * (8 / scale) ** 2).square().sum() for g in grads)
+    with amp.scale_loss(second, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    found = [parameter.grad.float() for parameter in amp.master_params(optimizer)]
+    amp.get_session().close()
+    model.float()
+    grads = torch.autograd.grad(loss().square(), params, create_graph=True)
+    second = loss() + sum(g.square().sum() for g in grads)
+    expected = torch.autograd.grad(second, params)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_skips_the_step_once_and_says_so(
     level: str, caplog: pytest.LogCaptureFixture
@@ -292,6 +321,7 @@ def test_overflows_without_end_are_pointed_out_once(
             assert issubclass(caught[0].category, amp.AmpWarning)
             assert "torch.isfinite" in str(caught[0].message)
             assert "learning rate" in str(caught[0].message)
+            assert "detect_anomaly" not in str(caught[0].message)  # which names the wrong op here
             warned_at.append(step)
     assert warned_at == ([] if first_warning is None else [first_warning])
 
