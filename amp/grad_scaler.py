@@ -28,7 +28,7 @@ from amp.errors import (
     AmpWarning,
 )
 from amp.hostcopy import HostCopies
-from amp.properties import LARGEST_SCALE, LossScaling
+from amp.properties import LARGEST_SCALE, LossScaling, parse_positive
 from amp.scaler import LossScaler
 
 Outputs: TypeAlias = "Tensor | Iterable[Any]"
@@ -49,9 +49,10 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: above 1; what the scale is multiplied by after `growth_interval` good updates.
         backoff_factor: below 1; what the scale is multiplied by after an overflow.
         growth_interval: good updates in a row before the scale grows.
-        enabled: False makes every method do nothing but step.
+        enabled: False makes every method do nothing but step, and no number is looked at.
         min_scale: the floor of the scale; None is 2**-126, FP32's smallest normal number.
-        max_scale: the ceiling of the scale; None is 2**126, whose inverse is that.
+        max_scale: the ceiling of the scale; None is 2**126, whose inverse is that, or `init_scale` if
+            that is larger.
         hysteresis: overflows since the last growth that are needed before the scale backs off.
 
     Raises:
@@ -116,18 +117,23 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=3,
             )
             self._enabled = False
-        _check_factors(growth_factor, backoff_factor)
-        self._scaler = LossScaler(
-            LossScaling(
+        config = LossScaling()
+        if self._enabled:
+            _check_factors(growth_factor, backoff_factor)
+            init_scale = parse_positive("init_scale", init_scale)
+            config = LossScaling(
                 init=init_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
                 growth_interval=growth_interval,
                 hysteresis=hysteresis,
                 min=min_scale,
-                max=LARGEST_SCALE if max_scale is None else max_scale,
+                max=max(LARGEST_SCALE, init_scale) if max_scale is None else max_scale,
             )
-        )
+        self._scaler = LossScaler(config)
+        self._has_scaled = False
+        self._init_scale: float = config.start
+        self._init_growth_tracker: int = 0
         self._begin_iteration()
         self._skipped: weakref.WeakKeyDictionary[Any, bool | list[Tensor] | HostCopies]
         self._skipped = weakref.WeakKeyDictionary()
@@ -139,16 +145,20 @@ class GradScaler(torch.amp.GradScaler):
     # What torch's own methods, and classes made of torch's, read and write.
 
     @property
-    def _scale(self) -> Tensor:  # type: ignore[override]
-        return self._scaler.scale_on_device
+    def _scale(self) -> Tensor | None:  # type: ignore[override]
+        return self._scaler.scale_on_device if self._has_scaled else None
 
     @property
-    def _growth_tracker(self) -> Tensor:  # type: ignore[override]
-        return self._scaler.good_steps_on_device
+    def _growth_tracker(self) -> Tensor | None:  # type: ignore[override]
+        return self._scaler.good_steps_on_device if self._has_scaled else None
 
-    @property
-    def _init_scale(self) -> float:  # type: ignore[override]
-        return self._scaler.config.start
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Begin with the first scale and growth tracker, which a subclass may have set until now."""
+        first = {"loss_scale": self._init_scale, "unskipped": self._init_growth_tracker}
+        state = self._scaler.state_dict()
+        if first.items() - state.items():
+            self._scaler.load_state_dict({**state, **first})
+        self._has_scaled = True
 
     @property
     def _growth_factor(self) -> float:
@@ -156,7 +166,6 @@ class GradScaler(torch.amp.GradScaler):
 
     @_growth_factor.setter
     def _growth_factor(self, value: float) -> None:
-        _check_factors(growth=value)
         self._configure(growth_factor=value)
 
     @property
@@ -165,7 +174,6 @@ class GradScaler(torch.amp.GradScaler):
 
     @_backoff_factor.setter
     def _backoff_factor(self, value: float) -> None:
-        _check_factors(backoff=value)
         self._configure(backoff_factor=value)
 
     @property
@@ -177,10 +185,18 @@ class GradScaler(torch.amp.GradScaler):
         self._configure(growth_interval=value)
 
     def _configure(self, **changes: Any) -> None:
-        self._scaler.config = dataclasses.replace(self._scaler.config, **changes)
+        if self._enabled:
+            _check_factors(**changes)
+            self._scaler.config = dataclasses.replace(self._scaler.config, **changes)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        return self._scale, self._growth_tracker
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None:
+            raise AmpAssertionError(
+                f"GradScaler.{funcname} was called before GradScaler.scale: no gradient is scaled yet. "
+                "Call scaler.scale(loss).backward() first"
+            )
+        return scale, growth_tracker
 
     # Scaling.
 
@@ -197,6 +213,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            if not self._has_scaled:
+                self._lazy_init_scale_growth_tracker(outputs.device)
             return self._scaler.scale(outputs)
         if isinstance(outputs, Mapping):
             return type(outputs)((key, self.scale(value)) for key, value in outputs.items())  # type: ignore[call-arg]
@@ -231,7 +249,7 @@ class GradScaler(torch.amp.GradScaler):
         params, grads = _gradients(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if grads:
-            flag = torch.zeros(1, dtype=torch.float32, device=self._scale.device)
+            flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
             check(grads, self._scaler.snapshot().inv_scale, flag)
             reduce_found_inf(flag, groups_of_shards(params))
             state["found_inf_per_device"] = {flag.device: flag.reshape(())}
@@ -249,11 +267,18 @@ class GradScaler(torch.amp.GradScaler):
             What `optimizer.step` returned; None after a skip.
 
         Raises:
-            AmpRuntimeError: it was stepped since the last `update`, or `closure=` was given.
-            AmpAssertionError: none of its parameters has a gradient.
+            AmpRuntimeError: it was stepped since the last `update`, or a closure was given.
+            AmpAssertionError: nothing was scaled yet, or none of its parameters has a gradient.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        if "closure" in kwargs or any(map(callable, args)):
+            raise AmpRuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled: a closure makes new "
+                "gradients inside the step, after they were unscaled. Run backward before "
+                "scaler.step(optimizer), or use amp.initialize, whose optimizers take closures"
+            )
+        self._check_scale_growth_tracker("step")
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             raise AmpAssertionError(
                 f"{type(optimizer).__name__} was stepped, and none of its parameters has a gradient. "
@@ -297,7 +322,7 @@ class GradScaler(torch.amp.GradScaler):
             if is_capturing():  # what is found then is found by each replay
                 return None
             found, skipped = skipped, HostCopies()
-            skipped.send(torch.stack([x.reshape(()).to(self._scale.device) for x in found]))
+            skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))
             self._skipped[optimizer] = skipped
         if isinstance(skipped, HostCopies):
             arrived = skipped.arrived(wait)
@@ -314,16 +339,20 @@ class GradScaler(torch.amp.GradScaler):
                 device. How many good updates there were is not forgotten.
 
         Raises:
-            AmpAssertionError: no optimizer was stepped or unscaled since the last `update`.
+            AmpAssertionError: nothing was scaled yet, or no optimizer was stepped or unscaled since the
+                last `update`.
             AmpValueError: the new scale is no finite number above 0, or has several elements.
         """
         if not self._enabled:
             return
         if new_scale is not None:
             self._scaler.set_scale(new_scale)
+            if not self._has_scaled:
+                self._init_scale = self._scaler.loss_scale()
         else:
+            scale, _ = self._check_scale_growth_tracker("update")
             found = [
-                x.reshape(()).to(self._scale.device, non_blocking=True)
+                x.reshape(()).to(scale.device, non_blocking=True)
                 for state in self._per_optimizer_states.values()
                 for x in state["found_inf_per_device"].values()
             ]
@@ -342,7 +371,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Return the scale, 1.0 where scaling is disabled. The host waits for the device."""
-        return self._scaler.loss_scale() if self._enabled else 1.0
+        if not self._enabled:
+            return 1.0
+        return self._scaler.loss_scale() if self._has_scaled else self._init_scale
 
     # Saving.
 
@@ -355,11 +386,11 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         state = self._scaler.state_dict()
         return {
-            "scale": state["loss_scale"],
+            "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
-            "_growth_tracker": state["unskipped"],
+            "_growth_tracker": self._get_growth_tracker(),
             "_hysteresis_left": state["hysteresis_left"],
             "_overflows_in_a_row": state["overflows_in_a_row"],
         }
@@ -397,6 +428,8 @@ class GradScaler(torch.amp.GradScaler):
         }
         self._scaler.load_state_dict(state)
         self._scaler.config = config
+        loaded = self._scaler.state_dict()
+        self._init_scale, self._init_growth_tracker = loaded["loss_scale"], loaded["unskipped"]
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
@@ -408,6 +441,9 @@ class GradScaler(torch.amp.GradScaler):
         return {
             **vars(self),
             "_scaler": (scaler.config, scaler.state_dict()),
+            "_has_scaled": False,
+            "_init_scale": self.get_scale(),
+            "_init_growth_tracker": self._get_growth_tracker(),
             "_skipped": None,
         }
 
@@ -419,12 +455,17 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped = weakref.WeakKeyDictionary()
 
 
-def _check_factors(growth: float = 2.0, backoff: float = 0.5) -> None:
-    """Raise AmpValueError unless one factor makes the scale grow, and the other makes it smaller."""
-    if not isinstance(growth, (int, float)) or not 1 < growth < torch.inf:
-        raise AmpValueError(f"growth_factor={growth!r} must be a finite number above 1")
-    if not isinstance(backoff, (int, float)) or not 0 < backoff < 1:
-        raise AmpValueError(f"backoff_factor={backoff!r} must be a number between 0 and 1")
+def _check_factors(
+    growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 1
+) -> None:
+    """Raise AmpValueError unless one factor makes the scale grow, and the other makes it smaller.
+
+    The interval is checked by `LossScaling`.
+    """
+    if not isinstance(growth_factor, (int, float)) or not 1 < growth_factor < torch.inf:
+        raise AmpValueError(f"growth_factor={growth_factor!r} must be a finite number above 1")
+    if not isinstance(backoff_factor, (int, float)) or not 0 < backoff_factor < 1:
+        raise AmpValueError(f"backoff_factor={backoff_factor!r} must be a number between 0 and 1")
 
 
 def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:

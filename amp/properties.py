@@ -33,7 +33,9 @@ SMALLEST_SCALE = 2.0**-126
 """FP32's smallest normal number: no loss scale goes below it, so none is ever 0 or a denormal."""
 
 LARGEST_SCALE = 2.0**126
-"""The reciprocal of `SMALLEST_SCALE`: no loss scale goes above it, so no inverse is a denormal."""
+"""The reciprocal of `SMALLEST_SCALE`: growth stops here, so that no inverse is a denormal."""
+
+_LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ def parse_positive(name: str, value: object) -> float:
         AmpValueError: it is not one.
     """
     number = parse_number(name, value)
-    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+    if not SMALLEST_SCALE <= number <= _LARGEST_FLOAT32:
         hint = "; DeepSpeed's 0 is 'dynamic' here" if name == "loss_scale" and number == 0 else ""
         raise AmpValueError(f"{name}={value!r} must be a finite number above 0{hint}")
     return number

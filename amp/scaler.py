@@ -113,6 +113,11 @@ class LossScaler:
         return wide * self._state[scale_state.SCALE].clone()
 
     @property
+    def device(self) -> torch.device:
+        """Where the scale is: on the device of the last loss."""
+        return self._state.device
+
+    @property
     def scale_on_device(self) -> Tensor:
         """The scale, float32 `[]`, where it is; it changes with it."""
         return self._state[scale_state.SCALE]
@@ -153,7 +158,7 @@ class LossScaler:
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
-        scale, inverse = self._state[: scale_state.INVERSE + 1].clone().split(1)
+        scale, inverse = self._state[: scale_state.INVERSE + 1, None].clone().unbind()
         return ScaleSnapshot(self, self.version, scale, inverse)
 
     @property
@@ -207,12 +212,12 @@ class LossScaler:
         self._warned = True
         warnings.warn(
             f"{overflow.in_a_row} backward passes in a row gave inf or nan gradients, down to a loss "
-            f"scale of {overflow.scale}: scaling is not the cause. Check that the inputs and the loss are "
-            "finite (torch.isfinite). Then run the same step at opt_level O0: if the loss or a gradient is "
-            "inf or nan there too, look for it in the data, in a learning rate that is too high, and in "
-            "divisions, logarithms, square roots and exponentials of the model. If all is finite there, a "
-            "value is beyond 65504, the largest float16: take opt_level O4 or O5, since bfloat16 has the "
-            "range of FP32, or keep a module in FP32 by a rule.",
+            f"scale of {overflow.scale}: scaling is not the cause. Check that the inputs and the loss "
+            "are finite (torch.isfinite). Then run the same step at opt_level O0: if the loss or a "
+            "gradient is inf or nan there too, look for the cause in the data, in a learning rate that "
+            "is too high, and in divisions, logarithms, square roots and exponentials of the model. If "
+            "all is finite there, a value is beyond 65504, the largest float16: take opt_level O4 or "
+            "O5, since bfloat16 has the range of FP32, or keep a module in FP32 by a rule.",
             AmpWarning,
             stacklevel=3,
         )

@@ -34,6 +34,12 @@ def net() -> Any:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def begun(scaler: amp.GradScaler) -> amp.GradScaler:
+    """Scale something, as a script does before it unscales gradients."""
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
 def loss_of(model: nn.Module, i: int, overflows: bool = False) -> Tensor:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
     return model(x).square().mean() * (math.inf if overflows else 1.0)
@@ -208,7 +214,7 @@ def test_a_gradient_that_cannot_be_unscaled_is_named_and_nothing_changed() -> No
 def test_what_becomes_inf_by_unscaling_is_noticed(name: str) -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS[name]([parameter])
-    scaler = amp.GradScaler("cpu", init_scale=2.0**-20)
+    scaler = begun(amp.GradScaler("cpu", init_scale=2.0**-20))
     parameter.grad = torch.full((3,), 1e35)
     scaler.step(optimizer)
     scaler.update()
@@ -226,7 +232,7 @@ def test_sparse_gradients(dtype: torch.dtype) -> None:
     optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
     for value, skips in ((1.0, False), (40000.0, dtype is torch.float16)):
         table.weight.data.fill_(1.0)
-        scaler = amp.GradScaler("cpu", init_scale=1.0)
+        scaler = begun(amp.GradScaler("cpu", init_scale=1.0))
         indices = torch.tensor([[1, 1]])
         values = torch.full((2, 2), value, dtype=dtype)
         table.weight.grad = torch.sparse_coo_tensor(indices, values, (4, 2), check_invariants=True)
@@ -258,11 +264,17 @@ def test_calls_out_of_order() -> None:
     scaler = amp.GradScaler("cpu")
     with pytest.raises(AmpRuntimeError, match="was not stepped by this GradScaler yet"):
         scaler.step_was_skipped(optimizer)
+    for call in (scaler.unscale_, scaler.step, lambda _: scaler.update()):
+        with pytest.raises(
+            AmpAssertionError, match="before GradScaler.scale: no gradient is scaled yet"
+        ):
+            call(optimizer)
+    loss = scaler.scale(loss_of(model, 0))
     with pytest.raises(AmpAssertionError, match="none of its parameters has a gradient"):
         scaler.step(optimizer)
     with pytest.raises(AmpAssertionError, match="no optimizer was stepped or unscaled"):
         scaler.update()
-    scaler.scale(loss_of(model, 0)).backward()
+    loss.backward()
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
         scaler.unscale_(optimizer)
@@ -273,8 +285,21 @@ def test_calls_out_of_order() -> None:
         scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="unscale_.. is being called after step"):
         scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(optimizer, closure=lambda: 0)
+    scaler.update()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_closure_is_refused_however_it_is_passed(name: str) -> None:
+    model = net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scaler = amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    for args, kwargs in (((lambda: 0,), {}), ((), {"closure": lambda: 0})):
+        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+            scaler.step(optimizer, *args, **kwargs)
+    assert all(map(torch.equal, before, model.parameters()))
+    scaler.step(optimizer)
     scaler.update()
 
 
@@ -375,6 +400,7 @@ def test_setters_change_what_comes() -> None:
 
 
 def scales(scaler: amp.GradScaler, overflows: str) -> list[float]:
+    begun(scaler)
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     trace = []
@@ -434,17 +460,53 @@ def test_copies_go_on_as_the_original(copied: Callable[[Any], Any]) -> None:
     assert scales(twin, "x......") == scales(scaler, "x......")
 
 
-def test_state_is_there_before_the_first_loss() -> None:
-    """After loading and before scaling, torch's refuses to unscale, step or update."""
-    scaler = amp.GradScaler("cpu")
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+@pytest.mark.parametrize("cls", [amp.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), None])
+def test_what_is_known_before_the_first_loss_is_as_in_torch(copied: Any, cls: Any) -> None:
+    """Subclasses and pickles read `_scale`, `_init_scale` and `_init_growth_tracker`."""
+    saved = cls("cpu", init_scale=64.0, growth_interval=9)
+    saved._init_growth_tracker = 5
+    assert saved._scale is None
+    assert saved.state_dict()["_growth_tracker"] == 5
+    scaler = cls("cpu")
+    scaler.load_state_dict(saved.state_dict())
+    scaler = scaler if copied is None else copied(scaler)
+    assert (scaler._scale, scaler._growth_tracker) == (None, None)
+    assert (scaler._init_scale, scaler._init_growth_tracker) == (64.0, 5)
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (64.0, 5)
     parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.full((1,), 4.0)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler.unscale_(optimizer)
-    assert parameter.grad == 1.0
+    scaler.scale(parameter.sum()).backward()
+    assert (scaler._scale, scaler._growth_tracker) == (64.0, 5)
     scaler.step(optimizer)
     scaler.update()
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (64.0, 6)
+    assert parameter == 0.0
+
+
+def test_a_first_scale_near_the_end_of_float32_stays_finite() -> None:
+    scaler = amp.GradScaler("cpu", init_scale=1e38, growth_factor=16.0, growth_interval=1)
+    assert scales(scaler, "..") == [torch.tensor(1e38).item()] * 2
+    assert scales(scaler, "x")[0] == pytest.approx(5e37)
+    assert scales(scaler, ".") == [torch.tensor(1e38).item()]
+
+
+def test_a_disabled_scaler_takes_any_numbers() -> None:
+    nonsense: dict[str, Any] = {
+        "init_scale": 0.0,
+        "growth_factor": 0.5,
+        "backoff_factor": 3.0,
+        "growth_interval": -1,
+        "min_scale": -1.0,
+        "max_scale": math.nan,
+        "hysteresis": 0,
+    }
+    scaler = amp.GradScaler("cpu", enabled=False, **nonsense)
+    scaler.set_growth_factor(0.0)
+    scaler.set_backoff_factor(2.0)
+    scaler.set_growth_interval(-3)
+    assert scaler.get_scale() == 1.0
+    assert scaler.scale(torch.ones(())) == 1.0
 
 
 def test_what_subclasses_of_torchs_override_is_called() -> None:
