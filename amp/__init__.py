@@ -10,6 +10,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from amp.casting.regions import disable_casts as disable_casts
+from amp.casting.registry import bfloat16_function as bfloat16_function
+from amp.casting.registry import float_function as float_function
+from amp.casting.registry import half_function as half_function
+from amp.casting.registry import promote_function as promote_function
+from amp.casting.registry import register_bfloat16_function as register_bfloat16_function
+from amp.casting.registry import register_float_function as register_float_function
+from amp.casting.registry import register_half_function as register_half_function
+from amp.casting.registry import register_promote_function as register_promote_function
 from amp.errors import AmpError as AmpError
 from amp.errors import AmpWarning as AmpWarning
 from amp.frontend import get_session as get_session
@@ -21,19 +30,10 @@ from amp.frontend import scale_loss as scale_loss
 from amp.frontend import state_dict as state_dict
 from amp.frontend import step_was_skipped as step_was_skipped
 from amp.grad_scaler import GradScaler as GradScaler
-from amp.profiles import load_profile as load_profile
-from amp.properties import LossScaling as LossScaling
-from amp.properties import Properties as Properties
-from amp.regions import disable_casts as disable_casts
-from amp.registry import bfloat16_function as bfloat16_function
-from amp.registry import float_function as float_function
-from amp.registry import half_function as half_function
-from amp.registry import promote_function as promote_function
-from amp.registry import register_bfloat16_function as register_bfloat16_function
-from amp.registry import register_float_function as register_float_function
-from amp.registry import register_half_function as register_half_function
-from amp.registry import register_promote_function as register_promote_function
-from amp.rules import Rule as Rule
+from amp.profiles.levels import load_profile as load_profile
+from amp.profiles.loss_scaling import LossScaling as LossScaling
+from amp.profiles.properties import Properties as Properties
+from amp.profiles.rules import Rule as Rule
 from amp.session import Session as Session
 
 __version__ = "0.1.0"

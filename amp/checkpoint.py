@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
-from amp.scaler import LossScaler
+from amp.training.scaler import LossScaler
 
 _SCALER_KEY = re.compile(r"loss_scaler(\d+)")
 _LEVEL_KEY = "opt_level"

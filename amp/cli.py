@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from amp.casting.policy import OpPolicy, OpRule, load_policy, resolve, spellings
 from amp.compat.run import runner
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpValueError, did_you_mean
-from amp.policy import OpPolicy, OpRule, load_policy, resolve, spellings
-from amp.profiles import load_profile
-from amp.properties import Properties
+from amp.profiles.levels import load_profile
+from amp.profiles.properties import Properties
 
 
 def main(argv: Sequence[str] | None = None) -> int:

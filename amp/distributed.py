@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, distributed
 
 from amp.errors import AmpRuntimeError, AmpTypeError
-from amp.kernels import bulk
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_PLAIN = {Tensor, torch.nn.Parameter}
-"""Types that are no DTensor: every gradient of every step is asked."""
 
 
 def rank() -> int:
@@ -56,7 +52,7 @@ def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
     """Return the process groups over which DTensors are cut into shards, each once."""
     groups: list[ProcessGroup] = []
     tensors = list(tensors)
-    if bulk.types(tensors) <= _PLAIN:
+    if not any(hasattr(cls, "device_mesh") for cls in set(map(type, tensors))):
         return groups
     for tensor in tensors:
         mesh: Any = getattr(tensor, "device_mesh", None)
@@ -69,8 +65,6 @@ def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
 
 def check_placements(grad: Tensor) -> None:
     """Raise if a DTensor's gradient is not summed over its ranks yet."""
-    if type(grad) in _PLAIN:
-        return
     for placement in getattr(grad, "placements", ()):
         if placement.is_partial():
             raise AmpRuntimeError(

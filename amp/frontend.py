@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from amp import checkpoint
-from amp.binding import OptimizerBinding
+from amp.arguments import as_optimizers_of_a_loss, foreign_optimizer
 from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
-from amp.properties import OVERRIDE_KEYS, LossScaling
-from amp.rules import Rule
-from amp.session import Session, as_optimizer_list, foreign_optimizer
+from amp.profiles.loss_scaling import LossScaling
+from amp.profiles.properties import OVERRIDE_KEYS
+from amp.profiles.rules import Rule
+from amp.session import Session
+from amp.training.attachment import AttachedOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -191,21 +193,21 @@ def scale_loss(
     default = _Default.session
     if default is not None and not default.properties.enabled and not _any_is_bound(optimizers):
         return default.scale_loss(loss, optimizers)  # which does not look at them
-    session = _session_for(as_optimizer_list(optimizers))
+    session = _session_for(as_optimizers_of_a_loss(optimizers))
     _Default.waiting_state = None
     return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
 def _any_is_bound(optimizers: Any) -> bool:
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return any(OptimizerBinding.of(optimizer) is not None for optimizer in given)
+    return any(AttachedOptimizer.of(optimizer) is not None for optimizer in given)
 
 
 def _session_for(optimizers: list[Any]) -> Session:
     for optimizer in optimizers:
-        binding = OptimizerBinding.of(optimizer)
-        if binding is not None:
-            owner: Session = binding.owner
+        attached = AttachedOptimizer.of(optimizer)
+        if attached is not None:
+            owner: Session = attached.owner
             return owner
     _default("amp.scale_loss")
     raise foreign_optimizer(optimizers[0])
@@ -228,10 +230,10 @@ def get_session(optimizer: Any = None) -> Session:
     """
     if optimizer is None:
         return _default("amp.get_session()")
-    binding = OptimizerBinding.of(optimizer)
-    if binding is None:
+    attached = AttachedOptimizer.of(optimizer)
+    if attached is None:
         raise foreign_optimizer(optimizer)
-    session: Session = binding.owner
+    session: Session = attached.owner
     return session
 
 
@@ -253,9 +255,9 @@ def step_was_skipped(optimizer: Any) -> bool:
     Raises:
         AmpRuntimeError: the optimizer did not come out of `initialize`.
     """
-    binding = OptimizerBinding.of(optimizer)
-    if binding is not None:
-        return binding.step_was_skipped
+    attached = AttachedOptimizer.of(optimizer)
+    if attached is not None:
+        return attached.step_was_skipped
     if _Default.session is not None and not _Default.session.properties.enabled:
         return False
     raise foreign_optimizer(optimizer)

@@ -27,9 +27,10 @@ from amp.errors import (
     AmpValueError,
     AmpWarning,
 )
-from amp.hostcopy import HostCopies
-from amp.properties import LARGEST_SCALE, LossScaling, parse_positive
-from amp.scaler import LossScaler
+from amp.profiles.keys import LARGEST_SCALE, parse_positive
+from amp.profiles.loss_scaling import LossScaling
+from amp.training.host_copies import HostCopies
+from amp.training.scaler import LossScaler
 
 Outputs: TypeAlias = "Tensor | Iterable[Any]"
 

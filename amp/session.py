@@ -15,24 +15,18 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from amp import checkpoint, distributed, modelcast
-from amp.binding import OptimizerBinding, delay, innermost, keeps_moments, unscale_and_update
-from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import (
-    AmpIndexError,
-    AmpRuntimeError,
-    AmpTypeError,
-    AmpValueError,
-)
-from amp.masters import Contents, MasterWeights
-from amp.modulerules import restore_classes, run_in_float32
-from amp.opcast import OpCaster
-from amp.policy import OpPolicy, load_policy
-from amp.profiles import resolve
-from amp.properties import Overrides, Properties
-from amp.regions import DEVICE_TYPES
-from amp.registry import registered
-from amp.scaler import LossScaler
+from amp import arguments, checkpoint, distributed
+from amp.casting.strategies import strategies_for
+from amp.casting.strategy import Undo
+from amp.dtypes import LOW_PRECISION
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.masters.lean import make_masters
+from amp.masters.state_dicts import install_state_dict_hooks
+from amp.profiles.levels import resolve
+from amp.profiles.properties import Overrides, Properties
+from amp.training.attachment import AttachedOptimizer, innermost
+from amp.training.blocks import Block
+from amp.training.scaler import LossScaler
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,20 +82,15 @@ class Session:
         )
         self.verbosity = verbosity
         self.closed = False
-        _check_environment()
+        arguments.check_environment()
         groups = distributed.as_process_groups(process_group)
         self.scalers = [
             LossScaler(self.properties.loss_scaling, i, groups)
             for i in range(operator.index(num_losses))
         ]
         self._models: list[weakref.ref[nn.Module]] = []
-        masters = self.properties.master_weights
-        self._masters = MasterWeights(None if isinstance(masters, bool) else masters)
-        self._caster: OpCaster | None = None
-        self._policy: OpPolicy | None = None
-        if self.properties.patch_torch_functions:
-            table = load_policy(self.properties.patch_torch_functions_type or torch.float16)
-            self._policy = table.with_rules(rule for rule in self.properties.rules if rule.kind == "op")
+        self._masters = make_masters(self.properties.master_weights)
+        self._strategies = strategies_for(self.properties)
         self._undo = ExitStack()
         if self.properties.enabled:
             self._log(
@@ -122,63 +111,56 @@ class Session:
         """
         self._check_open()
         if self.properties.enabled:
-            model_list = _as_models(models)
-            optimizer_list = _as_optimizers(optimizers)
-            _check_models(model_list, self.properties.cast_model_type, allow_incoming_model_not_fp32)
-            _check_unbound(optimizer_list)
-            _check_state_dtype(optimizer_list, self.properties.state_dtype)
+            model_list = arguments.as_models(models)
+            optimizer_list = arguments.as_optimizers(optimizers)
+            for model in model_list:
+                arguments.check_model(model, allow_incoming_model_not_fp32)
+                for strategy in self._strategies:
+                    strategy.check_model(model)
+            arguments.check_state_dtype(optimizer_list, self.properties.state_dtype)
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
 
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-        """Cast, bind and patch; if any of it fails, leave everything as it was."""
-        before: dict[Tensor, Contents] = {}
-        bindings: list[OptimizerBinding] = []
-        undo = ExitStack()
+        """Take the strategies' steps, and attach the optimizers; if any of it fails, undo all."""
+        undo = Undo()
+        attached: list[AttachedOptimizer] = []
         try:
-            for model in models:
-                modelcast.cast_weights(model, self.properties, before)
-                for handle in modelcast.install_hooks(model, self.properties):
-                    undo.callback(handle.remove)
-                if self.properties.cast_model_type in LOW_PRECISION or self.properties.master_weights:
-                    for handle in self._masters.install_state_dict_hooks(model):
-                        undo.callback(handle.remove)
+            for strategy in self._strategies:
+                strategy.begin(undo)
+                for model in models:
+                    strategy.prepare_model(model, undo)
+            if self.properties.cast_model_type in LOW_PRECISION or self.properties.master_weights:
+                for model in models:
+                    for handle in install_state_dict_hooks(self._masters, model):
+                        undo.callbacks.callback(handle.remove)
             for optimizer in map(innermost, optimizers):
-                binding = OptimizerBinding(
-                    optimizer,
-                    owner=self,
-                    masters=self._masters,
-                    use_masters=bool(self.properties.master_weights),
-                    report=self._report_overflows,
-                    name_of=self._name_of,
-                )
-                undo.callback(binding.close)
-                binding.open(before)
-                bindings.append(binding)
-            if self._policy is not None:
-                self._cast_ops(self._policy, models, undo)
+                one = self._attach(optimizer, undo)
+                attached.append(one)
         except BaseException:
-            for tensor, contents in before.items():
-                contents.put_into(tensor)
-            undo.close()
+            undo.roll_back()
             raise
         self._models += map(weakref.ref, models)
+        for strategy in self._strategies:
+            strategy.warn(models, self._log)
         self._warn_of_idle_rules(models)
-        for binding in bindings:
-            binding.recast_state(self.properties.state_dtype)
-            self._warn_of_vanishing_eps(binding.optimizer)
-        self._undo.push(undo)
+        for one in attached:
+            one.recast_state(self.properties.state_dtype)
+            self._warn_of_vanishing_eps(one.optimizer)
+        self._undo.push(undo.callbacks)
 
-    def _cast_ops(self, policy: OpPolicy, models: Sequence[nn.Module], undo: ExitStack) -> None:
-        if self._caster is None:
-            caster = OpCaster(policy)
-            undo.callback(caster.close)
-            caster.install(registered())
-            self._caster = caster
-        for model in models:
-            for handle in self._caster.watch(model):
-                undo.callback(handle.remove)
-            undo.callback(restore_classes, run_in_float32(model, self.properties.rules, self._caster))
+    def _attach(self, optimizer: Any, undo: Undo) -> AttachedOptimizer:
+        attached = AttachedOptimizer(
+            optimizer,
+            owner=self,
+            masters=self._masters,
+            use_masters=bool(self.properties.master_weights),
+            report=self._report_overflows,
+            name_of=self._name_of,
+        )
+        undo.callbacks.callback(attached.detach)
+        attached.attach(undo.before)
+        return attached
 
     def _warn_of_idle_rules(self, models: Sequence[nn.Module]) -> None:
         """Say so if a rule for modules is for none of them."""
@@ -199,12 +181,8 @@ class Session:
         for group in optimizer.param_groups:
             eps = group.get("eps")
             dtypes = {parameter.dtype for parameter in group["params"]} & LOW_PRECISION
-            for dtype in dtypes:
-                if (
-                    isinstance(eps, float)
-                    and eps > 0
-                    and torch.tensor(eps, dtype=dtype, device="cpu") == 0
-                ):
+            for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():
+                if torch.tensor(eps, dtype=dtype, device="cpu") == 0:
                     self._log(
                         logging.WARNING,
                         "%s has eps=%g, which is 0 in %s: its steps may divide by zero. "
@@ -217,12 +195,12 @@ class Session:
     @property
     def casts_ops(self) -> bool:
         """Whether this session's functions cast their arguments, here and now."""
-        return self._caster is not None and any(map(self._caster.casts, DEVICE_TYPES))
+        return any(strategy.casts_ops for strategy in self._strategies)
 
     def stop_casting_ops(self) -> None:
         """Give torch its functions back, and leave models, optimizers and scalers as they are."""
-        if self._caster is not None:
-            self._caster.close()
+        for strategy in self._strategies:
+            strategy.stop()
 
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were. Idempotent.
@@ -268,23 +246,20 @@ class Session:
             yield loss
             return
         scaler = self._scaler(loss_id)
-        bindings = [self._binding(optimizer) for optimizer in as_optimizer_list(optimizers)]
-        with ExitStack() as on_error:
-            # Unscaling moves a scale, perhaps this one: look again until nothing is pending at another.
-            while any(binding.settle_unless(scaler) for binding in bindings):
-                pass
+        given = arguments.as_optimizers_of_a_loss(optimizers)
+        # Of another session, perhaps: its gradients are as good.
+        block = Block(scaler, [_attached(optimizer).gradients for optimizer in given])
+        scaled_loss = block.enter(loss)
+        try:
             self._report_overflows(scaler)
-            for binding in bindings:
-                binding.begin(scaler)
-                on_error.callback(binding.abort)
-            scaled_loss = scaler.scale(loss)
-            scale = scaler.snapshot()
             yield scaled_loss
             if delay_unscale:
-                delay(bindings, scale)
+                block.delay()
             else:
-                unscale_and_update(bindings, scale, update=not delay_overflow_check)
-            on_error.pop_all()
+                block.leave(update=not delay_overflow_check)
+        except BaseException:
+            block.abort()
+            raise
 
     def loss_scale(self, loss_id: int = 0) -> float:
         """Return the current loss scale. The host waits for the device."""
@@ -309,13 +284,6 @@ class Session:
                 f"{len(self.scalers)}. Pass num_losses=... to amp.initialize for more."
             )
         return self.scalers[loss_id]
-
-    def _binding(self, optimizer: Any) -> OptimizerBinding:
-        # Of another session, perhaps: its gradients are as good.
-        binding = OptimizerBinding.of(optimizer)
-        if binding is None:
-            raise foreign_optimizer(optimizer)
-        return binding
 
     def _report_overflows(self, scaler: LossScaler, wait: bool = False) -> None:
         """Log the overflows that the host has learnt of, and warn once if they do not end."""
@@ -345,138 +313,8 @@ class Session:
             logger.log(level, message, *args)
 
 
-def foreign_optimizer(optimizer: Any) -> AmpRuntimeError:
-    """Return the error for an optimizer that no live session knows."""
-    return AmpRuntimeError(
-        f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
-        "closed. Pass it through: model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
-    )
-
-
-def is_optimizer(value: Any) -> bool:
-    """Whether `value` is an optimizer, or a wrapper that looks like one, such as apex's LARC."""
-    return isinstance(value, torch.optim.Optimizer) or (
-        not isinstance(value, type)
-        and callable(getattr(value, "step", None))
-        and callable(getattr(value, "zero_grad", None))
-        and isinstance(getattr(value, "param_groups", None), list)
-        and isinstance(getattr(value, "state", None), dict)
-    )
-
-
-def as_optimizer_list(optimizers: Any) -> list[Any]:
-    """Return the optimizers of a `scale_loss`, each once.
-
-    Raises:
-        AmpTypeError: there is none, or something else among them.
-    """
-    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    wrong = [value for value in given if not is_optimizer(value)]
-    if wrong or not given:
-        raise AmpTypeError(
-            "amp.scale_loss needs the optimizer, or the list of optimizers, whose gradients the loss "
-            f"makes; got {type(wrong[0]).__name__ if wrong else 'an empty list'}"
-        )
-    steppers = list(map(innermost, given))
-    return [value for i, value in enumerate(given) if not _is_among(steppers[i], steppers[:i])]
-
-
-def _is_among(value: object, others: Sequence[object]) -> bool:
-    return any(value is other for other in others)
-
-
-def _check_environment() -> None:
-    if "AMP_KERNELS" not in os.environ:
-        return
-    from amp.kernels.backend import requested  # loads Triton
-
-    try:
-        requested()
-    except ValueError as error:
-        raise AmpValueError(f"the environment variable {error}") from None
-
-
-def _as_optimizers(optimizers: Any) -> list[Any]:
-    given = _as_list(optimizers, is_optimizer, "optimizers", "a torch.optim.Optimizer")
-    steppers = list(map(innermost, given))
-    for i, optimizer in enumerate(steppers):
-        if _is_among(optimizer, steppers[:i]):
-            raise AmpRuntimeError(f"optimizers[{i}] is in the list twice; pass each optimizer once")
-    return given
-
-
-def _as_models(models: Any) -> list[nn.Module]:
-    return _as_list(models, lambda m: isinstance(m, nn.Module), "models", "a torch.nn.Module")
-
-
-def _as_list(value: Any, accepts: Any, name: str, kind: str) -> list[Any]:
-    if value is None:
-        return []
-    items = value if isinstance(value, list) else [value]
-    for item in items:
-        if not accepts(item):
-            hint = f"; make it a list: list({name})" if isinstance(value, (tuple, set)) else ""
-            raise AmpTypeError(
-                f"{name} must be {kind} or a list of them, and got {type(item).__name__}{hint}"
-            )
-    return items
-
-
-def _check_models(models: Sequence[nn.Module], dtype: object, allow_low_precision: bool) -> None:
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, wrappers):
-                raise AmpRuntimeError(
-                    f"the model is wrapped in {type(module).__name__} already. Call amp.initialize on "
-                    f"the bare model first, and wrap what it returns: model, optimizer = "
-                    f"amp.initialize(model, optimizer); model = {type(module).__name__}(model)"
-                )
-            if isinstance(module, torch.jit.ScriptModule) and dtype in LOW_PRECISION:
-                raise AmpRuntimeError(
-                    f"the model holds a {type(module).__name__}, whose code is fixed and cannot be "
-                    "cast. Call amp.initialize first, and script or trace what it returns."
-                )
-        for kind, tensors in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ):
-            for name, tensor in tensors:
-                if tensor.dtype in LOW_PRECISION and not allow_low_precision:
-                    raise AmpRuntimeError(
-                        f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
-                        "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
-                        "model.float() first, after closing the session that cast it if one did. To "
-                        "start from these values, pass allow_incoming_model_not_fp32=True."
-                    )
-                if dtype and nn.parameter.is_lazy(tensor):
-                    raise AmpRuntimeError(
-                        f"{kind} '{name}' has no values yet (a lazy module). Run one batch through "
-                        "the model before amp.initialize."
-                    )
-
-
-def _check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
-    for i, optimizer in enumerate(optimizers):
-        if dtype is not None and not keeps_moments(innermost(optimizer)):
-            raise AmpRuntimeError(
-                f"state_dtype={dtype_name(dtype)} needs an optimizer that rounds its moments, and "
-                f"optimizers[{i}] is {type(optimizer).__name__}. Take one of amp.optimizers, or leave "
-                "state_dtype out."
-            )
-
-
-def _check_unbound(optimizers: Sequence[Any]) -> None:
-    for i, optimizer in enumerate(optimizers):
-        binding = OptimizerBinding.of(optimizer)
-        if binding is not None and binding.optimizer is not innermost(optimizer):
-            raise AmpRuntimeError(
-                f"optimizers[{i}] ({type(optimizer).__name__}) keeps masters and scales losses itself. "
-                f"Pass the {type(binding.optimizer).__name__} that it was made of to amp.initialize"
-            )
-        if binding is not None:
-            raise AmpRuntimeError(
-                f"optimizers[{i}] ({type(optimizer).__name__}) has been through amp.initialize and its "
-                "session is live. Make a new optimizer, or close that session first: "
-                "amp.get_session(optimizer).close()"
-            )
+def _attached(optimizer: Any) -> AttachedOptimizer:
+    attached = AttachedOptimizer.of(optimizer)
+    if attached is None:
+        raise arguments.foreign_optimizer(optimizer)
+    return attached

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
+from amp.kernels.plainstep import Numbers
 from amp.kernels.stepping import Rule
 
 
@@ -76,7 +77,7 @@ def _update(p, g, m, v, prepared):
     return p, m, v
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     lr, lr_decay, eps, l2, decay = numbers
     return lr / (1 + (t - 1) * lr_decay), eps, l2, decay
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
+from amp.kernels.plainstep import Numbers
 from amp.kernels.stepping import Rule, bias_correction, in_double
 
 
@@ -114,11 +115,11 @@ def _update(p, g, m, v, prepared):
     return p, m, v
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias = numbers
     correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
     size, root = lr / correction1, 1 / math.sqrt(correction2)
-    return 1 - lr * decay, l2, beta1, new1, beta2, new2, size, root, eps
+    return 1 - lr * decay, l2 or None, beta1, new1, beta2, new2, size, root, eps
 
 
 def _formula(
@@ -126,7 +127,8 @@ def _formula(
 ) -> tuple[Tensor, Tensor, Tensor]:
     keep, l2, beta1, new1, beta2, new2, size, correction2, eps = numbers
     p = p * keep
-    g = g + l2 * p
+    if l2 is not None:
+        g = g + l2 * p
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
     return p - size * m / (v.sqrt() * correction2 + eps), m, v

@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -39,7 +38,8 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import flag_on, plan, real_values, to_device
+from amp.kernels.tables import flag_on, plan, to_device
+from amp.kernels.tensor_lists import dense, were_written
 from amp.kernels.unscale import scale_and_check
 
 BLOCK = 4096
@@ -78,30 +78,30 @@ def axpby(
     """
     if check not in ("x", "y", "both"):
         raise ValueError(f"check={check!r} is not one of 'x', 'y', 'both'")
-    lists = [real_values(tensors) for tensors in (xs, ys, outs)]
+    lists = [dense(tensors) for tensors in (xs, ys, outs)]
     todo = plan(*lists, block=BLOCK, backend=backend)
-    bulk.written(outs)
-    for part in todo.parts:
-        with flag_on(part.device, found_inf) as flag:
+    were_written(outs)
+    for each in todo.launches:
+        with flag_on(each.device, found_inf) as flag:
             launch(
                 axpby_kernel,
-                len(part.chunks),
-                part.device,
-                part.rows,
-                part.chunks,
-                _on(part.device, a),
-                _on(part.device, b),
+                len(each.chunks),
+                each.device,
+                each.rows,
+                each.chunks,
+                _on(each.device, a),
+                _on(each.device, b),
                 flag,
-                X=dtype_of(part.dtypes[0]),
-                Y=dtype_of(part.dtypes[1]),
-                OUT=dtype_of(part.dtypes[2]),
+                X=dtype_of(each.dtypes[0]),
+                Y=dtype_of(each.dtypes[1]),
+                OUT=dtype_of(each.dtypes[2]),
                 A_IS_POINTER=isinstance(a, Tensor),
                 B_IS_POINTER=isinstance(b, Tensor),
                 CHECK=check,
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-    for same in todo.rest:
+    for same in todo.fallback:
         inputs_x, inputs_y, outputs = [[tensors[i] for i in same] for tensors in lists]
         axpby_reference(a, inputs_x, b, inputs_y, outputs, found_inf, check)
 

@@ -58,6 +58,14 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
 
 
 @functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+@functools.cache
 def _works(device: torch.device) -> bool:
     """Whether Triton is there and runs a CUDA or ROCm device; says once if not."""
     if triton is None:

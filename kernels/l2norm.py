@@ -37,7 +37,8 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.tables import Part, flag_on, plan, real_values, to_device
+from amp.kernels.tables import Launch, flag_on, plan, to_device
+from amp.kernels.tensor_lists import dense
 from amp.kernels.unscale import check_reference
 
 BLOCK = 16384
@@ -85,22 +86,22 @@ def l2norm(
     for i, tensor in enumerate(tensors):
         if tensor.is_sparse and not tensor.is_coalesced():
             raise ValueError(f"tensor {i} is sparse and not coalesced; pass tensor.coalesce()")
-    values = real_values(tensors)
+    values = dense(tensors)
     todo = plan(values, block=BLOCK, backend=backend)
     home = values[0].device if values else torch.device("cpu")
-    by_device: dict[torch.device, list[Part]] = {}
-    for part in todo.parts:
-        by_device.setdefault(part.device, []).append(part)
+    by_device: dict[torch.device, list[Launch]] = {}
+    for one in todo.launches:
+        by_device.setdefault(one.device, []).append(one)
     norms = [
-        _launch(device, parts, len(values), inv_scale, found_inf, max_norm)
-        for device, parts in by_device.items()
+        _launch(device, launches, len(values), inv_scale, found_inf, max_norm)
+        for device, launches in by_device.items()
     ]
-    if list(by_device) == [home] and not todo.rest:
+    if list(by_device) == [home] and not todo.fallback:
         return norms[0]
     each = torch.zeros(len(values), dtype=torch.float32, device=home)
     for on_device in norms:
         each += to_device(on_device.each, home)
-    for same in todo.rest:
+    for same in todo.fallback:
         norms_of_same = l2norm_reference([values[i] for i in same], inv_scale, found_inf)
         for i, norm in zip(same, norms_of_same.unbind(), strict=True):
             each[i].copy_(to_device(norm, home))
@@ -117,37 +118,37 @@ def clip_factor(total: Tensor, max_norm: float | None) -> Tensor:
 
 def _launch(
     device: torch.device,
-    parts: Sequence[Part],
+    launches: Sequence[Launch],
     n: int,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
     max_norm: float | None,
 ) -> Norms:
     """Return the norms of the tensors on one device, 0 for those that are elsewhere."""
-    counts = [len(part.chunks) for part in parts]
+    counts = [len(one.chunks) for one in launches]
     memory = torch.empty(sum(counts) + n + 2, dtype=torch.float32, device=device)
     partials, each, total, clip = memory.split([sum(counts), n, 1, 1])
-    of_part = partials.split(counts)
-    if sum(len(part.indices) for part in parts) < n:
+    of_launch = partials.split(counts)
+    if sum(len(one.indices) for one in launches) < n:
         each.zero_()
     with flag_on(device, found_inf) as flag:
-        for part, sums in zip(parts, of_part, strict=True):
+        for one, sums in zip(launches, of_launch, strict=True):
             launch(
                 squares_kernel,
-                len(part.chunks),
+                len(one.chunks),
                 device,
-                part.rows,
-                part.chunks,
+                one.rows,
+                one.chunks,
                 None if inv_scale is None else to_device(inv_scale, device),
                 sums,
                 flag,
-                TENSOR=dtype_of(part.dtypes[0]),
+                TENSOR=dtype_of(one.dtypes[0]),
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-    for part, sums in zip(parts[:-1], of_part, strict=False):
-        norms_of_chunks(part, sums, each)
-    norms_of_chunks(parts[-1], of_part[-1], each, Total(partials, total, clip, max_norm))
+    for one, sums in zip(launches[:-1], of_launch, strict=False):
+        norms_of_chunks(one, sums, each)
+    norms_of_chunks(launches[-1], of_launch[-1], each, Total(partials, total, clip, max_norm))
     return Norms(total, each, clip)
 
 
@@ -167,11 +168,11 @@ class Total(NamedTuple):
     max_norm: float | None
 
 
-def norms_of_chunks(part: Part, sums: Tensor, each: Tensor, total: Total | None = None) -> None:
+def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor, total: Total | None = None) -> None:
     """Write the norms of tensors from the sums of squares of their chunks. The host does not wait.
 
     Args:
-        part: the tensors.
+        one: the launch that summed them up.
         sums: float32 `[chunks]`.
         each: float32, where the norm of each goes, at its index.
         total: the norm of all together, too.
@@ -179,10 +180,10 @@ def norms_of_chunks(part: Part, sums: Tensor, each: Tensor, total: Total | None 
     partials, norm, clip, max_norm = total or Total(sums, sums, sums, None)
     launch(
         norms_kernel,
-        len(part.indices) + (total is not None),
-        part.device,
-        part.rows,
-        part.firsts,
+        len(one.indices) + (total is not None),
+        one.device,
+        one.rows,
+        one.firsts,
         sums,
         each,
         partials,
@@ -190,8 +191,8 @@ def norms_of_chunks(part: Part, sums: Tensor, each: Tensor, total: Total | None 
         None if max_norm is None else float(max_norm),
         norm,
         clip,
-        len(part.indices),
-        COLUMNS=part.rows.shape[1],
+        len(one.indices),
+        COLUMNS=one.rows.shape[1],
         EPS=CLIP_EPS,
         BLOCK=FINISH_BLOCK,
         num_warps=WARPS,
@@ -254,7 +255,7 @@ def norms_kernel(
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program i < n finishes the norm of a part's i-th tensor; program n, if any, the total."""
+    """Program i < n finishes the norm of a launch's i-th tensor; program n, if any, the total."""
     program = tl.program_id(0)
     if program < n:
         square = _sum_of(sums, tl.load(firsts + program), tl.load(firsts + program + 1), BLOCK)

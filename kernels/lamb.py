@@ -23,6 +23,7 @@ from torch import Tensor
 
 from amp.kernels.adam import adam_numbers
 from amp.kernels.language import jit, tl
+from amp.kernels.plainstep import Numbers
 from amp.kernels.stepping import Rule, bias_correction
 
 
@@ -117,7 +118,7 @@ def _update(p, g, m, v, prepared):
     return p - size * direction, m, v
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     lr, beta1, beta2, fresh, new2, _, _, eps, decay, l2, corrects_bias, always_adapts = numbers
     correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
     adapts = float(bool(decay or l2 or always_adapts))

@@ -72,7 +72,7 @@ def dtype_of(dtype: torch.dtype) -> Any:
 def locate(chunks, rows, LISTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the table row of this program's tensor, and its chunk's start and length.
 
-    See `amp.kernels.tables.Part` for the tables. LISTS: how many addresses a row begins with.
+    See `amp.kernels.tables.Launch` for the tables. LISTS: how many addresses a row begins with.
     """
     program = tl.program_id(0)
     row = rows + tl.load(chunks + 2 * program) * (LISTS + 2)

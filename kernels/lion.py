@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
+from amp.kernels.plainstep import Numbers
 from amp.kernels.stepping import Rule, in_double
 
 
@@ -68,7 +69,7 @@ def _update(p, g, m, v, prepared):
     return p, m, v
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     lr, beta1, beta2, new1, new2, decay = numbers
     return lr, 1 - lr * decay, beta1, new1, beta2, new2
 

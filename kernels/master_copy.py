@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -27,7 +26,8 @@ from amp.kernels.language import (
     tl,
     vector_length,
 )
-from amp.kernels.tables import plan, real_values
+from amp.kernels.tables import plan
+from amp.kernels.tensor_lists import dense, were_written
 
 BLOCK = 8192
 WARPS = 8
@@ -43,22 +43,22 @@ def master_copy(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    inputs, outputs = real_values(sources), real_values(targets)
+    inputs, outputs = dense(sources), dense(targets)
     todo = plan(inputs, outputs, block=BLOCK, backend=backend)
-    bulk.written(targets)
-    for part in todo.parts:
+    were_written(targets)
+    for each in todo.launches:
         launch(
             copy_kernel,
-            len(part.chunks),
-            part.device,
-            part.rows,
-            part.chunks,
-            SOURCE=dtype_of(part.dtypes[0]),
-            TARGET=dtype_of(part.dtypes[1]),
+            len(each.chunks),
+            each.device,
+            each.rows,
+            each.chunks,
+            SOURCE=dtype_of(each.dtypes[0]),
+            TARGET=dtype_of(each.dtypes[1]),
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    for same in todo.rest:
+    for same in todo.fallback:
         torch._foreach_copy_([outputs[i] for i in same], [inputs[i] for i in same])
 
 

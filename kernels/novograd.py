@@ -23,6 +23,7 @@ from torch import Tensor
 
 from amp.kernels.adam import log_of
 from amp.kernels.language import jit, tl
+from amp.kernels.plainstep import Numbers
 from amp.kernels.stepping import Rule, bias_correction, in_double
 
 
@@ -102,7 +103,7 @@ def _update(p, g, m, v, prepared):
     return p * keep - size * m, m, v
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     assert of_tensor is not None
     lr, beta1, fresh, log_beta1, log_beta2, eps, decay, corrects_bias, inside = numbers
     correction1, correction2 = [

@@ -1,12 +1,14 @@
-"""The optimizer step without Triton: in plain torch, or on the CPU as one loop in C where it pays.
+"""The optimizer step without Triton: the plain formula, compiled on the CPU where that pays.
 
 A step reads and writes each tensor once, and a formula in eager torch goes through memory for each of
-its operations. So large tensors are done in slices that stay in the cache, and all small ones are
-gathered into one. The loop in C does without either, see `amp.kernels.nativestep`.
+its operations. So a large model on the CPU is stepped by the formula as Inductor compiles it
+(`amp.kernels.inductor`). In eager torch large tensors are done in slices that stay in the cache, and
+all small ones are gathered into one.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +16,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.nativestep import Formula, step_loop
+from amp.kernels.backend import requested
+from amp.kernels.inductor import compile_for_cpu
 from amp.kernels.split import decode, encode
-from amp.kernels.tables import are_flat
+from amp.kernels.tables import are_flat, numbers_on
+from amp.kernels.tensor_lists import are_plain
 
+Formula = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Sequence[Any]], tuple[Tensor, Tensor | None, Tensor | None]
+]
+"""From a parameter, gradient, two moments and the rule's numbers for this step to the new parameter and
+moments; a moment that the rule does not have comes as an empty tensor, and its result is not used. A
+number that is None belongs to a term that is left out."""
+
+Numbers = tuple[float | None, ...]
+
+WORTH_COMPILING = 2**20
+"""Elements from which a compiled step soon saves more time than its compilation takes."""
 LARGE = 2**16
 """Elements from which a tensor is not worth being gathered with others."""
 SLICE = 2**16
@@ -43,9 +58,13 @@ class Streams(NamedTuple):
 
     def map(self, function: Callable[[Any], Any]) -> Streams:
         """Return the streams with a function applied to each that there is."""
-        model, low = [None if x is None else function(x) for x in (self.model, self.low)]
-        moments = tuple(map(function, self.moments))
-        return Streams(function(self.param), function(self.grad), moments, model, low)
+        return self.of(*map(function, self.all()))
+
+    def of(self, param: Any, grad: Any, *others: Any) -> Streams:
+        """Return streams of other things, given in the order of `all`."""
+        moments, rest = others[: len(self.moments)], list(others[len(self.moments) :])
+        model = None if self.model is None else rest.pop(0)
+        return Streams(param, grad, moments, model, rest.pop(0) if rest else None)
 
     def all(self) -> list[Any]:
         """Return the streams that there are."""
@@ -61,7 +80,7 @@ class Streams(NamedTuple):
 def step_plainly(
     formula: Formula,
     lists: Streams,
-    numbers: Sequence[tuple[float, ...]],
+    numbers: Sequence[Numbers],
     scale: float,
     *,
     steps: Sequence[float],
@@ -81,17 +100,15 @@ def step_plainly(
         whole: whether the formula has to see each tensor as a whole.
         backend: see `amp.kernels.backend`.
     """
-    indices = list(range(len(lists.param)))
-    if not (whole or seed is not None or lists.low is not None):
-        flat = [i for i, tensors in enumerate(zip(*lists.all(), strict=True)) if are_flat(tensors)]
-        streams = [[tensors[i] for i in flat] for tensors in lists.all()]
-        run = step_loop(formula, len(lists.moments), streams, len(numbers[0]), backend)
-        if run is not None:
-            run(streams, [(scale, *numbers[i]) for i in flat])
-            indices = sorted({*indices} - {*flat})
-    alike: dict[tuple[tuple[float, ...], int | None], list[int]] = {}
-    for i in indices:
-        alone = i if whole or not are_flat([tensors[i] for tensors in lists.all()]) else None
+    flat = [are_flat(tensors) for tensors in zip(*lists.all(), strict=True)]
+    compiles = not whole and seed is None and _is_worth_compiling(lists, backend)
+    alike: dict[tuple[Numbers, int | None], list[int]] = {}
+    for i in range(len(flat)):
+        if compiles and flat[i]:
+            vectors = lists.map(lambda tensors, i=i: _as_vector(tensors[i]))  # type: ignore[misc]
+            if _step_compiled(formula, vectors, (scale, *numbers[i])):
+                continue
+        alone = i if whole or not flat[i] else None
         alike.setdefault((numbers[i], alone), []).append(i)
     for (of_tensor, alone), same in alike.items():
         if alone is not None:
@@ -101,6 +118,41 @@ def step_plainly(
         some = lists.map(lambda tensors, same=same: [tensors[i] for i in same])  # type: ignore[misc]
         for piece, vectors in enumerate(_pieces(some)):
             _step(formula, vectors, scale, of_tensor, _noise(seed, same[0] + piece, steps[same[0]]))
+
+
+def _is_worth_compiling(lists: Streams, backend: str | None) -> bool:
+    return (
+        sum(map(Tensor.numel, lists.param)) >= WORTH_COMPILING
+        and lists.param[0].device.type == "cpu"
+        and torch.float64 not in {tensors[0].dtype for tensors in lists.all()}
+        and all(map(are_plain, lists.all()))
+        and not any(map(Tensor.is_neg, lists.grad))  # whose memory holds other numbers
+        and not requested(backend)[0]
+    )
+
+
+def _step_compiled(formula: Formula, streams: Streams, numbers: Numbers) -> bool:
+    """Step vectors by the compiled formula, if it can be compiled. `numbers` begins with the scale."""
+    there = tuple([number is not None for number in numbers])
+    run = _compiled(formula, streams.map(operator.attrgetter("dtype")), there)
+    if run is None:
+        return False
+    present = tuple([number for number in numbers if number is not None])
+    run(*streams.all(), numbers_on(torch.device("cpu"), 0, present, torch.float32))
+    return True
+
+
+@functools.cache
+def _compiled(formula: Formula, dtypes: Streams, there: Sequence[bool]) -> Any:
+    def run(*arguments: Tensor) -> list[Tensor]:
+        *tensors, present = arguments
+        left = list(present.unbind())
+        scale, *numbers = [left.pop(0) if is_there else None for is_there in there]
+        _step(formula, dtypes.of(*tensors), scale, numbers, None)
+        return []
+
+    examples = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes.all()]
+    return compile_for_cpu(run, [*examples, torch.ones(sum(there), device="cpu", dtype=torch.float32)])
 
 
 def _noise(seed: int | None, piece: int, t: float) -> int | None:
@@ -131,7 +183,7 @@ def _as_vector(tensor: Tensor) -> Tensor:
 
 
 def _step(
-    formula: Formula, streams: Streams, scale: float, numbers: Sequence[float], seed: int | None
+    formula: Formula, streams: Streams, scale: Any, numbers: Sequence[Any], seed: int | None
 ) -> None:
     """Step tensors of one shape, in eager torch."""
     param, grad, moments, model, low = streams

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
+from amp.kernels.plainstep import Numbers
 from amp.kernels.stepping import Rule
 
 
@@ -96,7 +97,7 @@ def _update_without_momentum(p, g, m, v, prepared):
     return p - lr * (g + decay * p), m, v
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     lr, before, after, momentum, fresh, nesterov = numbers
     keep, fresh = (0.0, 1.0) if t == 1 else (momentum, fresh)
     along_g, along_m = (lr, lr * momentum) if nesterov else (0.0, lr)
@@ -112,7 +113,7 @@ def _formula(
     return p * keep - along_g * g - along_m * m, m, v
 
 
-def _at_without_momentum(numbers: list[float], t: float, of_tensor: float | None) -> tuple[float, ...]:
+def _at_without_momentum(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     lr, before, after, _, _, _ = numbers
     return lr, before + after
 

@@ -28,7 +28,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -42,7 +41,8 @@ from amp.kernels.language import (
     tl,
     vector_length,
 )
-from amp.kernels.tables import Part, plan, real_values
+from amp.kernels.tables import Launch, plan
+from amp.kernels.tensor_lists import dense, were_written
 
 BLOCK = 4096
 WARPS = 8
@@ -77,14 +77,14 @@ def join(
         masters: float32.
         backend: see `amp.kernels.backend`.
     """
-    lists = [real_values(tensors) for tensors in (weights, lows, masters)]
+    lists = [dense(tensors) for tensors in (weights, lows, masters)]
     todo = plan(*lists, block=BLOCK, backend=backend)
-    for part in todo.parts:
-        _launch(join_kernel, part)
-    for i in itertools.chain.from_iterable(todo.rest):
+    for each in todo.launches:
+        _launch(join_kernel, each)
+    for i in itertools.chain.from_iterable(todo.fallback):
         weight, low, master = [tensors[i] for tensors in lists]
         master.copy_(decode(weight, low))
-    bulk.written(masters)
+    were_written(masters)
 
 
 @torch.no_grad()
@@ -99,26 +99,26 @@ def split(
 
     Arguments are those of `join`.
     """
-    lists = [real_values(tensors) for tensors in (weights, lows, masters)]
+    lists = [dense(tensors) for tensors in (weights, lows, masters)]
     todo = plan(*lists, block=BLOCK, backend=backend)
-    for part in todo.parts:
-        _launch(split_kernel, part)
-    for i in itertools.chain.from_iterable(todo.rest):
+    for each in todo.launches:
+        _launch(split_kernel, each)
+    for i in itertools.chain.from_iterable(todo.fallback):
         weight, low, master = [tensors[i] for tensors in lists]
         high, rest = encode(master, weight.dtype, low.dtype)
         weight.copy_(high)
         low.copy_(rest)
-    bulk.written([*weights, *lows])
+    were_written([*weights, *lows])
 
 
-def _launch(kernel: Any, part: Part) -> None:
-    weight, low, _ = map(dtype_of, part.dtypes)
+def _launch(kernel: Any, each: Launch) -> None:
+    weight, low, _ = map(dtype_of, each.dtypes)
     launch(
         kernel,
-        len(part.chunks),
-        part.device,
-        part.rows,
-        part.chunks,
+        len(each.chunks),
+        each.device,
+        each.rows,
+        each.chunks,
         WEIGHT=weight,
         LOW=low,
         BLOCK=BLOCK,

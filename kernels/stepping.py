@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels import bulk
 from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
     ALIGNMENT,
@@ -50,15 +49,15 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.plainstep import Formula, Streams, step_plainly
+from amp.kernels.plainstep import Formula, Numbers, Streams, step_plainly
 from amp.kernels.split import decode_block, encode_block
-from amp.kernels.tables import Part, Plan, kept, local_shards, numbers_on, plan, stream_of, to_device
+from amp.kernels.tables import Launch, cached, numbers_on, plan, stream_of, to_device
+from amp.kernels.tensor_lists import local_shards, were_written
+from amp.kernels.update_scale import widest
 
 BLOCK = 2048
 COUNTERS = 256
 WARPS = 8
-GRADS = 1
-"""Which list of a step's plan the gradients are."""
 
 
 class Rule(NamedTuple):
@@ -79,14 +78,14 @@ class Rule(NamedTuple):
     moments: int
     prepare: Any
     update: Any
-    at: Callable[[list[float], float, float | None], tuple[float, ...]]
+    at: Callable[[list[float], float, float | None], Numbers]
     formula: Formula
     direction: Any = None
 
 
 def in_double(number: float | Tensor) -> float | Tensor:
-    """Return a hyper-parameter, which may be a tensor, in FP64."""
-    return number.double() if isinstance(number, Tensor) else float(number)
+    """Return a hyper-parameter in FP64; a tensor on a device without FP64 in FP32."""
+    return widest(number) if isinstance(number, Tensor) else float(number)
 
 
 @torch.no_grad()
@@ -106,10 +105,11 @@ def step(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
     maximize: bool = False,
-    known: Plan | None = None,
     backend: str | None = None,
-) -> Plan:
+) -> None:
     """Step parameters in place. On a device with Triton the host does not wait.
+
+    Autograd is told of it: the version of each parameter, model and low half goes up by one.
 
     Args:
         rule: the optimizer's formula.
@@ -126,108 +126,114 @@ def step(
         clip: the same again.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
         maximize: whether to step along the gradients.
-        known: the plan that an earlier call returned, if all tensors are where they were.
         backend: see `amp.kernels.backend`.
-
-    Returns:
-        The plan, to be passed to a later call.
 
     Raises:
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    others = [tensors for tensors in (models, lows) if tensors is not None]
-    written = [params, *moments, *others]
-    lists = [params, grads, *written[1:]]
-    todo = known
-    if todo is None:
-        lists = [local_shards(tensors) for tensors in lists]
-        todo = plan(*lists, block=BLOCK, numbers=steps, backend=backend)
-    rest = list(todo.rest)
-    for part in todo.parts:
-        if torch.float64 in part.dtypes:
-            rest.append(part.indices)
-            continue
-        dtypes = iter(map(dtype_of, part.dtypes))
-        factors = [
-            None if x is None else to_device(x, part.device) for x in (inv_scale, clip, found_inf)
-        ]
-        arguments: dict[str, Any] = {
-            "rows": part.rows,
-            "chunks": part.chunks,
-            "n": len(part.indices),
-            "numbers": _on_device(tuple(numbers), part.device),
-            "of_tensor": None if of_tensor is None else to_device(of_tensor, part.device),
-            "n_of_tensor": len(params),
-            "seed": seed,
-            **dict(zip(("inv_scale", "clip", "found_inf"), factors, strict=True)),
-            "PREPARE": rule.prepare,
-            "MAXIMIZE": maximize,
-            "PARAM": next(dtypes),
-            "GRAD": next(dtypes),
-            "FIRST": next(dtypes) if rule.moments > 0 else None,
-            "SECOND": next(dtypes) if rule.moments > 1 else None,
-            "MODEL": next(dtypes) if models is not None else None,
-            "LOW": next(dtypes) if lows is not None else None,
-            "LISTS": len(lists),
-            "BLOCK": BLOCK,
-            "COUNTERS": COUNTERS,
-            "num_warps": WARPS,
-        }
-        if rule.direction is not None:
-            arguments["of_tensor"] = _norms_of_direction(rule, part, arguments)
-        ticket = _ticket(part.device, stream_of(part.device))
-        _launch(part, arguments, UPDATE=rule.update, sums=None, ticket=ticket)
-    if rest and (found_inf is None or not found_inf.item()):
-        indices = list(itertools.chain.from_iterable(rest))
-        counters = [steps[i] for i in indices]
-        torch._foreach_add_(counters, 1.0)
-        scale = math.prod(float(x) for x in (inv_scale, clip) if x is not None)
-        values = list(map(float, numbers))
-        own: list[float | None] = [None] * len(params) if of_tensor is None else of_tensor.tolist()
-        at = functools.cache(functools.partial(rule.at, values))
-        for number, same in enumerate(rest):
-            of_same = [[tensors[i] for i in same] for tensors in lists]
-            extra = of_same.pop() if others else None
-            ts = [float(steps[i]) for i in same]
-            step_plainly(
-                rule.formula,
-                Streams(
-                    of_same[0],
-                    of_same[1],
-                    tuple(of_same[2:]),
-                    model=None if models is None else extra,
-                    low=None if lows is None else extra,
-                ),
-                [at(t, own[i]) for t, i in zip(ts, same, strict=True)],
-                -scale if maximize else scale,
-                steps=ts,
-                seed=None if seed is None else seed + number,
-                whole=rule.direction is not None,
-                backend=backend,
-            )
-    bulk.written([*itertools.chain(params, *others)])
-    return todo
+    lists = Streams(params, grads, tuple(moments), models, lows).map(local_shards)
+    how = _How(rule, tuple(numbers), of_tensor, seed, inv_scale, clip, found_inf, maximize, backend)
+    todo = plan(*lists.all(), block=BLOCK, numbers=steps, backend=backend)
+    in_torch = [*todo.fallback, *(x.indices for x in todo.launches if torch.float64 in x.dtypes)]
+    for each in todo.launches:
+        if torch.float64 not in each.dtypes:
+            _launch_step(how, each, lists)
+    if in_torch and (found_inf is None or not found_inf.item()):
+        _step_in_torch(how, in_torch, lists, steps)
+    were_written([*params, *(models or ()), *(lows or ())])
 
 
-def _launch(part: Part, arguments: dict[str, Any], **more: Any) -> None:
-    launch(step_kernel, len(part.chunks), part.device, **arguments, **more)
+class _How(NamedTuple):
+    """The arguments of `step` that are no lists."""
+
+    rule: Rule
+    numbers: tuple[float | Tensor, ...]
+    of_tensor: Tensor | None
+    seed: int | None
+    inv_scale: Tensor | None
+    clip: Tensor | None
+    found_inf: Tensor | None
+    maximize: bool
+    backend: str | None
 
 
-def _norms_of_direction(rule: Rule, part: Part, arguments: dict[str, Any]) -> Tensor:
+def _launch_step(how: _How, each: Launch, lists: Streams) -> None:
+    rule, device = how.rule, each.device
+    dtypes = lists.of(*map(dtype_of, each.dtypes))
+    moments = (*dtypes.moments, None, None)
+    arguments: dict[str, Any] = {
+        "rows": each.rows,
+        "chunks": each.chunks,
+        "n": len(each.indices),
+        "numbers": _on_device(how.numbers, device),
+        "of_tensor": None if how.of_tensor is None else to_device(how.of_tensor, device),
+        "n_of_tensor": len(lists.param),
+        "seed": how.seed,
+        "inv_scale": None if how.inv_scale is None else to_device(how.inv_scale, device),
+        "clip": None if how.clip is None else to_device(how.clip, device),
+        "found_inf": None if how.found_inf is None else to_device(how.found_inf, device),
+        "PREPARE": rule.prepare,
+        "MAXIMIZE": how.maximize,
+        "PARAM": dtypes.param,
+        "GRAD": dtypes.grad,
+        "FIRST": moments[0],
+        "SECOND": moments[1],
+        "MODEL": dtypes.model,
+        "LOW": dtypes.low,
+        "LISTS": len(each.dtypes),
+        "BLOCK": BLOCK,
+        "COUNTERS": COUNTERS,
+        "num_warps": WARPS,
+    }
+    if rule.direction is not None:
+        arguments["of_tensor"] = _norms_of_direction(rule, each, arguments)
+    ticket = _ticket(device, stream_of(device))
+    _launch(each, arguments, UPDATE=rule.update, sums=None, ticket=ticket)
+
+
+def _launch(each: Launch, arguments: dict[str, Any], **more: Any) -> None:
+    launch(step_kernel, len(each.chunks), each.device, **arguments, **more)
+
+
+def _norms_of_direction(rule: Rule, each: Launch, arguments: dict[str, Any]) -> Tensor:
     """Return the norms of parameters, and after them those of their directions, float32 `[2 * n]`."""
-    n, programs = arguments["n_of_tensor"], len(part.chunks)
-    sums = torch.empty(2 * programs, dtype=torch.float32, device=part.device)
-    _launch(part, arguments, UPDATE=rule.direction, sums=sums, ticket=None)
-    norms = torch.empty(2 * n, dtype=torch.float32, device=part.device)
+    n, programs = arguments["n_of_tensor"], len(each.chunks)
+    sums = torch.empty(2 * programs, dtype=torch.float32, device=each.device)
+    _launch(each, arguments, UPDATE=rule.direction, sums=sums, ticket=None)
+    norms = torch.empty(2 * n, dtype=torch.float32, device=each.device)
     for of_kind, of_chunks in zip(norms.split(n), sums.split(programs), strict=True):
-        norms_of_chunks(part, of_chunks, of_kind)
+        norms_of_chunks(each, of_chunks, of_kind)
     return norms
+
+
+def _step_in_torch(
+    how: _How, groups: Sequence[Sequence[int]], lists: Streams, steps: Sequence[Tensor]
+) -> None:
+    """Step what Triton does not, group by group of one device and combination of dtypes."""
+    torch._foreach_add_([steps[i] for i in itertools.chain.from_iterable(groups)], 1.0)
+    scale = math.prod(float(x) for x in (how.inv_scale, how.clip) if x is not None)
+    own = [None] * len(steps) if how.of_tensor is None else how.of_tensor.tolist()
+    at = functools.cache(functools.partial(how.rule.at, list(map(float, how.numbers))))
+    for number, same in enumerate(groups):
+        # What is written by way of `.data` has no version: autograd is told of the whole step once.
+        of_same = lists.map(lambda tensors, same=same: [tensors[i].data for i in same])  # type: ignore[misc]
+        ts = [float(steps[i]) for i in same]
+        step_plainly(
+            how.rule.formula,
+            of_same,
+            [at(t, own[i]) for t, i in zip(ts, same, strict=True)],
+            -scale if how.maximize else scale,
+            steps=ts,
+            seed=None if how.seed is None else how.seed + number,
+            whole=how.rule.direction is not None,
+            backend=how.backend,
+        )
 
 
 def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tensor:
     """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
-    if bulk.types(numbers) <= {float, int}:
+    if not any(isinstance(number, Tensor) for number in numbers):
         return numbers_on(device, stream_of(device), numbers, torch.float32)
     there = {
         i: number
@@ -243,7 +249,7 @@ def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Ten
     return result
 
 
-@kept
+@cached
 def _ticket(device: torch.device, stream: int) -> Tensor:
     """Return the count of programs that have finished, int32 `[1]`; a launch leaves it at 0."""
     return torch.zeros(1, dtype=torch.int32, device=device)

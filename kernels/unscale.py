@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels import bulk
 from amp.kernels.language import (
     ALIGNMENT,
     STEP,
@@ -35,8 +34,8 @@ from amp.kernels.language import (
     vector_length,
     wide,
 )
-from amp.kernels.native import is_worth_a_loop, loop
-from amp.kernels.tables import are_flat, flag_on, plan, real_values, to_device
+from amp.kernels.tables import flag_on, plan, to_device
+from amp.kernels.tensor_lists import dense, were_written
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
@@ -65,26 +64,26 @@ def unscale(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    inputs = real_values(sources)
-    outputs = inputs if targets is sources else real_values(targets)
+    inputs = dense(sources)
+    outputs = inputs if targets is sources else dense(targets)
     todo = plan(inputs, outputs, block=BLOCK, backend=backend)
-    bulk.written(targets)
-    for part in todo.parts:
-        with flag_on(part.device, found_inf) as flag:
+    were_written(targets)
+    for each in todo.launches:
+        with flag_on(each.device, found_inf) as flag:
             launch(
                 unscale_kernel,
-                len(part.chunks),
-                part.device,
-                part.rows,
-                part.chunks,
-                to_device(inv_scale, part.device),
+                len(each.chunks),
+                each.device,
+                each.rows,
+                each.chunks,
+                to_device(inv_scale, each.device),
                 flag,
-                SOURCE=dtype_of(part.dtypes[0]),
-                TARGET=dtype_of(part.dtypes[1]),
+                SOURCE=dtype_of(each.dtypes[0]),
+                TARGET=dtype_of(each.dtypes[1]),
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-    for same in todo.rest:
+    for same in todo.fallback:
         unscale_reference([inputs[i] for i in same], [outputs[i] for i in same], inv_scale, found_inf)
 
 
@@ -101,24 +100,24 @@ def check(
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
     `unscale`.
     """
-    inputs = real_values(sources)
+    inputs = dense(sources)
     todo = plan(inputs, block=CHECK_BLOCK, backend=backend)
-    for part in todo.parts:
-        with flag_on(part.device, found_inf) as flag:
+    for each in todo.launches:
+        with flag_on(each.device, found_inf) as flag:
             launch(
                 check_kernel,
-                len(part.chunks),
-                part.device,
-                part.rows,
-                part.chunks,
-                to_device(inv_scale, part.device),
+                len(each.chunks),
+                each.device,
+                each.rows,
+                each.chunks,
+                to_device(inv_scale, each.device),
                 flag,
-                SOURCE=dtype_of(part.dtypes[0]),
+                SOURCE=dtype_of(each.dtypes[0]),
                 BLOCK=CHECK_BLOCK,
                 num_warps=WARPS,
             )
-    for same in todo.rest:
-        check_reference([inputs[i] for i in same], inv_scale, found_inf, backend)
+    for same in todo.fallback:
+        check_reference([inputs[i] for i in same], inv_scale, found_inf)
 
 
 @jit
@@ -218,56 +217,24 @@ def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" or dtype is not torch.bfloat16
 
 
-def check_reference(
-    sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, backend: str | None = None
-) -> None:
-    """Do `check` without Triton, on tensors of one device and dtype.
+def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Do `check` in plain torch, on tensors of one device and dtype.
 
     Products are finite where those of the extremes are. On the CPU torch's own operation, multiplying
-    by 1, is several times faster than finding those, and a loop in C, where it pays, faster still.
+    by 1, is faster than finding those.
     """
     device = sources[0].device
-    largest = _largest_magnitude(sources, backend)
-    if largest is not None:
-        extremes = largest
-    elif _is_at_most_one(inv_scale) and all(
-        s.device.type == "cpu" and s.is_contiguous() for s in sources
-    ):
+    on_cpu = device.type == "cpu" and all(source.is_contiguous() for source in sources)
+    if on_cpu and _is_at_most_one(inv_scale):
         with flag_on(device, found_inf) as flag:
             one = torch.ones(1, dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
         return
-    else:
-        extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
+    extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
     wider = torch.promote_types(extremes.dtype, torch.float32)
     products = extremes.to(wider) * to_device(inv_scale, device)
     with flag_on(device, found_inf) as flag:
         torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
-
-
-def _largest_magnitude(sources: Sequence[Tensor], backend: str | None) -> Tensor | None:
-    """Return the largest magnitude, `[1]`, of CPU tensors that are worth a loop, NaN counting as such.
-
-    Without their signs, numbers of a format have the order of their bits, with inf and NaN at the end.
-    """
-    if not is_worth_a_loop(sources, backend) or not all(are_flat([source]) for source in sources):
-        return None
-    unsigned, bits = (
-        ("uint32_t", torch.int32) if sources[0].element_size() == 4 else ("uint16_t", torch.int16)
-    )
-    body = """
-        for (int64_t i = 0; i < length; i++) {
-            const TYPE magnitude = x0[i] & ((TYPE)-1 >> 1);
-            largest = magnitude > largest ? magnitude : largest;
-        }
-    """
-    of_threads = loop(
-        (unsigned,), body.replace("TYPE", unsigned), before=f"{unsigned} largest = 0;", result="largest"
-    )
-    if of_threads is None:
-        return None
-    largest = max(of_threads([sources]))
-    return torch.tensor([largest], dtype=bits, device="cpu").view(sources[0].dtype)
 
 
 def _is_at_most_one(factor: Tensor) -> bool:

@@ -9,9 +9,9 @@ hysteresis left, found_inf, overflows in a row; see `amp.kernels.scale_state`.
                if good >= interval: scale = min(scale * growth, ceiling); good = 0; hysteresis = full
     always:    inverse = 1 / scale; found_inf = 0
 
-Products are FP64, rounded to FP32 once, as in `torch.amp.GradScaler`. An overflow with hysteresis
-left keeps the scale. With `reset_each_step`, each good step gives the
-hysteresis back too. The step is skipped on every overflow; that is the caller's business.
+Products are FP64, rounded to FP32 once, as in `torch.amp.GradScaler`; FP32 on a device without
+FP64. An overflow with hysteresis left keeps the scale. With `reset_each_step`, each good step gives
+the hysteresis back too. The step is skipped on every overflow; that is the caller's business.
 Launches: one.
 
 Sources: NVIDIA apex `update_scale_hysteresis`, Megatron-LM and DeepSpeed's dynamic scalers.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels import scale_state
-from amp.kernels.backend import uses_triton
+from amp.kernels.backend import has_float64, uses_triton
 from amp.kernels.language import jit, launch, tl
 from amp.kernels.tables import numbers_on, stream_of
 
@@ -31,6 +31,16 @@ LAYOUT = {
     name: getattr(scale_state, name)
     for name in ("SCALE", "INVERSE", "GOOD_STEPS", "HYSTERESIS", "FOUND_INF", "OVERFLOWS")
 }
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, or in float32 on a device that has no float64."""
+    return tensor.to(torch.float64 if has_float64(tensor.device) else torch.float32)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return 1 / scale, float32, rounded once. The host does not wait for the device."""
+    return widest(scale).reciprocal().float()
 
 
 @torch.no_grad()
@@ -118,7 +128,7 @@ def update_scale_reference(
     reset_each_step: bool,
 ) -> None:
     """Do `update_scale` in plain torch."""
-    scale, _, good, left, found, overflows = state.double().unbind()
+    scale, _, good, left, found, overflows = widest(state).unbind()
     overflow = found > 0
     full = torch.full_like(left, hysteresis)
 
@@ -139,7 +149,7 @@ def update_scale_reference(
         torch.stack(
             [
                 new_scale,
-                new_scale.double().reciprocal(),
+                inverse(new_scale),
                 torch.where(overflow, zero, good_if_good),
                 torch.where(overflow, torch.clamp(left_if_overflow, min=0.0), left_if_good),
                 zero,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch._dynamo  # the first optimizer imports it, and it replaces torch.ma
 import torch.utils.checkpoint
 
 from amp.frontend import _Default
-from amp.kernels import bulk
 
 if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which warns of torch.jit
     with warnings.catch_warnings():
@@ -35,24 +33,6 @@ PATCHED_PLACES = (
     torch.nn.RNNBase,
     torch.nn.DataParallel,
 )
-
-
-@pytest.fixture(scope="session")
-def compiled_bulk() -> Any:
-    """The functions of kernels/bulk.cpp."""
-    try:
-        return bulk.compiled()
-    except (OSError, ImportError) as error:
-        pytest.skip(f"bulk.cpp cannot be compiled here: {error}")
-
-
-@pytest.fixture(params=["in Python", "in C++"])
-def bulk_functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask lists of tensors in either way."""
-    if request.param == "in C++":
-        compiled = request.getfixturevalue("compiled_bulk")
-        for name in bulk.IN_PYTHON:
-            monkeypatch.setattr(bulk, name, getattr(compiled, name))
 
 
 def _attributes() -> dict[tuple[object, str], object]:

@@ -1,114 +1,92 @@
-"""Imports run one way, as docs/architecture.md draws them."""
+"""Imports run one way, down the layers that docs/architecture.md draws."""
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "hostcopy", "kernels.compiling", "kernels.language", "kernels.scale_state"),
-    ("kernels.bulk",),
-    ("dtypes", "distributed", "kernels.backend"),
-    ("rules", "patching", "yamlfile", "kernels.tables"),
-    ("properties", "regions", "kernels.native"),
-    ("kernels.nativestep",),
-    ("kernels.unscale", "kernels.master_copy", "kernels.split", "kernels.update_scale"),
-    ("kernels.axpby", "kernels.l2norm"),
-    ("kernels.plainstep",),
-    ("kernels.stepping",),
-    ("kernels.adagrad", "kernels.adam", "kernels.lion", "kernels.sgd", "scaledgrads"),
-    ("kernels.lamb", "kernels.novograd"),
-    ("optimizers.launches",),
-    ("optimizers.fused",),
-    (
-        *("optimizers.adagrad", "optimizers.adam", "optimizers.lamb"),
-        *("optimizers.lion", "optimizers.novograd", "optimizers.sgd"),
-    ),
-    ("optimizers",),
-    ("profiles", "scaler", "masters"),
-    ("policy",),
-    ("opcast", "modelcast", "checkpoint"),
-    ("registry", "modulerules", "binding"),
-    ("numerics.formats",),
-    ("numerics.rounding",),
-    ("numerics.scaling", "numerics.memory"),
-    ("session", "grad_scaler"),
-    ("numerics.text",),
-    ("numerics.crises", "numerics.watching"),
-    ("numerics.plots", "numerics.lab"),
-    ("numerics.commands",),
-    ("numerics",),
-    ("fp16_utils.groups", "fp16_utils.loss_scaler", "fp16_utils.util"),
-    ("fp16_utils.optimizer",),
-    ("fp16_utils",),
-    (
-        *("frontend", "compat.normalization", "compat.parallel", "compat.alias", "compat.amp_c"),
-        *("compat.optimizers", "compat.lists.tables", "compat.apex_c"),
-    ),
-    (
-        *("compat.state", "compat.run", "compat.lists.functional_overrides"),
-        *("compat.lists.tensor_overrides", "compat.lists.torch_overrides"),
-    ),
-    ("compat.lists",),
-    ("compat.handle",),
-    ("compat.apex_amp",),
-    ("compat",),
-    ("cli",),
-    ("__init__",),
-    ("__main__",),
-)
-LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-FOLDERS = {
-    "amp": "",
-    "amp/compat": "compat.",
-    "amp/compat/lists": "compat.lists.",
-    "amp/optimizers": "optimizers.",
-    "amp/fp16_utils": "fp16_utils.",
-    "amp/numerics": "numerics.",
-    "kernels": "kernels.",
+LAYERS: dict[str, tuple[str, ...]] = {
+    "commands": ("__init__", "__main__", "cli"),
+    "faces": ("frontend", "grad_scaler", "compat", "fp16_utils", "numerics"),
+    "session": ("session", "arguments", "checkpoint"),
+    "training": ("training", "masters", "optimizers"),
+    "casting": ("casting",),
+    "profiles": ("profiles",),
+    "kernels": ("kernels",),
+    "base": ("errors", "dtypes", "distributed", "patching"),
 }
-SOURCES = {
-    (prefix + path.stem).removesuffix(".__init__"): path
-    for folder, prefix in FOLDERS.items()
-    for path in sorted((ROOT / folder).glob("*.py"))
-}
+"""From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""
+
+DEPTHS = {name: depth for depth, names in enumerate(LAYERS.values()) for name in names}
 
 
-def imported(path: Path) -> set[str]:
-    """Return the top modules of amp and the packages that a file imports, at any depth in it."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def name_of(path: Path) -> str:
+    """Return the name of a module inside amp, such as `training.scaler`."""
+    parts = (
+        path.relative_to(ROOT if path.parent.name == "kernels" else ROOT / "amp").with_suffix("").parts
+    )
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+FILES = [*(ROOT / "amp").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+MODULES = {name_of(path): path for path in sorted(FILES)}
+
+
+def imports_of(name: str, is_run: bool = False) -> Iterator[str]:
+    """Yield what a module imports, at any depth in it; modules of amp without the `amp.`.
+
+    Args:
+        name: of the module.
+        is_run: leave out what only type checkers import.
+    """
+    tree = ast.parse(MODULES[name].read_text())
+    for node in ast.walk(tree):
+        if is_run and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            yield from (alias.name.removeprefix("amp.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: relative import"
-            assert node.module is not None
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            known = {name for name in inside if name.removeprefix("amp.") in LAYER_OF}
-            names |= inside if node.module == "amp" else known or {node.module}
-    return names
+            assert node.level == 0, f"{name}: relative import"
+            module = (node.module or "").removeprefix("amp").removeprefix(".")
+            inside = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names}
+            yield from inside & MODULES.keys() or {node.module if module == "" else module}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_module_imports_only_what_lies_below_it(name: str) -> None:
-    for module in imported(SOURCES[name]):
-        if module.startswith("amp."):
-            below = module.removeprefix("amp.")
-            assert LAYER_OF[below] < LAYER_OF[name], f"{name} imports {below}"
+def test_every_module_is_in_exactly_one_layer() -> None:
+    named = [name for names in LAYERS.values() for name in names]
+    assert len(named) == len(set(named))
+    assert {name.partition(".")[0] for name in MODULES} == set(named)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_imports_only_from_its_own_layer_or_below(name: str) -> None:
+    for module in imports_of(name):
+        top = module.partition(".")[0]
+        assert DEPTHS.get(top, len(LAYERS)) >= DEPTHS[name.partition(".")[0]], f"{name}: {module}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {
+        name: [module for module in imports_of(name, is_run=True) if module in MODULES]
+        for name in MODULES
+        if name != "__init__"
+    }
+    TopologicalSorter(graph).prepare()
 
 
 def test_kernels_import_torch_and_triton_only() -> None:
-    allowed = {"torch", "triton", "amp", *sys.stdlib_module_names}
-    for path in (ROOT / "kernels").glob("*.py"):
-        for module in imported(path):
-            top = module.split(".")[0]
-            assert top in allowed, f"{path.name} imports {module}"
-            assert top != "amp" or module.startswith("amp.kernels"), f"{path.name} imports {module}"
+    allowed = {"torch", "triton", "kernels", *sys.stdlib_module_names}
+    for name in MODULES:
+        if name.startswith("kernels."):
+            assert {module.partition(".")[0] for module in imports_of(name)} <= allowed, name
 
 
 def test_the_packages_have_no_top_level_names_of_their_own() -> None:

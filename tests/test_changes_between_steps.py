@@ -15,10 +15,9 @@ from torch import nn
 import amp
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdam
-from amp.optimizers.launches import Launches
+from amp.optimizers.batches import Batches
 
 pytestmark = [
-    pytest.mark.usefixtures("bulk_functions"),
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
 ]
@@ -149,7 +148,7 @@ def train(
         if i in (1, 2, 4):
             change(net, optimizer)
         if forgets:
-            optimizer._launches = Launches()
+            optimizer._batches = Batches()
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(i)).to(device)
         loss = net(x).float().square().mean()
         if session is None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.nn import functional as F
 
 import amp
-from amp.policy import resolve
+from amp.casting.policy import resolve
 from tests import ops
 from tests.models import initialize, sgd
 from tests.ops import Row

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp
-from amp.binding import OptimizerBinding
+from amp.training.attachment import AttachedOptimizer
 from tests.models import (
     LEVELS,
     MASTER_LEVELS,
@@ -175,7 +175,7 @@ def test_what_initialize_refuses(models: Any, optimizers: Any, error: type, text
     with pytest.raises(error, match=text) as caught:
         amp.initialize(models(model), optimizer, opt_level="O2")
     assert isinstance(caught.value, amp.AmpError)
-    assert OptimizerBinding.of(optimizer) is None
+    assert AttachedOptimizer.of(optimizer) is None
 
 
 def test_a_half_buffer_is_named() -> None:
@@ -292,7 +292,7 @@ def test_a_failed_initialize_changes_nothing(level: str) -> None:
         amp.initialize(model, [first, Brittle(model.parameters(), lr=1)], opt_level=level)
 
     assert "step" not in vars(first)
-    assert OptimizerBinding.of(first) is None
+    assert AttachedOptimizer.of(first) is None
     after = [p for group in first.param_groups for p in group["params"]]
     assert all(p is q for p, q in zip(params, after, strict=True))
     for name, value in model.state_dict().items():

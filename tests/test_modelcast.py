@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import amp
-from amp.modelcast import map_tensors
+from amp.casting.containers import map_tensors
 from tests.models import CAST_LEVELS, MODEL_DTYPE, batch, conv_net, initialize, linear, sgd
 
 # Containers.

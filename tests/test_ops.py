@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amp
-from amp.policy import load_policy, resolve
+from amp.casting.policy import load_policy, resolve
 from tests import ops
 from tests.ops import Row, X, Y
 
@@ -56,7 +56,7 @@ class Calls(nn.Module):
 
 def in_forward(function: Any) -> Any:
     """Call a function inside the forward of a model that was given to the session."""
-    from amp.regions import newest_caster, watch
+    from amp.casting.regions import newest_caster, watch
 
     model = Calls()
     handles = watch(model, newest_caster())

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import amp
 from amp.errors import AmpRuntimeError
-from amp.masters import check_device
+from amp.masters.whole import check_device
 from amp.optimizers import FusedAdam
 from tests.models import LEVELS, MASTER_LEVELS, adamw, batch, conv_net, initialize, linear, sgd
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import amp
-from amp.profiles import resolve
+from amp.profiles.levels import resolve
 from tests.models import linear, sgd
 
 TABLE = {

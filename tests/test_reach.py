@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import amp
-from amp import regions
+from amp.casting import regions
 from tests.models import initialize, sgd
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import amp
-from amp import registry
+from amp.casting import registry
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))

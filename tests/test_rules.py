@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amp
+from amp.casting.op_caster import OpCaster
+from amp.casting.policy import OpRule, load_policy
 from amp.cli import main
-from amp.opcast import OpCaster
-from amp.policy import OpRule, load_policy
 from tests.models import initialize, sgd
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import amp
-from amp.hostcopy import HostCopies
 from amp.kernels.unscale import unscale
-from amp.properties import LossScaling
-from amp.scaler import LossScaler
+from amp.profiles.loss_scaling import LossScaling
+from amp.training.host_copies import HostCopies
+from amp.training.scaler import LossScaler
 from tests.models import LEVELS, initialize, linear, sgd
 
 

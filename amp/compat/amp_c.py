@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.properties import SMALLEST_SCALE
+from amp.profiles.keys import SMALLEST_SCALE
 
 __all__ = [
     "MultiTensorApply",

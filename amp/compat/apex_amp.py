@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from amp import frontend
-from amp.binding import OptimizerBinding
-from amp.compat import lists
-from amp.compat.handle import AmpHandle, init
-from amp.compat.state import Stash, _amp_state
-from amp.frontend import load_state_dict, master_params, scale_loss
-from amp.regions import disable_casts
-from amp.registry import (
+from amp.casting.regions import disable_casts
+from amp.casting.registry import (
     bfloat16_function,
     float_function,
     half_function,
@@ -21,6 +16,11 @@ from amp.registry import (
     register_half_function,
     register_promote_function,
 )
+from amp.compat import lists
+from amp.compat.handle import AmpHandle, init
+from amp.compat.state import Stash, _amp_state
+from amp.frontend import load_state_dict, master_params, scale_loss
+from amp.training.attachment import AttachedOptimizer
 
 __all__ = [
     "_amp_state",
@@ -52,12 +52,12 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
         _amp_state.handle = AmpHandle(session)
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in given:
-        binding = OptimizerBinding.of(optimizer)
-        if binding is not None:
+        attached = AttachedOptimizer.of(optimizer)
+        if attached is not None:
             optimizer._amp_stash = Stash(optimizer)
             optimizer._lazy_init_maybe_master_weights = _nothing
             optimizer._amp_lazy_init = _nothing
-            optimizer._master_params_to_model_params = binding.write_back
+            optimizer._master_params_to_model_params = attached.write_back
     return result
 
 

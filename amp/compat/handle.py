@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from amp.casting.regions import disable_casts
 from amp.compat import lists
 from amp.compat.state import _amp_state
 from amp.errors import AmpNotImplementedError, AmpRuntimeError
-from amp.regions import disable_casts
 from amp.session import Session
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import frontend, scaler
-from amp.binding import OptimizerBinding
+from amp import frontend
 from amp.errors import AmpRuntimeError
 from amp.fp16_utils.groups import MasterGroups
-from amp.properties import LossScaling
+from amp.profiles.loss_scaling import LossScaling
+from amp.training import scaler
+from amp.training.attachment import AttachedOptimizer
 
 __all__ = ["LossScaler", "_amp_state"]
 
@@ -298,8 +299,8 @@ class Stash(MasterGroups):
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether there are gradients that wait for unscaling."""
-        binding = OptimizerBinding.of(self._optimizer)
-        return binding is not None and binding.is_pending
+        attached = AttachedOptimizer.of(self._optimizer)
+        return attached is not None and attached.gradients.delayed is not None
 
     @property
     def all_fp32_params(self) -> list[Tensor]:

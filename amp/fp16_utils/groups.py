@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp.binding import OptimizerBinding
+from amp.training.attachment import AttachedOptimizer
 
 
 class MasterGroups:
@@ -19,8 +19,8 @@ class MasterGroups:
 
     def _groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
         """Return what is stepped of each group, with the model's parameter of each master."""
-        binding = OptimizerBinding.of(self._optimizer_of_groups())
-        groups = [] if binding is None else binding.groups()
+        attached = AttachedOptimizer.of(self._optimizer_of_groups())
+        groups = [] if attached is None else attached.groups()
         return [[pair for pair in group if _model(*pair).requires_grad] for group in groups]
 
     @property

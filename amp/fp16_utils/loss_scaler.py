@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import scaler
-from amp.properties import LARGEST_SCALE, LossScaling
+from amp.profiles.keys import LARGEST_SCALE
+from amp.profiles.loss_scaling import LossScaling
+from amp.training import scaler
 
 
 class LossScaler:

@@ -1,7 +1,7 @@
 """`FP16_Optimizer`: an optimizer around an optimizer, with masters and loss scaling inside.
 
 It is a session with one optimizer and no model: `backward` is a `scale_loss` block, and the rest looks
-at what the session's binding has.
+at what is attached to the optimizer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import scaler
-from amp.binding import OptimizerBinding, Pending
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.fp16_utils.groups import MasterGroups
 from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, SavedLossScaler
 from amp.session import Session
+from amp.training import scaler
+from amp.training.attachment import AttachedOptimizer
+from amp.training.blocks import Block
 
 _DYNAMIC_ARGUMENTS = {
     "init_scale": "init",
@@ -77,10 +78,10 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         self.first_closure_call_this_step = True
 
     @property
-    def _binding(self) -> OptimizerBinding:
-        binding = OptimizerBinding.of(self.optimizer)
-        assert binding is not None
-        return binding
+    def _attached(self) -> AttachedOptimizer:
+        attached = AttachedOptimizer.of(self.optimizer)
+        assert attached is not None
+        return attached
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # before there is one
@@ -161,16 +162,15 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         Gradients are those of `backward(..., update_master_grads=False)`, or of a loss that the caller
         has multiplied by `loss_scale`.
         """
-        binding = self._binding
-        if not binding.is_pending and any(p.grad is not None for p in self.all_fp16_params):
-            scale = self._session.scalers[0].snapshot()
-            binding.delay(Pending(scale, [binding]))
-        binding.unscale_pending()
+        gradients = self._attached.gradients
+        if gradients.delayed is None and any(p.grad is not None for p in self.all_fp16_params):
+            Block.delayed_by_hand(self._session.scalers[0], gradients)
+        self._attached.finish_delayed()
 
     @property
     def overflow(self) -> bool:
         """Whether the gradients overflowed, those of the last step or newer. The host waits."""
-        return self._binding.overflowed
+        return self._attached.overflowed
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters, and write them to the model; or skip after an overflow.
@@ -257,7 +257,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             for into, group in zip(masters, saved, strict=True):
                 for master, values in zip(into, group, strict=True):
                     master.copy_(values)
-        self._binding.write_back()
+        self._attached.write_back()
 
     def __getstate__(self) -> dict[str, Any]:
         raise AmpRuntimeError("an FP16_Optimizer is saved by state_dict(), not by pickling")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from amp.regions import disable_casts
+from amp.casting.regions import disable_casts
 from amp.session import Session
 
 

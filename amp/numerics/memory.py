@@ -22,12 +22,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
-from amp.binding import OptimizerBinding
+from amp.casting.by_model import dtypes_to_be
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
-from amp.modelcast import dtypes_to_be
-from amp.profiles import resolve
-from amp.properties import Properties
+from amp.profiles.levels import resolve
+from amp.profiles.properties import Properties
+from amp.training.attachment import AttachedOptimizer
 
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 
@@ -322,7 +322,7 @@ def _class_name(optimizer: Any) -> str:
 
 def _extra_moments(optimizer: Any) -> dict[int, int]:
     """Return how many tensors the arguments of its group add to the state of each parameter, by id."""
-    binding = OptimizerBinding.of(optimizer)
+    binding = AttachedOptimizer.of(optimizer)
     pairs = [] if binding is None else [pair for group in binding.groups() for pair in group]
     model_of = {id(stepped): model for stepped, model in pairs if model is not None}
     name = _class_name(optimizer)

@@ -14,8 +14,8 @@ from torch import Tensor
 from amp.errors import AmpTypeError, AmpValueError
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike, round_to
-from amp.properties import LossScaling
-from amp.scaler import LossScaler
+from amp.profiles.loss_scaling import LossScaling
+from amp.training.scaler import LossScaler
 
 SCALES = tuple(2.0**i for i in range(25))
 """The scales from 1 to 2**24, apex's ceiling."""

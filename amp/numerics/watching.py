@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.binding import OptimizerBinding
+from amp.casting.containers import map_tensors
 from amp.errors import AmpTypeError, AmpValueError
-from amp.modelcast import map_tensors
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import GRADIENT_FORMATS, SCALES, GradientSurvival, survival_of
 from amp.numerics.text import Printer
+from amp.training.attachment import AttachedOptimizer
 
 LOWEST, HIGHEST = -149, 127
 _BINS = HIGHEST - LOWEST + 1
@@ -146,7 +146,7 @@ class Watch(AbstractContextManager["Watch"]):
 
     def __init__(self, model: nn.Module, every: int, optimizer: Any) -> None:
         self._every = every
-        self._binding = OptimizerBinding.of(optimizer) if optimizer is not None else None
+        self._binding = AttachedOptimizer.of(optimizer) if optimizer is not None else None
         self._forwards = 0
         self._steps = 0
         self._looks = False
@@ -275,7 +275,7 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
         raise AmpTypeError(f"watch needs a torch.nn.Module, and got {type(model).__name__}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise AmpValueError(f"every={every!r} must be an integer of at least 1")
-    if optimizer is not None and OptimizerBinding.of(optimizer) is None:
+    if optimizer is not None and AttachedOptimizer.of(optimizer) is None:
         raise AmpValueError(
             f"this {type(optimizer).__name__} did not come out of amp.initialize: there is no scale to "
             "take out of its gradients. Leave optimizer= out"

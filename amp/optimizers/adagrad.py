@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.optimizers.fused import Formula, FusedOptimizer, check_range
+from amp.optimizers.fused import FusedOptimizer
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -34,6 +34,8 @@ class FusedAdagrad(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range.
     """
 
+    _ranges = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")
+    _moment_names = ("sum",)
     _required = frozenset({"params", "lr", "eps", "weight_decay"})
 
     def __init__(
@@ -64,20 +66,13 @@ class FusedAdagrad(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"):
-            check_range(name, group[name])
-
-    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("sum",)
-
     def _first_moment(self, group: Mapping[str, Any]) -> float:
         return float(group["initial_accumulator_value"])
 
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # apex's does not count: it knows no lr_decay
 
-    def _formula(self, group: Mapping[str, Any]) -> Formula:
+    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         from amp.kernels.adagrad import ADAGRAD, adagrad_numbers  # loads Triton
 
         numbers = adagrad_numbers(
@@ -87,4 +82,4 @@ class FusedAdagrad(FusedOptimizer):
             group["weight_decay"],
             decoupled=group["adagrad_w_mode"],
         )
-        return Formula(ADAGRAD, numbers)
+        return ADAGRAD, numbers

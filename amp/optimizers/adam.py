@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
-from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
+from amp.optimizers.fused import FusedOptimizer
 
 
 class FusedAdam(FusedOptimizer):
@@ -38,6 +38,8 @@ class FusedAdam(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
     """
 
+    _ranges = ("lr", "eps", "weight_decay")
+    _moment_names = ("exp_avg", "exp_avg_sq")
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
     def __init__(
@@ -80,18 +82,13 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_range(name, group[name])
-        check_betas(group["betas"])
+        super()._check_group(group)
         if group["amsgrad"]:
             raise AmpValueError(
                 "FusedAdam does not support amsgrad=True: use torch.optim.Adam(..., amsgrad=True)"
             )
 
-    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def _formula(self, group: Mapping[str, Any]) -> Formula:
+    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         from amp.kernels.adam import ADAM, adam_numbers  # loads Triton
 
         numbers = adam_numbers(
@@ -102,4 +99,4 @@ class FusedAdam(FusedOptimizer):
             decoupled=group["decoupled_weight_decay"],
             bias_correction=group["bias_correction"],
         )
-        return Formula(ADAM, numbers)
+        return ADAM, numbers

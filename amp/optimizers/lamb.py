@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
-from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
+from amp.optimizers.fused import FusedOptimizer
 
 
 class FusedLAMB(FusedOptimizer):
@@ -35,6 +35,8 @@ class FusedLAMB(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
     """
 
+    _ranges = ("lr", "eps", "weight_decay")
+    _moment_names = ("exp_avg", "exp_avg_sq")
     _goes_by_norms = True
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
@@ -71,15 +73,7 @@ class FusedLAMB(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_range(name, group[name])
-        check_betas(group["betas"])
-
-    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def _formula(self, group: Mapping[str, Any]) -> Formula:
+    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         from amp.kernels.lamb import LAMB, lamb_numbers  # loads Triton
 
         numbers = lamb_numbers(
@@ -92,4 +86,4 @@ class FusedLAMB(FusedOptimizer):
             averages=group["grad_averaging"],
             always_adapts=group["use_nvlamb"],
         )
-        return Formula(LAMB, numbers)
+        return LAMB, numbers

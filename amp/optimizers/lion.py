@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
+from amp.optimizers.fused import FusedOptimizer
 
 
 class FusedLion(FusedOptimizer):
@@ -30,6 +30,8 @@ class FusedLion(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range.
     """
 
+    _ranges = ("lr", "weight_decay")
+    _moment_names = ("exp_avg",)
     _required = frozenset({"params", "lr", "betas", "weight_decay"})
 
     def __init__(
@@ -47,19 +49,11 @@ class FusedLion(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        check_range("lr", group["lr"])
-        check_range("weight_decay", group["weight_decay"])
-        check_betas(group["betas"])
-
-    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
-
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # nothing depends on it, and others do not count
 
-    def _formula(self, group: Mapping[str, Any]) -> Formula:
+    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         from amp.kernels.lion import LION, lion_numbers  # loads Triton
 
         numbers = lion_numbers(group["lr"], group["betas"], group["weight_decay"])
-        return Formula(LION, numbers)
+        return LION, numbers

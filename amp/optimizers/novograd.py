@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
-from amp.optimizers.fused import Formula, FusedOptimizer, check_betas, check_range
-from amp.optimizers.launches import Launch
-from amp.scaledgrads import StepInputs
+from amp.optimizers.batches import Batch
+from amp.optimizers.fused import FusedOptimizer
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -39,6 +38,9 @@ class FusedNovoGrad(FusedOptimizer):
         AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
     """
 
+    _ranges = ("lr", "eps", "weight_decay")
+    _moment_names = ("exp_avg",)
+    _scalars = ("exp_avg_sq",)
     _goes_by_norms = True
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
@@ -78,20 +80,12 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_range(name, group[name])
-        check_betas(group["betas"])
+        super()._check_group(group)
         if group["norm_type"] not in (0, 2):
             raise AmpValueError(
                 f"norm_type={group['norm_type']!r} is not one of 2, the Euclidean norm, and 0, the "
                 "largest magnitude"
             )
-
-    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _scalars(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg_sq",)
 
     def _from_group(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:
         """Apex keeps the norms in the group: one tensor for float16 parameters, one for the others."""
@@ -109,7 +103,7 @@ class FusedNovoGrad(FusedOptimizer):
             for key, value in zip(same, values.unbind(), strict=True):
                 state[key]["exp_avg_sq"] = value
 
-    def _formula(self, group: Mapping[str, Any]) -> Formula:
+    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         from amp.kernels.novograd import NOVOGRAD, novograd_numbers  # loads Triton
 
         numbers = novograd_numbers(
@@ -121,21 +115,17 @@ class FusedNovoGrad(FusedOptimizer):
             averages=group["grad_averaging"],
             inside=group["reg_inside_moment"],
         )
-        return Formula(NOVOGRAD, numbers)
+        return NOVOGRAD, numbers
 
     def _of_tensor(
-        self,
-        launch: Launch,
-        grads: Sequence[Tensor],
-        inputs: StepInputs,
-        clip: Tensor | None,
+        self, batch: Batch, grads: Sequence[Tensor], factors: Sequence[Tensor], found_inf: Tensor | None
     ) -> Tensor:
-        group = self.param_groups[launch.index]
-        states = [self.state[parameter] for parameter in launch.stepped]
+        """Return the running norms, which are moved by this step."""
+        group = self.param_groups[batch.index]
+        states = [self.state[parameter] for parameter in batch.stepped]
         norms: Tensor = self._norms(grads, group["norm_type"])
-        for factor in (inputs.inv_scale, clip):
-            if factor is not None:
-                norms = norms * factor.to(norms.device, non_blocking=True)
+        for factor in factors:
+            norms = norms * factor.to(norms.device, non_blocking=True)
         steps, known = [
             torch.stack([state[name].to(norms.device, non_blocking=True) for state in states])
             for name in ("step", "exp_avg_sq")
@@ -147,17 +137,17 @@ class FusedNovoGrad(FusedOptimizer):
             blended = beta2 * known + (1 - beta2) * norms
         if not group["init_zero"]:
             blended = torch.where(steps == 0, norms, blended)
-        if inputs.found_inf is not None:
-            found_inf = inputs.found_inf.to(norms.device, non_blocking=True)
+        if found_inf is not None:
+            found_inf = found_inf.to(norms.device, non_blocking=True)
             blended = torch.where(found_inf == 0, blended, known)
         torch._foreach_copy_([state["exp_avg_sq"] for state in states], list(blended.unbind()))
         return blended
 
     def _norms(self, grads: Sequence[Tensor], norm_type: int) -> Tensor:
         from amp.kernels.l2norm import l2norm  # loads Triton
-        from amp.kernels.tables import real_values
+        from amp.kernels.tensor_lists import dense
 
         if norm_type == 2:
             return l2norm(grads).each
-        values = list(real_values(grads))
+        values = list(dense(grads))
         return torch.stack([norm.float() for norm in torch._foreach_norm(values, math.inf)])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError
-from amp.optimizers.fused import Formula, FusedOptimizer, check_range
+from amp.optimizers.fused import FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer):
@@ -37,6 +37,7 @@ class FusedSGD(FusedOptimizer):
         AmpTypeError: there is no `lr` for a group.
     """
 
+    _ranges = ("lr", "momentum", "dampening", "weight_decay")
     _required = frozenset({"params", "lr", "momentum", "dampening", "nesterov", "weight_decay"})
 
     def __init__(
@@ -71,8 +72,7 @@ class FusedSGD(FusedOptimizer):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         if group["lr"] is None:
             raise AmpTypeError("FusedSGD needs a learning rate: FusedSGD(params, lr=0.1)")
-        for name in ("lr", "momentum", "dampening", "weight_decay"):
-            check_range(name, group[name])
+        super()._check_group(group)
         dampening = group["dampening"]
         if not isinstance(dampening, Tensor) and dampening > 1:
             raise AmpValueError(f"dampening={dampening:g} must be at most 1")
@@ -89,7 +89,7 @@ class FusedSGD(FusedOptimizer):
         # torch counts no steps, and its first one makes the momentum.
         return None if entry.get("momentum_buffer") is None else 1
 
-    def _formula(self, group: Mapping[str, Any]) -> Formula:
+    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers  # loads Triton
 
         numbers = sgd_numbers(
@@ -100,7 +100,7 @@ class FusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             after_momentum=group["wd_after_momentum"],
         )
-        return Formula(MOMENTUM_SGD if _has_momentum(group) else SGD, numbers)
+        return MOMENTUM_SGD if _has_momentum(group) else SGD, numbers
 
 
 def _has_momentum(group: Mapping[str, Any]) -> bool:

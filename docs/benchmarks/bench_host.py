@@ -1,6 +1,7 @@
 """How long the host is busy between backward and the next forward, measured without a GPU.
 
-    python docs/benchmarks/bench_host.py        # part of `make bench`
+    python docs/benchmarks/bench_host.py                      # part of `make bench`
+    python docs/benchmarks/bench_host.py --beside CHECKOUT    # and the step of another commit, too
 
 The step of 161 tensors of two elements, so that nothing but the host's own time counts. This library's
 takes the way that it takes on a GPU: plans, tables, and Triton's dispatch of its three launches, to a
@@ -11,10 +12,12 @@ driver's launches cost comes on top of either.
 
 from __future__ import annotations
 
+import argparse
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import torch
 from bench_kernels import setting, table
 from bench_step import Shapes, with_amp, with_grad_scaler
 
-from amp.kernels import bulk, tables, update_scale
+from amp.kernels import tables, update_scale
 from amp.kernels.language import triton
 from amp.optimizers import FusedAdam
 from tests.nodevice import NoDevice
@@ -33,52 +36,100 @@ TENSORS = 161
 TURNS, CALLS = 10, 300
 
 
-def use(functions: Mapping[str, Any]) -> None:
-    """Ask lists of tensors by these."""
-    for name, function in functions.items():
-        setattr(bulk, name, function)
+class Contender:
+    """One way to step, in this process."""
+
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
+        self.name = name
+        self.run = run
+
+    def least(self) -> float:
+        """Return the least seconds of some calls."""
+        least = float("inf")
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            self.run()
+            least = min(least, time.perf_counter() - start)
+        return least
+
+
+class Beside:
+    """This library's step in another checkout: a process that measures when it is told to."""
+
+    def __init__(self, checkout: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"],
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        commit = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+        self.name = f"the same at {subprocess.check_output(commit, text=True).strip()}"
+
+    def least(self) -> float:
+        """Return the least seconds of some calls."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(file=self.process.stdin, flush=True)
+        return float(self.process.stdout.readline())
+
+
+def reamp() -> Contender:
+    """Return this library's step."""
+    triton.runtime.driver.set_active(NoDevice())
+    for module in (tables, update_scale):
+        module.uses_triton = lambda device, backend=None: True
+    scale: dict[str, Any] = {"loss_scale": {"init": 1.0}}
+    shapes, cpu = [(2,)] * TENSORS, torch.device("cpu")
+    run = with_amp(shapes, cpu, lambda params: FusedAdam(params, lr=1e-4), "O2", **scale)
+    return Contender("reamp O2, FusedAdam", run)
+
+
+def of_torch(**options: Any) -> Contender:
+    """Return the step of torch's GradScaler and AdamW."""
+    shapes: Shapes = [(2,)] * TENSORS
+    run = with_grad_scaler(
+        shapes, torch.device("cpu"), lambda params: torch.optim.AdamW(params, lr=1e-4, **options)
+    )
+    return Contender(f"copy, GradScaler, AdamW({next(iter(options))}), copy", run)
+
+
+def serve() -> None:
+    """Measure once for each line of the standard input."""
+    contender = reamp()
+    for _ in sys.stdin:
+        print(contender.least(), flush=True)
 
 
 def main() -> None:
     """Measure, print, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--beside", type=Path, help="a checkout of another commit")
+    parser.add_argument("--serve", action="store_true", help="measure for another process")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(NoDevice())
-    for module in (tables, update_scale):
-        module.uses_triton = lambda device, backend=None: True
-    bulk.compile_soon().join()
-    in_cpp = {name: getattr(bulk, name) for name in bulk.IN_PYTHON}
-    shapes: Shapes = [(2,)] * TENSORS
-    cpu = torch.device("cpu")
-
-    def reamp() -> Callable[[], None]:
-        scale: dict[str, Any] = {"loss_scale": {"init": 1.0}}
-        return with_amp(shapes, cpu, lambda params: FusedAdam(params, lr=1e-4), "O2", **scale)
-
-    def of_torch(**options: Any) -> Callable[[], None]:
-        return with_grad_scaler(
-            shapes, cpu, lambda params: torch.optim.AdamW(params, lr=1e-4, **options)
-        )
-
-    contenders: list[tuple[str, Mapping[str, Any], Callable[[], None]]] = [
-        ("reamp O2, FusedAdam, with kernels/bulk.cpp", in_cpp, reamp()),
-        ("reamp O2, FusedAdam, in Python alone", bulk.IN_PYTHON, reamp()),
-        ("copy, GradScaler, AdamW(fused), copy", {}, of_torch(fused=True)),
-        ("copy, GradScaler, AdamW(foreach), copy", {}, of_torch(foreach=True)),
-    ]
+    if arguments.serve:
+        serve()
+        return
+    contenders: list[Any] = [reamp(), of_torch(fused=True), of_torch(foreach=True)]
+    if arguments.beside:
+        contenders.insert(1, Beside(arguments.beside.resolve()))
     least = [float("inf")] * len(contenders)
     for turn in range(TURNS):
         for i in [*range(len(contenders))][:: 1 if turn % 2 else -1]:
-            _, functions, run = contenders[i]
-            use(functions)
-            for _ in range(CALLS):
-                start = time.perf_counter()
-                run()
-                least[i] = min(least[i], time.perf_counter() - start)
-    header = f"# The step on the host\n\n{setting(cpu)}\n\n"
+            least[i] = min(least[i], contenders[i].least())
+    header = f"# The step on the host\n\n{setting(torch.device('cpu'))}\n\n"
     rows = [["tensors", "operation", "by", "host µs", "ratio"]]
     rows += [
-        [str(TENSORS), "AdamW, float16, float32 masters", name, f"{s * 1e6:.0f}", f"{s / least[0]:.2f}"]
-        for (name, _, _), s in zip(contenders, least, strict=True)
+        [
+            str(TENSORS),
+            "AdamW, float16, float32 masters",
+            one.name,
+            f"{s * 1e6:.0f}",
+            f"{s / least[0]:.2f}",
+        ]
+        for one, s in zip(contenders, least, strict=True)
     ]
     Path(__file__).with_name("step-host.md").write_text(header + table(iter(rows)) + "\n")
 

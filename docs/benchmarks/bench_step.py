@@ -19,7 +19,6 @@ from bench_kernels import Contender, Operation, like, main
 from torch import Tensor, nn
 
 import amp
-from amp.kernels import bulk
 from amp.optimizers import FusedAdam, FusedSGD
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -96,8 +95,6 @@ def phases(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
         return torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True)
 
     scale: dict[str, Any] = {"loss_scale": {"init": 1.0}}
-    if device.type == "cuda":
-        bulk.compile_soon().join()  # which a training would not wait for
     yield Operation(
         "AdamW, float16, float32 masters",
         30,

@@ -66,10 +66,8 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         kernel.device_caches.pop(NoDevice.number, None)
     monkeypatch.setattr(driver, "_active", NoDevice())
     tables._plans.clear()
-    tables._latest.clear()
     yield compiled
     tables._plans.clear()
-    tables._latest.clear()
 
 
 def tensors(n: int, dtype: torch.dtype) -> list[Tensor]:

@@ -1,15 +1,18 @@
-"""The step without Triton: sliced and gathered in plain torch, and as a loop in C."""
+"""The step without Triton: sliced and gathered in eager torch, and compiled."""
 
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import native
+from amp.kernels import plainstep
 from amp.kernels.adagrad import ADAGRAD, adagrad_numbers
 from amp.kernels.adam import ADAM, adam_numbers
 from amp.kernels.language import INTERPRETED
@@ -70,43 +73,118 @@ class Tensors:
         return [*self.params, *(self.models or []), *(m for moment in self.moments for m in moment)]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+def compiled_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compile steps of this size, and return a list that grows with each compiled call."""
+    runs: list[int] = []
+    run = plainstep._step_compiled
+    monkeypatch.setattr(plainstep, "WORTH_COMPILING", 100_000)
+    monkeypatch.setattr(
+        plainstep, "_step_compiled", lambda *args: run(*args) and (runs.append(1) or True)
+    )
+    return runs
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-@pytest.mark.parametrize("name", RULES)
-def test_the_loop_and_plain_torch_agree(
-    name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "adam" else pytest.mark.slow) for name in RULES]
+)
+def test_the_compiled_step_and_eager_torch_agree(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule, numbers = RULES[name]
-    in_torch = Tensors(rule, dtype).run(rule, numbers, "reference")
-    runs = []
-    run = native.Loop.__call__
-    monkeypatch.setattr(native.Loop, "__call__", lambda *args: runs.append(1) or run(*args))
-    monkeypatch.setattr(native, "WORTH_COMPILING", 100_000)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    in_c = Tensors(rule, dtype).run(rule, numbers, None)
-    assert len(runs) == 3
-    for c, t in zip(in_c, in_torch, strict=True):
+    eager = Tensors(rule, dtype).run(rule, numbers, "reference")
+    runs = compiled_runs(monkeypatch)
+    compiled = Tensors(rule, dtype).run(rule, numbers, None)
+    assert len(runs) == 3 * (len(SHAPES) - 1)  # none for the empty tensor and the one with gaps
+    for c, e in zip(compiled, eager, strict=True):
         tolerance = {F16: 1e-3, BF16: 8e-3, F32: 1e-5}[c.dtype]
-        torch.testing.assert_close(c, t, rtol=tolerance, atol=1e-6)
+        torch.testing.assert_close(c, e, rtol=tolerance, atol=1e-6)
 
 
-def test_small_steps_have_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "loop", None)
+def test_small_steps_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plainstep, "_step_compiled", None)
     rule, numbers = RULES["adam"]
     Tensors(rule, F32).run(rule, numbers, None)
 
 
-def test_without_a_compiler_the_step_says_so_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+SCRIPT = """
+import torch
+from amp.kernels.sgd import MOMENTUM_SGD, sgd_numbers
+from amp.kernels.stepping import step
+
+torch.set_num_threads(1)
+numbers = sgd_numbers(0.1, 0.9, 0.0, 0.1, nesterov=False, after_momentum=False)
+ends = []
+for backend in (None, "reference"):
+    torch.manual_seed(0)
+    params = [torch.randn(2**20), torch.randn(7)]
+    grads = [torch.randn_like(p).half() for p in params]
+    moments, steps = [[torch.zeros_like(p) for p in params]], [torch.zeros(()) for _ in params]
+    for _ in range(2):
+        step(MOMENTUM_SGD, numbers, params, grads, moments, steps, backend=backend)
+    ends.append(params)
+assert all(torch.allclose(x, y, rtol=1e-5) for x, y in zip(*ends))
+print("stepped")
+"""
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(process: subprocess.Popen[str]) -> list[str]:
+    """Wait for a script that has to end well, and return what it logged."""
+    output, errors = process.communicate(timeout=300)
+    assert output == "stepped\n", errors
+    return errors.splitlines()
+
+
+@pytest.mark.slow
+def test_processes_that_compile_at_once_share_a_cache(tmp_path: Path) -> None:
+    for process in [start(tmp_path), start(tmp_path)]:
+        (line,) = lines_of(process)
+        assert line.startswith("compiling the optimizer step")
+    assert any(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("obstacle", ["no compiler", "a cache that cannot be written"])
+def test_where_nothing_can_be_compiled_the_step_says_so_once_and_goes_on(
+    obstacle: str, tmp_path: Path
 ) -> None:
+    """The cache's folder is a file here, since root may write to any folder."""
+    file = tmp_path / "file"
+    file.touch()
+    process = (
+        start(tmp_path / "cache", CXX="/nowhere/c++")
+        if obstacle == "no compiler"
+        else start(file / "cache")
+    )
+    before, reason = lines_of(process)
+    assert before.startswith("compiling the optimizer step")
+    assert reason.startswith("it could not be compiled, so eager torch runs it, slower: ")
+    assert ("/nowhere/c++" if obstacle == "no compiler" else str(file)) in reason
+
+
+def test_a_failure_to_compile_leaves_the_results_of_eager_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("no such thing\nand more")
+
     rule, numbers = RULES["momentum"]
-    in_torch = Tensors(rule, F16).run(rule, numbers, "reference")
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    monkeypatch.setattr(native, "WORTH_COMPILING", 100_000)
-    native.loop.cache_clear()
+    eager = Tensors(rule, F16).run(rule, numbers, "reference")
+    monkeypatch.setattr("torch._inductor.standalone_compile", fail)
+    monkeypatch.setattr(plainstep, "WORTH_COMPILING", 100_000)
+    plainstep._compiled.cache_clear()
     with caplog.at_level(logging.WARNING, "amp"):
         without = Tensors(rule, F16).run(rule, numbers, None)
-    native.loop.cache_clear()
-    assert all(map(torch.equal, without, in_torch))
-    assert caplog.text.count("no loop could be compiled") == 1
-    assert "/nowhere/cc" in caplog.text
+    plainstep._compiled.cache_clear()
+    assert all(map(torch.equal, without, eager))
+    assert caplog.text.count("slower: no such thing\n") == 1

@@ -41,7 +41,6 @@ DEVICE = (
 @pytest.fixture(autouse=True)
 def nothing_is_kept() -> None:
     tables._plans.clear()
-    tables._latest.clear()
     tables._chunks.cache_clear()
 
 
@@ -196,27 +195,29 @@ def test_new_tensors_at_old_addresses_are_not_taken_for_the_old_ones() -> None:
     assert torch.equal(storage, expected)
 
 
-def test_gradients_that_move_with_each_step_make_no_new_plans_without_triton() -> None:
+def test_gradients_that_move_with_each_step_are_not_cached_without_triton() -> None:
     """On the CPU an allocator hands out other addresses each time, and no table holds them."""
     kept = []
     for _ in range(5):
         kept.append([torch.ones(3), torch.ones(4, 4).half()])
         unscale.unscale(kept[-1], kept[-1], torch.tensor([0.5]), None, backend="reference")
-        assert len(tables._plans) == 1
+        assert not tables._plans
     assert all((tensor == 0.5).all() for tensors in kept for tensor in tensors)
     with pytest.raises(ValueError, match=r"tensors 1 have shapes \[4, 4\], \[16\]"):
         master_copy.master_copy(kept[0], [kept[1][0], torch.ones(16)], backend="reference")
 
 
 @in_triton
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_KEPT", 5)
-    kept = [ones(2) for _ in range(12)]
-    for tensors in kept:
-        unscale.unscale(tensors, tensors, HALF, None)
+def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_CACHE_SIZE", 5)
+    for n in (2, 3, 4, 5, 6, 7, 8):
+        alike = [ones(n) for _ in range(10)]
+        for tensors in alike:
+            unscale.unscale(tensors, tensors, HALF, None)
+        unscale.unscale(alike[0], alike[0], HALF, None)
+        assert torch.equal(alike[0][0], torch.full((3,), 0.25, device=DEVICE))
     assert len(tables._plans) == 5
-    unscale.unscale(kept[0], kept[0], HALF, None)
-    assert torch.equal(kept[0][0], torch.full((3,), 0.25, device=DEVICE))
+    assert {len(places) for places in tables._plans.values()} == {tables._PLACES}
 
 
 @in_triton
@@ -234,16 +235,19 @@ def test_a_backend_that_is_switched_is_switched_at_once(
 
 
 def test_plans_are_made_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_KEPT", 3)
-    lists = [ones(2) for _ in range(8)]
+    monkeypatch.setattr(tables, "uses_triton", lambda device, backend: True)
+    monkeypatch.setattr(tables, "_CACHE_SIZE", 3)
+    lists = [ones(n) for n in (1, 2, 3, 4) for _ in range(8)]
 
     def work(seed: int) -> None:
         for i in range(300):
-            tables.plan(lists[(i * seed) % len(lists)], block=1)
+            tensors = lists[(i * seed) % len(lists)]
+            (launch,) = tables.plan(tensors, block=1).launches
+            assert launch.rows[:, 0].tolist() == [tensor.data_ptr() for tensor in tensors]
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, (1, 3, 5, 7)))
-    assert len(tables._plans) <= 3
+    assert 0 < len(tables._plans) <= 3
 
 
 def test_plans_hold_no_tensor_of_the_caller() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import amp
 from amp import optimizers
@@ -82,7 +83,7 @@ def test_every_term_is_what_is_counted(kind: str, setting: tuple[str, dict[str, 
         own = {id(p) for p in model.parameters()}
         masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if "master_weights" in overrides:
-            masters += map(session._masters.low, list(masters))
+            masters += session._masters.low_halves(list(masters)) or []
         assert bytes_of([*model.parameters(), *model.buffers()]) == predicted.weights
         assert bytes_of(masters) == predicted.masters
         assert bytes_of(tensors_of_state(optimizer)) == predicted.optimizer_state
@@ -103,7 +104,10 @@ def test_gradients_are_what_is_counted(kind: str, setting: tuple[str, dict[str, 
             with_gradients = bytes_alive()
             optimizer.zero_grad(set_to_none=True)
             held = with_gradients - bytes_alive()
-            assert held - predicted.gradients in (0, 4)  # a fused one keeps the scale beside them
+            assert held - predicted.gradients in (
+                0,
+                8,
+            )  # a fused one keeps the scale and its inverse beside them
 
 
 def take_gradients(session: amp.Session, model: nn.Module, optimizer: Any) -> None:
@@ -116,6 +120,7 @@ def bytes_alive() -> int:
     """Return the memory of all tensors that Python or autograd holds."""
     gc.collect()
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    alive = [tensor for tensor in alive if type(tensor) is not FakeTensor]  # an earlier test compiled
     grads = [t.grad for t in alive if type(t) is nn.Parameter]
     return bytes_of([*alive, *(grad for grad in grads if grad is not None)])
 

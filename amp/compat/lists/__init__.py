@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from amp.compat.lists import functional_overrides, tensor_overrides, torch_overrides
-from amp.registry import (
+from amp.casting.registry import (
     register_float_function,
     register_half_function,
     register_promote_function,
     register_uncast_function,
 )
+from amp.compat.lists import functional_overrides, tensor_overrides, torch_overrides
 
 __all__ = ["functional_overrides", "tensor_overrides", "torch_overrides"]
 

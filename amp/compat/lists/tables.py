@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from amp.policy import OpRule, load_policy
+from amp.casting.policy import OpRule, load_policy
 
 _CATEGORIES = {
     "native": "FP16_FUNCS",

@@ -79,14 +79,14 @@ def _is_in_kernel() -> bool:
 @contextmanager
 def _flags(values: dict[str, bool]) -> Iterator[None]:
     """Run the block with torch's autocast flags of some device types set so."""
-    before = {kind: torch.is_autocast_enabled(kind) for kind in values}
-    for kind, value in values.items():
-        torch.set_autocast_enabled(kind, value)
+    others = [kind for kind, value in values.items() if torch.is_autocast_enabled(kind) is not value]
+    for kind in others:
+        torch.set_autocast_enabled(kind, values[kind])
     try:
         yield
     finally:
-        for kind, value in before.items():
-            torch.set_autocast_enabled(kind, value)
+        for kind in others:
+            torch.set_autocast_enabled(kind, not values[kind])
 
 
 @contextmanager

@@ -1,14 +1,15 @@
-"""YAML -> `Properties`: levels, aliases, a user's files, `extends`.
+"""Levels, aliases and files of the user's own, as properties.
 
-Every error in a file names the file and the line.
+A level is a file in `configs/`, named as it is: nothing else lists them. Its `aliases` are other
+names for it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,34 @@ from amp.errors import (
     ProfileNotFoundError,
     did_you_mean,
 )
-from amp.properties import (
-    OVERRIDE_KEYS,
-    PROPERTY_KEYS,
-    Properties,
-    override,
-    parse_loss_scale,
-    parse_property,
-)
-from amp.rules import parse_rules
-from amp.yamlfile import Entry, read_mapping
+from amp.profiles.keys import find_key
+from amp.profiles.properties import PROPERTY_KEYS, Properties, changed, override
+from amp.profiles.rules import parse_rules
+from amp.profiles.yamlfile import Entry, read_mapping
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-ALIASES = {"32-true": "O0", "16-mixed": "O1", "16-true": "O3", "bf16-mixed": "O4"}
+CONFIGS = Path(__file__).parents[1] / "configs"
+LEVELS = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+"""The files of the levels, by name."""
 
-CONFIGS = Path(__file__).with_name("configs")
-_FILE_KEYS = ("extends", "brief", *PROPERTY_KEYS)
+
+@functools.cache
+def aliases() -> dict[str, str]:
+    """Return the level of each alias."""
+    return {
+        alias: level
+        for level, path in LEVELS.items()
+        for entry in read_mapping(path)
+        if entry.key == "aliases"
+        for alias in entry.value
+    }
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
     """Return what a level, an alias or a YAML file resolves to.
 
     Args:
-        name_or_path: `"O0"` to `"O5"`; `"32-true"`, `"16-mixed"`, `"16-true"`, `"bf16-mixed"`; or a
-            path (with a suffix or a directory in it) to a YAML file, which may `extends:` any of
-            these and set any property.
-
-    Returns:
-        The frozen `Properties`.
+        name_or_path: a level such as `"O2"`; an alias such as `"16-mixed"`; or a path, with a suffix
+            or a directory in it, to a YAML file, which may `extends:` any of these.
 
     Raises:
         AmpRuntimeError: an unknown level, or properties that do not fit together.
@@ -64,21 +65,16 @@ def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> 
         AmpTypeError: an override that does not exist.
         AmpError: whatever `load_profile` and the check of the whole raise.
     """
-    for name in overrides:
-        if name not in OVERRIDE_KEYS:
-            raise AmpTypeError(
-                f"there is no property '{name}'; allowed: {', '.join(OVERRIDE_KEYS)}"
-                f"{did_you_mean(name, OVERRIDE_KEYS)}"
-            )
     return override(load_profile(opt_level), overrides)
 
 
 def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path:
     """Return the file of a level, an alias or a path, which may be relative to the file `beside`."""
     if isinstance(name_or_path, str):
-        name = ALIASES.get(name_or_path, name_or_path)
-        if name in LEVELS:
-            return CONFIGS / f"{name}.yaml"
+        if name_or_path in LEVELS:
+            return LEVELS[name_or_path]
+        if name_or_path in aliases():
+            return LEVELS[aliases()[name_or_path]]
     if isinstance(name_or_path, (str, os.PathLike)):
         path = Path(name_or_path)
         if path.suffix or len(path.parts) > 1:
@@ -97,12 +93,13 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
 def _hint(name: object) -> str:
     """Say which level was probably meant: '02', 'o2', '2' and 2 all mean 'O2'."""
     text = str(name).strip()
-    digits = re.fullmatch(r"[oO0]?([oO0-5])", text)
-    if digits:
-        return f"; did you mean 'O{digits[1].upper().replace('O', '0')}' (letter O)?"
+    digit = re.fullmatch(r"[oO0]?([oO\d])", text)
+    probably = digit and f"O{digit[1].upper().replace('O', '0')}"
+    if probably in LEVELS:
+        return f"; did you mean '{probably}' (letter O)?"
     return (
-        did_you_mean(text, (*LEVELS, *ALIASES))
-        or f", the aliases {', '.join(ALIASES)}, or a path to a YAML file"
+        did_you_mean(text, (*LEVELS, *aliases()))
+        or f", the aliases {', '.join(aliases())}, or a path to a YAML file"
     )
 
 
@@ -122,8 +119,9 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Properties:
             raise AmpValueError(f"{path}:{entry.line}: 'extends' goes in a circle: {names}")
         base = _load(parent, chain)
     changes: dict[str, Any] = {"brief": ""}
-    if path.parent == CONFIGS:
+    if path in LEVELS.values():
         changes["opt_level"] = path.stem
+        entries.pop("aliases", None)
     for entry in entries.values():
         try:
             changes |= _fields(entry, path, base)
@@ -132,7 +130,7 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Properties:
             where = "" if str(error).startswith(f"{path}:") else f"{path}:{line}: "
             raise type(error)(f"{where}{error}") from None
     try:
-        return replace(base, **changes)
+        return changed(base, changes)
     except AmpRuntimeError as error:
         culprit = entries.get(error.property_name or "")
         raise AmpRuntimeError(f"{path}:{culprit.line if culprit else 1}: {error}") from None
@@ -141,18 +139,13 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Properties:
 def _fields(entry: Entry, path: Path, base: Properties) -> dict[str, Any]:
     if entry.key == "brief":
         return {"brief": str(entry.value)}
-    if entry.key not in PROPERTY_KEYS:
-        raise AmpTypeError(
-            f"there is no property '{entry.key}'; allowed: {', '.join(_FILE_KEYS)}"
-            + ("; did you mean 'extends'?" if entry.key == "opt_level" else "")
-            + did_you_mean(entry.key, _FILE_KEYS)
-        )
-    if entry.key == "loss_scale":
-        return {"loss_scaling": parse_loss_scale(entry.value)}
     if entry.key == "rules":
         sources = [f"{path}:{line}" for line in entry.item_lines]
         return {"rules": base.rules + parse_rules(entry.value, sources)}
-    return parse_property(entry.key, entry.value)
+    if entry.key == "opt_level":
+        raise AmpTypeError("there is no property 'opt_level'; did you mean 'extends'?")
+    key = find_key(entry.key, PROPERTY_KEYS, "there is no property", ("extends", "brief"))
+    return {key.field: key.parse(key.name, entry.value)}
 
 
 def _line_of(entry: Entry, message: str) -> int:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from amp.casting.containers import map_tensors
+from amp.casting.regions import Caster, disable_casts
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpWarning
-from amp.modelcast import map_tensors
-from amp.regions import Caster, disable_casts
-from amp.rules import Rule
+from amp.profiles.rules import Rule
 
 
 class _InFloat32:

@@ -7,23 +7,23 @@ pickle, DataParallel and DDP see an ordinary module.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from amp.dtypes import CASTABLE
-from amp.masters import Contents
-from amp.properties import Properties
-from amp.rules import Rule
+from amp.casting.containers import map_tensors
+from amp.casting.strategy import Contents, Strategy, Undo
+from amp.dtypes import CASTABLE, LOW_PRECISION
+from amp.errors import AmpRuntimeError
+from amp.profiles.properties import Properties
+from amp.profiles.rules import Rule
 
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 _ONE_DTYPE_LAYERS = (
@@ -80,6 +80,37 @@ def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch
         for tensor in _tensors_of(module)
         if tensor.dtype in CASTABLE
     }
+
+
+class CastModel(Strategy):
+    """Weights are cast in place, inputs and outputs by hooks."""
+
+    @staticmethod
+    def is_asked_for(properties: Properties) -> bool:
+        """Whether a profile casts the model, or its outputs."""
+        return properties.casts_model or properties.cast_model_outputs is not None
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise AmpRuntimeError if the model holds a scripted module, or a lazy one without values."""
+        dtype = self.properties.cast_model_type
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule) and dtype in LOW_PRECISION:
+                raise AmpRuntimeError(
+                    f"the model holds a {type(module).__name__}, whose code is fixed and cannot be "
+                    "cast. Call amp.initialize first, and script or trace what it returns."
+                )
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if dtype and nn.parameter.is_lazy(tensor):
+                raise AmpRuntimeError(
+                    f"'{name}' has no values yet (a lazy module). Run one batch through the model "
+                    "before amp.initialize."
+                )
+
+    def prepare_model(self, model: nn.Module, undo: Undo) -> None:
+        """Cast the model, and hook it."""
+        cast_weights(model, self.properties, undo.before)
+        for handle in install_hooks(model, self.properties):
+            undo.callbacks.callback(handle.remove)
 
 
 def cast_weights(model: nn.Module, properties: Properties, before: dict[Tensor, Contents]) -> None:
@@ -184,84 +215,3 @@ class CastOutputs:
             return tensor.to(self.dtype) if tensor.dtype in CASTABLE else tensor
 
         return map_tensors(cast, output)
-
-
-Function = Callable[[Tensor], Tensor]
-
-
-def map_tensors(function: Function, value: Any) -> Any:
-    """Return `value` with `function` applied to every tensor in it.
-
-    Goes through lists, tuples, named tuples, sets, mappings, dataclasses, packed sequences, and
-    objects with a `.to` method. Types and the order of keys are kept. A container in which nothing
-    changed is returned itself; one in which something did is a shallow copy, and the caller's stays
-    as it was.
-    """
-    return _map(function, value, frozenset())
-
-
-def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    """Do it; `inside` holds the ids of the objects that `value` is an attribute of, if any."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
-        return value
-    if isinstance(value, PackedSequence):
-        return value._replace(data=function(value.data))
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return _map_sequence(function, value, inside)
-    if isinstance(value, (Mapping, UserDict)):
-        return _map_mapping(function, value, inside)
-    if (dataclasses.is_dataclass(value) or hasattr(value, "to")) and id(value) not in inside:
-        return _map_attributes(function, value, inside | {id(value)})
-    return value
-
-
-def _map_sequence(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    items = list(value)
-    mapped = [_map(function, item, inside) for item in items]
-    if all(new is old for new, old in zip(mapped, items, strict=True)):
-        return value
-    if hasattr(value, "_make"):  # a named tuple
-        return value._make(mapped)
-    if isinstance(value, tuple):  # a subclass may have a constructor of its own
-        return tuple.__new__(type(value), mapped)
-    if isinstance(value, (list, deque)):
-        result = copy.copy(value)
-        result.clear()
-        result.extend(mapped)
-        return result
-    return type(value)(mapped)
-
-
-def _map_mapping(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    mapped = {key: _map(function, old, inside) for key, old in value.items()}
-    changed = {key: new for key, new in mapped.items() if new is not value[key]}
-    if not changed:
-        return value
-    try:
-        result = copy.copy(value)
-        for key, new in changed.items():
-            result[key] = new
-    except TypeError:  # a read-only mapping
-        return {**value, **changed}
-    return result
-
-
-def _map_attributes(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    names += [name for name in getattr(value, "__dict__", {}) if name not in names]
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        names += [name for name in ([slots] if isinstance(slots, str) else slots) if name not in names]
-    changed = {}
-    for name in names:
-        old = getattr(value, name, None)
-        if (new := _map(function, old, inside)) is not old:
-            changed[name] = new
-    if not changed:
-        return value
-    result = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(result, name, new)
-    return result

@@ -15,9 +15,9 @@ import torch
 
 from amp.dtypes import dtype_name, parse_dtype
 from amp.errors import AmpValueError, did_you_mean
-from amp.profiles import CONFIGS
-from amp.rules import Rule
-from amp.yamlfile import read_mapping
+from amp.profiles.levels import CONFIGS
+from amp.profiles.rules import Rule
+from amp.profiles.yamlfile import read_mapping
 
 Category = Literal[
     "native", "half", "recurrent", "float", "promote", "padding", "sequence", "banned", "calls", "cast"

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
-from amp.hostcopy import HostCopies
 from amp.kernels import scale_state
-from amp.properties import LossScaling, parse_positive
+from amp.profiles.keys import parse_positive
+from amp.profiles.loss_scaling import LossScaling
+from amp.training.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,7 +36,7 @@ class ScaleSnapshot(NamedTuple):
     Attributes:
         scaler: whose scale it was.
         version: of the scaler at that time.
-        scale: float32 `[1]`.
+        scale: float32 `[]`.
         inv_scale: float32 `[1]`.
     """
 
@@ -104,13 +105,16 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss * scale`, float32 for a 16-bit loss. The host does not wait for the device."""
+        return self.scale_and_remember(loss)[0]
+
+    def scale_and_remember(self, loss: Tensor) -> tuple[Tensor, ScaleSnapshot]:
+        """Return `loss * scale`, float32 for a 16-bit loss, and that scale. No host sync."""
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
-        if self.is_identity:
-            return wide
-        if self._state.device != loss.device:
+        if not self.is_identity and self._state.device != loss.device:
             self._state = self._state.to(loss.device)
-        # A graph made inside the block may be used after the scale has moved: it gets a copy.
-        return wide * self._state[scale_state.SCALE].clone()
+        used = self.snapshot()
+        # A graph made inside the block may be used after the scale has moved: it gets the copy.
+        return (wide if self.is_identity else wide * used.scale), used
 
     @property
     def device(self) -> torch.device:
@@ -152,14 +156,15 @@ class LossScaler:
             if not self.config.dynamic:
                 self.config = dataclasses.replace(self.config, init=scale)
             self.scale_on_device.fill_(scale)
+        from amp.kernels.update_scale import inverse  # loads Triton
+
         self.version += 1
-        inverse = self.scale_on_device.double().reciprocal()
-        self._state[scale_state.INVERSE].copy_(inverse)
+        self._state[scale_state.INVERSE].copy_(inverse(self.scale_on_device))
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
-        scale, inverse = self._state[: scale_state.INVERSE + 1, None].clone().unbind()
-        return ScaleSnapshot(self, self.version, scale, inverse)
+        copy = self._state[: scale_state.INVERSE + 1].clone()
+        return ScaleSnapshot(self, self.version, copy[scale_state.SCALE], copy[scale_state.INVERSE :])
 
     @property
     def found_inf(self) -> Tensor | None:

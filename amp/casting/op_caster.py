@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.hooks import RemovableHandle
 
-from amp import regions
+from amp.casting import regions
+from amp.casting.policy import OpPolicy, OpRule, resolve
+from amp.casting.regions import DEVICE_TYPES, disable_casts, forwards
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpNotImplementedError, AmpRuntimeError, AmpWarning
 from amp.patching import Patches
-from amp.policy import OpPolicy, OpRule, resolve
-from amp.regions import DEVICE_TYPES, disable_casts, forwards
 
 _SCALARS = frozenset({type(None), bool, int, float, str, torch.Size})
 """Arguments in which there is nothing to cast."""

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from amp import regions
+from amp.casting import regions
+from amp.casting.op_caster import call_with_casts
+from amp.casting.policy import Category, OpRule, is_immutable
 from amp.dtypes import dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
-from amp.opcast import call_with_casts
 from amp.patching import Patches
-from amp.policy import Category, OpRule, is_immutable
 
 F = TypeVar("F", bound=Callable[..., Any])
 

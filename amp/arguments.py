@@ -1,0 +1,152 @@
+"""What `initialize` and `scale_loss` are given: read, and refused before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.training.attachment import AttachedOptimizer, innermost, keeps_moments
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether `value` is an optimizer, or a wrapper that looks like one, such as apex's LARC."""
+    return isinstance(value, torch.optim.Optimizer) or (
+        not isinstance(value, type)
+        and callable(getattr(value, "step", None))
+        and callable(getattr(value, "zero_grad", None))
+        and isinstance(getattr(value, "param_groups", None), list)
+        and isinstance(getattr(value, "state", None), dict)
+    )
+
+
+def as_optimizers_of_a_loss(optimizers: Any) -> list[Any]:
+    """Return the optimizers of a `scale_loss`, each once.
+
+    Raises:
+        AmpTypeError: there is none, or something else among them.
+    """
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrong = [value for value in given if not is_optimizer(value)]
+    if wrong or not given:
+        raise AmpTypeError(
+            "amp.scale_loss needs the optimizer, or the list of optimizers, whose gradients the loss "
+            f"makes; got {type(wrong[0]).__name__ if wrong else 'an empty list'}"
+        )
+    steppers = list(map(innermost, given))
+    return [value for i, value in enumerate(given) if not _is_among(steppers[i], steppers[:i])]
+
+
+def as_optimizers(optimizers: Any) -> list[Any]:
+    """Return the optimizers of an `initialize`.
+
+    Raises:
+        AmpTypeError: something else is among them.
+        AmpRuntimeError: one is in the list twice, or is in a live session.
+    """
+    given = _as_list(optimizers, is_optimizer, "optimizers", "a torch.optim.Optimizer")
+    steppers = list(map(innermost, given))
+    for i, optimizer in enumerate(steppers):
+        if _is_among(optimizer, steppers[:i]):
+            raise AmpRuntimeError(f"optimizers[{i}] is in the list twice; pass each optimizer once")
+        _check_unattached(i, given[i])
+    return given
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """Return the models of an `initialize`.
+
+    Raises:
+        AmpTypeError: something else is among them.
+    """
+    return _as_list(models, lambda m: isinstance(m, nn.Module), "models", "a torch.nn.Module")
+
+
+def check_model(model: nn.Module, allow_low_precision: bool) -> None:
+    """Raise AmpRuntimeError for a model that is wrapped, or that holds 16-bit weights unasked."""
+    for module in model.modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise AmpRuntimeError(
+                f"the model is wrapped in {type(module).__name__} already. Call amp.initialize on "
+                f"the bare model first, and wrap what it returns: model, optimizer = "
+                f"amp.initialize(model, optimizer); model = {type(module).__name__}(model)"
+            )
+    named = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
+    for kind, (name, tensor) in chain.from_iterable(((k, x) for x in each) for k, each in named):
+        if tensor.dtype in LOW_PRECISION and not allow_low_precision:
+            raise AmpRuntimeError(
+                f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
+                "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
+                "model.float() first, after closing the session that cast it if one did. To "
+                "start from these values, pass allow_incoming_model_not_fp32=True."
+            )
+
+
+def check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
+    """Raise AmpRuntimeError if a profile wants moments in a dtype that an optimizer cannot keep."""
+    for i, optimizer in enumerate(optimizers):
+        if dtype is not None and not keeps_moments(innermost(optimizer)):
+            raise AmpRuntimeError(
+                f"state_dtype={dtype_name(dtype)} needs an optimizer that rounds its moments, and "
+                f"optimizers[{i}] is {type(optimizer).__name__}. Take one of amp.optimizers, or leave "
+                "state_dtype out."
+            )
+
+
+def check_environment() -> None:
+    """Raise AmpValueError if `AMP_KERNELS` names no backend."""
+    if "AMP_KERNELS" not in os.environ:
+        return
+    from amp.kernels.backend import requested  # loads Triton
+
+    try:
+        requested()
+    except ValueError as error:
+        raise AmpValueError(f"the environment variable {error}") from None
+
+
+def foreign_optimizer(optimizer: Any) -> AmpRuntimeError:
+    """Return the error for an optimizer that no live session knows."""
+    return AmpRuntimeError(
+        f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
+        "closed. Pass it through: model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
+    )
+
+
+def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -> list[Any]:
+    if value is None:
+        return []
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not accepts(item):
+            hint = f"; make it a list: list({name})" if isinstance(value, (tuple, set)) else ""
+            raise AmpTypeError(
+                f"{name} must be {kind} or a list of them, and got {type(item).__name__}{hint}"
+            )
+    return items
+
+
+def _check_unattached(i: int, optimizer: Any) -> None:
+    attached = AttachedOptimizer.of(optimizer)
+    if attached is None:
+        return
+    if attached.optimizer is not innermost(optimizer):
+        raise AmpRuntimeError(
+            f"optimizers[{i}] ({type(optimizer).__name__}) keeps masters and scales losses itself. "
+            f"Pass the {type(attached.optimizer).__name__} that it was made of to amp.initialize"
+        )
+    raise AmpRuntimeError(
+        f"optimizers[{i}] ({type(optimizer).__name__}) has been through amp.initialize and its "
+        "session is live. Make a new optimizer, or close that session first: "
+        "amp.get_session(optimizer).close()"
+    )
+
+
+def _is_among(value: object, others: Sequence[object]) -> bool:
+    return any(value is other for other in others)

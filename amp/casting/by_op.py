@@ -1,0 +1,55 @@
+"""O1, O4: the strategy by which functions cast their arguments, op by op."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from amp.casting.module_rules import restore_classes, run_in_float32
+from amp.casting.op_caster import OpCaster
+from amp.casting.policy import load_policy
+from amp.casting.regions import DEVICE_TYPES
+from amp.casting.registry import registered
+from amp.casting.strategy import Strategy, Undo
+from amp.profiles.properties import Properties
+
+
+class CastOps(Strategy):
+    """Functions cast their arguments, for as long as the session is open."""
+
+    def __init__(self, properties: Properties) -> None:
+        super().__init__(properties)
+        table = load_policy(properties.patch_torch_functions_type or torch.float16)
+        self._policy = table.with_rules(rule for rule in properties.rules if rule.kind == "op")
+        self._caster: OpCaster | None = None
+
+    @staticmethod
+    def is_asked_for(properties: Properties) -> bool:
+        """Whether a profile casts functions."""
+        return properties.patch_torch_functions
+
+    def begin(self, undo: Undo) -> None:
+        """Patch the functions, once in a session."""
+        if self._caster is None:
+            caster = OpCaster(self._policy)
+            undo.callbacks.callback(caster.close)
+            caster.install(registered())
+            self._caster = caster
+
+    def prepare_model(self, model: nn.Module, undo: Undo) -> None:
+        """Let the model's forwards run in autocast regions, and modules under a rule in FP32."""
+        assert self._caster is not None
+        for handle in self._caster.watch(model):
+            undo.callbacks.callback(handle.remove)
+        chosen = run_in_float32(model, self.properties.rules, self._caster)
+        undo.callbacks.callback(restore_classes, chosen)
+
+    @property
+    def casts_ops(self) -> bool:
+        """Whether functions cast their arguments, here and now."""
+        return self._caster is not None and any(map(self._caster.casts, DEVICE_TYPES))
+
+    def stop(self) -> None:
+        """Give torch its functions back."""
+        if self._caster is not None:
+            self._caster.close()

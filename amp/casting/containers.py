@@ -1,0 +1,92 @@
+"""Tensors inside whatever containers models are given and return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+Function = Callable[[Tensor], Tensor]
+
+
+def map_tensors(function: Function, value: Any) -> Any:
+    """Return `value` with `function` applied to every tensor in it.
+
+    Goes through lists, tuples, named tuples, sets, mappings, dataclasses, packed sequences, and
+    objects with a `.to` method. Types and the order of keys are kept. A container in which nothing
+    changed is returned itself; one in which something did is a shallow copy, and the caller's stays
+    as it was.
+    """
+    return _map(function, value, frozenset())
+
+
+def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:
+    """Do it; `inside` holds the ids of the objects that `value` is an attribute of, if any."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
+        return value
+    if isinstance(value, PackedSequence):
+        return value._replace(data=function(value.data))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return _map_sequence(function, value, inside)
+    if isinstance(value, (Mapping, UserDict)):
+        return _map_mapping(function, value, inside)
+    if (dataclasses.is_dataclass(value) or hasattr(value, "to")) and id(value) not in inside:
+        return _map_attributes(function, value, inside | {id(value)})
+    return value
+
+
+def _map_sequence(function: Function, value: Any, inside: frozenset[int]) -> Any:
+    items = list(value)
+    mapped = [_map(function, item, inside) for item in items]
+    if all(new is old for new, old in zip(mapped, items, strict=True)):
+        return value
+    if hasattr(value, "_make"):  # a named tuple
+        return value._make(mapped)
+    if isinstance(value, tuple):  # a subclass may have a constructor of its own
+        return tuple.__new__(type(value), mapped)
+    if isinstance(value, (list, deque)):
+        result = copy.copy(value)
+        result.clear()
+        result.extend(mapped)
+        return result
+    return type(value)(mapped)
+
+
+def _map_mapping(function: Function, value: Any, inside: frozenset[int]) -> Any:
+    mapped = {key: _map(function, old, inside) for key, old in value.items()}
+    changed = {key: new for key, new in mapped.items() if new is not value[key]}
+    if not changed:
+        return value
+    try:
+        result = copy.copy(value)
+        for key, new in changed.items():
+            result[key] = new
+    except TypeError:  # a read-only mapping
+        return {**value, **changed}
+    return result
+
+
+def _map_attributes(function: Function, value: Any, inside: frozenset[int]) -> Any:
+    names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    names += [name for name in getattr(value, "__dict__", {}) if name not in names]
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        names += [name for name in ([slots] if isinstance(slots, str) else slots) if name not in names]
+    changed = {}
+    for name in names:
+        old = getattr(value, name, None)
+        if (new := _map(function, old, inside)) is not old:
+            changed[name] = new
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(result, name, new)
+    return result

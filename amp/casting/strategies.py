@@ -1,0 +1,15 @@
+"""The strategies that there are, in the order in which they prepare a model."""
+
+from __future__ import annotations
+
+from amp.casting.by_model import CastModel
+from amp.casting.by_op import CastOps
+from amp.casting.strategy import Strategy
+from amp.profiles.properties import Properties
+
+STRATEGIES: tuple[type[Strategy], ...] = (CastModel, CastOps)
+
+
+def strategies_for(properties: Properties) -> list[Strategy]:
+    """Return the strategies that a profile asks for."""
+    return [strategy(properties) for strategy in STRATEGIES if strategy.is_asked_for(properties)]

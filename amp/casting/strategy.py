@@ -1,0 +1,103 @@
+"""The steps by which a session gives models their precision, and the strategies that take them.
+
+A session takes every step of each of its strategies, in this order:
+
+    check_model      before anything is touched: raise for a model that cannot be prepared
+    begin            once for each `initialize`
+    prepare_model    cast, patch, hook; what is done goes onto the `Undo`
+    warn             when nothing can fail any more: say what does nothing
+    stop, casts_ops  of functions that cast while the session is open
+    state_dict, load_state_dict    what a checkpoint needs
+
+A strategy is one class in one file of this package, listed in `amp.casting.strategies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from amp.profiles.properties import Properties
+
+
+class Contents(NamedTuple):
+    """What a parameter or buffer held at one time."""
+
+    data: Tensor
+    grad: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Contents:
+        """Return what `tensor` holds now."""
+        return cls(tensor.data, tensor.grad)
+
+    def put_into(self, tensor: Tensor) -> None:
+        """Make these the contents of `tensor`, whatever its dtype was."""
+        tensor.grad = None
+        tensor.data = self.data
+        tensor.grad = self.grad
+
+
+class Undo:
+    """What one `initialize` has done.
+
+    Attributes:
+        before: what tensors held that it has cast; the model keeps its dtype when the session closes.
+        callbacks: everything else, newest last.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[Tensor, Contents] = {}
+        self.callbacks = ExitStack()
+
+    def roll_back(self) -> None:
+        """Make everything what it was: `initialize` has failed."""
+        for tensor, contents in self.before.items():
+            contents.put_into(tensor)
+        self.callbacks.close()
+
+
+class Strategy:
+    """One way in which models get their precision. The steps of this class do nothing.
+
+    Args:
+        properties: what the session's profile resolved to.
+    """
+
+    def __init__(self, properties: Properties) -> None:
+        self.properties = properties
+
+    @staticmethod
+    def is_asked_for(properties: Properties) -> bool:
+        """Whether a profile asks for this strategy."""
+        return False
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise an AmpError if the model cannot be prepared. Nothing is touched."""
+
+    def begin(self, undo: Undo) -> None:
+        """Prepare what all models share."""
+
+    def prepare_model(self, model: nn.Module, undo: Undo) -> None:
+        """Prepare a model."""
+
+    def warn(self, models: Sequence[nn.Module], log: Callable[..., None]) -> None:
+        """Say what a profile asks for that does nothing for these models."""
+
+    @property
+    def casts_ops(self) -> bool:
+        """Whether functions cast their arguments, here and now."""
+        return False
+
+    def stop(self) -> None:
+        """Give functions back, and leave models as they are."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return entries for the session's state dict: tensors and plain values. The host waits."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""

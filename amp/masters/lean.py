@@ -1,0 +1,149 @@
+"""Masters kept in 16 bits beside the model's weights; see `amp.kernels.split`.
+
+What stands in the optimizer has a master's shape and gradient, and NaN for values unless an optimizer
+that knows nothing of halves is stepping. A fused optimizer puts the halves together in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpRuntimeError
+from amp.kernels.tensor_lists import are_plain
+from amp.masters.parameter import set_memory
+from amp.masters.whole import MasterWeights
+from amp.profiles.properties import LeanMasters
+
+
+def make_masters(kind: bool | LeanMasters | None) -> MasterWeights:
+    """Return the masters that `master_weights` in a profile asks for."""
+    return MasterWeights() if kind is None or isinstance(kind, bool) else LeanMasterWeights(kind)
+
+
+class LeanMasterWeights(MasterWeights):
+    """The masters of one session, as the model's own weights and 16 bits more.
+
+    Args:
+        kind: `split16` or `kahan`.
+    """
+
+    def __init__(self, kind: LeanMasters) -> None:
+        super().__init__()
+        self.kind: LeanMasters = kind
+        self._low_of: dict[Tensor, Tensor] = {}
+        self._in_float32: set[Tensor] = set()
+
+    def _memory_for(self, parameter: Tensor, data: Tensor) -> Tensor:
+        if not are_plain([parameter]):
+            raise AmpRuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} is a {type(parameter).__name__}, of "
+                "which only whole masters are kept. Use master_weights=True."
+            )
+        return _placeholder(parameter)
+
+    @torch.no_grad()
+    def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
+        from amp.kernels.split import low_dtype  # loads Triton
+
+        dtype = low_dtype(self.kind, parameter.dtype)
+        low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        _split([data.to(torch.float32)], [parameter.detach()], [low])
+        self._low_of[master] = low
+
+    def release(self, master: Tensor) -> None:
+        """Let one optimizer go; the last one takes the master and its low half with it."""
+        super().release(master)
+        if not self._users[master]:
+            self._low_of.pop(master, None)
+
+    def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Run an optimizer's step on one group at a time, whose masters then hold FP32 values."""
+        if "param_groups" not in vars(optimizer):  # a wrapper: the groups are another's
+            with self.as_float32(masters):
+                return step()
+        groups, result = optimizer.param_groups, None
+        try:
+            for group in groups:
+                optimizer.param_groups = [group]
+                with self.as_float32(group["params"]):
+                    result = step()
+        finally:
+            optimizer.param_groups = groups
+        return result
+
+    @contextmanager
+    def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:
+        """Let masters hold FP32 values inside the block, and split them at its end. No host sync."""
+        from amp.kernels.split import join  # loads Triton
+
+        lean = [m for m in masters if m in self._low_of and m not in self._in_float32]
+        parameters = [self._model_of[master] for master in lean]
+        for master, parameter in zip(lean, parameters, strict=True):
+            set_memory(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
+        join(parameters, [self._low_of[master] for master in lean], lean)
+        self._in_float32.update(lean)
+        try:
+            yield
+        finally:
+            self._split(lean)
+            self._in_float32.difference_update(lean)
+            for master, parameter in zip(lean, parameters, strict=True):
+                set_memory(master, _placeholder(parameter))
+
+    def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor] | None:
+        """Return the low halves of masters."""
+        return [self._low_of[master] for master in masters]
+
+    def write_back(self, masters: Iterable[Tensor]) -> None:
+        """Round those masters to their weights that hold FP32 values now. No host sync."""
+        sources = list(masters)
+        self._split([master for master in sources if master in self._in_float32])
+        self.agree(sources, [self._model_of[master]._version for master in sources])
+
+    def _split(self, masters: Sequence[Tensor]) -> None:
+        models = [self._model_of[master] for master in masters]
+        _split(masters, models, [self._low_of[master] for master in masters])
+
+    def _take_over(self, master: Tensor, parameter: Tensor) -> None:
+        """Clear the low bits of zeros, and those that do not round to a weight: it was written to."""
+        from amp.kernels.split import decode, encode  # load Triton
+
+        low = self._low_of[master]
+        high, _ = encode(decode(parameter, low), parameter.dtype, low.dtype)
+        low.copy_(torch.where((high == parameter) & (parameter != 0), low, 0))
+
+    def values(self, master: Tensor) -> Tensor:
+        """Return what a master stands for, float32, in new memory. No host sync."""
+        if master in self._in_float32:
+            return master.detach()
+        from amp.kernels.split import join  # loads Triton
+
+        parameter = self._model_of[master]
+        values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+        join([parameter], [self._low_of[master]], [values])
+        return values
+
+    def load(self, master: Tensor, values: Tensor) -> Tensor:
+        """Make a master stand for other values, and return what its parameter is to hold."""
+        parameter = self._model_of[master]
+        wide = values.detach().to(device=parameter.device, dtype=torch.float32)
+        weights = parameter.detach().clone()
+        _split([wide], [weights], [self._low_of[master]])
+        return weights
+
+
+def _placeholder(parameter: Tensor) -> Tensor:
+    """Return what has the shape of a master and the memory of one number, which is NaN."""
+    nan = torch.full((), torch.nan, dtype=torch.float32, device=parameter.device)
+    return nan.expand(parameter.shape)
+
+
+def _split(masters: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:
+    from amp.kernels.split import split  # loads Triton
+
+    split(masters, weights, lows)

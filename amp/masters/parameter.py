@@ -1,0 +1,95 @@
+"""The class of masters whose optimizer takes scaled gradients."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from amp.errors import AmpRuntimeError
+
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+
+
+class GradientHolder(Protocol):
+    """What keeps the gradients of masters until the step; see `amp.training.gradients`."""
+
+    def show(self) -> None:
+        """Put unscaled gradients where `.grad` finds them."""
+
+
+class _Nobody:
+    def show(self) -> None:
+        """Do nothing."""
+
+
+class MasterParameter(nn.Parameter):
+    """An FP32 master whose optimizer takes scaled gradients.
+
+    Its gradient may be held elsewhere, as backward left it, so that the step can unscale it.
+    Whoever looks at `.grad` meanwhile gets it unscaled, in FP32. Kernels keep the address of a
+    master, so its memory never moves: what is assigned to `.data` is copied into it.
+
+    A copy or a pickle of it is an ordinary `nn.Parameter`.
+
+    Attributes:
+        holder: what may hold its gradient.
+    """
+
+    holder: GradientHolder = _Nobody()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        ordinary = nn.Parameter(self.detach(), self.requires_grad)
+        return ordinary.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The unscaled gradient, float32."""
+        self.holder.show()
+        return stored_grad(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.holder.show()
+        store_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.holder.show()
+        store_grad(self, None)
+
+    @property
+    def data(self) -> Tensor:
+        """The values, detached from autograd."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise AmpRuntimeError(
+                f"a master of shape {tuple(self.shape)} was assigned data of shape "
+                f"{tuple(value.shape)}: it stands for a parameter of its own shape. Change the model "
+                "before amp.initialize"
+            )
+        _DATA.__get__(self).copy_(value)
+
+
+def stored_grad(parameter: Tensor) -> Tensor | None:
+    """Return what is in `.grad`, and let nobody put anything there first."""
+    return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def store_grad(parameter: Tensor, grad: Tensor | None) -> None:
+    """Set what is in `.grad`, and let nobody put anything there first."""
+    _GRAD.__set__(parameter, grad)
+
+
+def set_memory(parameter: Tensor, memory: Tensor) -> None:
+    """Let a parameter have other memory, whatever its class makes of `.data`."""
+    _DATA.__set__(parameter, memory)

@@ -1,0 +1,74 @@
+"""The model's state dict under master weights: FP32 values out, and into the masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp.dtypes import LOW_PRECISION
+from amp.masters.whole import MasterWeights
+
+
+def install_state_dict_hooks(masters: MasterWeights, model: nn.Module) -> list[RemovableHandle]:
+    """Make `model.state_dict()` hold FP32 and `load_state_dict()` refresh the masters."""
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_state_dict_post_hook(_Widen(masters)))  # type: ignore[no-untyped-call]
+        handles.append(module.register_load_state_dict_pre_hook(_Refresh(masters)))  # type: ignore[no-untyped-call]
+    return handles
+
+
+class _StateDictHook:
+    """A hook on one module of a cast model, for the module's own tensors.
+
+    A copy or a pickle of the model has no masters: its state dict holds its own weights, widened.
+    """
+
+    def __init__(self, masters: MasterWeights | None = None) -> None:
+        self.masters = MasterWeights() if masters is None else masters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StateDictHook:
+        copied = type(self)()
+        copied.__dict__.update({k: v for k, v in vars(self).items() if k != "masters"})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "masters": MasterWeights()}
+
+
+class _Widen(_StateDictHook):
+    """After `state_dict`: 16-bit entries become the FP32 master, or an FP32 copy without one."""
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        for name, tensor in _own_tensors(module):
+            entry = state_dict.get(prefix + name)
+            master = self.masters.master(tensor)
+            if master is not None and isinstance(entry, Tensor):
+                self.masters.follow_requires_grad([master], [tensor])
+                self.masters.follow(master)
+                state_dict[prefix + name] = self.masters.values(master)
+            elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
+                state_dict[prefix + name] = entry.float()
+
+
+class _Refresh(_StateDictHook):
+    """Before `load_state_dict`: masters take the values to be loaded, before those are rounded."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, tensor in _own_tensors(module):
+            value = state_dict.get(prefix + name)
+            master = self.masters.master(tensor)
+            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    state_dict[prefix + name] = self.masters.load(master, value)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)

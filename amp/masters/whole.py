@@ -1,0 +1,220 @@
+"""FP32 master weights: make them, keep them and the model's weights in step, give them up.
+
+A master is an FP32 `nn.Parameter` that stands in the optimizer for a float16 or bfloat16 parameter
+of the model. It costs 4 bytes for each parameter, and 4 more for its gradient between `scale_loss`
+and `step` unless the optimizer takes scaled gradients. Masters are made from the values that the
+model had before it was cast, so no bit is lost on the way (in one process; see `acquire`), and they
+exist as soon as `initialize` returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp import distributed
+from amp.casting.strategy import Contents
+from amp.errors import AmpRuntimeError
+from amp.kernels.tensor_lists import are_plain
+from amp.masters.parameter import MasterParameter
+
+_UNSEEN = -1
+"""The version of a parameter that has not been compared with its master yet."""
+
+
+class MasterWeights:
+    """The masters of one session, each shared by all the optimizers that hold its parameter.
+
+    This class keeps them as FP32 tensors; `amp.masters.lean` keeps them in 16 bits beside the weights.
+    """
+
+    def __init__(self) -> None:
+        self._master_of: dict[Tensor, nn.Parameter] = {}
+        self._model_of: dict[Tensor, Tensor] = {}
+        self._users: Counter[Tensor] = Counter()
+        self._shared: set[Tensor] = set()
+        self._stepped: set[Tensor] = set()
+        self._versions: dict[int, int] = {}
+        """Of each master's parameter when the two were last known to agree, by the master's id."""
+
+    def master(self, parameter: Tensor) -> nn.Parameter | None:
+        """Return the master of a model's parameter, if it has one."""
+        return self._master_of.get(parameter)
+
+    def model(self, master: Tensor) -> Tensor | None:
+        """Return the model's parameter that `master` stands for, if it is a master."""
+        return self._model_of.get(master)
+
+    # Making them and giving them up.
+
+    def acquire(
+        self, parameter: Tensor, before: Mapping[Tensor, Contents], takes_scaled: bool
+    ) -> nn.Parameter:
+        """Return the master of a 16-bit parameter for one more optimizer, made now if there is none.
+
+        Args:
+            parameter: a float16 or bfloat16 parameter, trainable or frozen.
+            before: what parameters held before they were cast.
+            takes_scaled: whether the optimizer takes scaled gradients.
+        """
+        master = self._master_of.get(parameter)
+        if master is None:
+            data, grad = before.get(parameter) or Contents(parameter.detach(), parameter.grad)
+            if distributed.world_size() > 1:
+                # DDP is about to make the ranks' 16-bit weights equal. Masters made of those are
+                # equal in every bit; ones that know each rank's own FP32 weights are not.
+                data = data.to(parameter.dtype)
+            memory = self._memory_for(parameter, data)
+            cls = MasterParameter if takes_scaled and are_plain([memory]) else nn.Parameter
+            master = cls(memory, requires_grad=parameter.requires_grad)
+            self._made(master, parameter, data)
+            if grad is not None:
+                master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
+            self._master_of[parameter] = master
+            self._model_of[master] = parameter
+            self._versions[id(master)] = _UNSEEN
+        self._users[master] += 1
+        if self._users[master] > 1:
+            self._shared.add(master)
+        return master
+
+    def _memory_for(self, parameter: Tensor, data: Tensor) -> Tensor:
+        """Return float32 for a new master of a parameter, whose values before the cast are `data`."""
+        return data.to(torch.float32, copy=True)
+
+    def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
+        """Make what else a new master needs."""
+
+    def release(self, master: Tensor) -> None:
+        """Let one optimizer go; the last one takes the master with it."""
+        self._users[master] -= 1
+        if self._users[master] == 1:
+            self._shared.discard(master)
+        if not self._users[master]:
+            del self._users[master], self._versions[id(master)]
+            del self._master_of[self._model_of.pop(master)]
+
+    def any_is_shared(self, masters: Iterable[Tensor]) -> bool:
+        """Whether several optimizers step one of these masters."""
+        return bool(self._shared) and any(master in self._shared for master in masters)
+
+    # Their gradients, after a step.
+
+    def drop_grads(self, masters: Iterable[Tensor]) -> None:
+        """Free the gradients of masters that were stepped on.
+
+        Another optimizer that shares a master may still want to step on it; then it goes when the
+        next block of any of them begins.
+        """
+        for master in masters:
+            if self._shared and master in self._shared:
+                self._stepped.add(master)
+            else:
+                master.grad = None
+
+    def drop_stepped_grads(self, masters: Iterable[Tensor]) -> None:
+        """Free the gradients of those shared masters that were stepped on."""
+        for master in masters if self._stepped else ():
+            if master in self._stepped:
+                self._stepped.discard(master)
+                master.grad = None
+
+    # Masters and the model's weights.
+
+    def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Run an optimizer's step, in which its masters hold FP32 values."""
+        return step()
+
+    @contextmanager
+    def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:
+        """Let masters hold FP32 values inside the block. No host sync."""
+        yield
+
+    def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor] | None:
+        """Return the low halves of masters that are kept in 16 bits; None where they are whole."""
+        return None
+
+    def write_back(self, masters: Iterable[Tensor]) -> None:
+        """Copy masters to the model's parameters, rounding to nearest even. No host sync."""
+        from amp.kernels.master_copy import master_copy  # loads Triton
+
+        sources = list(masters)
+        models = [self._model_of[master] for master in sources]
+        master_copy(sources, models)
+        self.agree(sources, [model._version for model in models])
+
+    def agree(self, masters: Iterable[Tensor], versions: Iterable[int]) -> None:
+        """Note that parameters of these versions are the rounded masters; `follow` looks no closer."""
+        self._versions.update(zip(map(id, masters), versions, strict=True))
+
+    def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> list[int]:
+        """Do `follow` for masters that are about to be stepped, where there is anything to do.
+
+        Returns:
+            The versions of the parameters.
+        """
+        versions = [model._version for model in models]
+        if versions != list(map(self._versions.__getitem__, map(id, masters))):
+            for master in masters:
+                self.follow(master, stepping=True)
+        return versions
+
+    def follow_requires_grad(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
+        """Freeze and unfreeze masters as their parameters were.
+
+        What was written to a frozen parameter may have left no trace, so its master is compared
+        with it.
+        """
+        for master, model in zip(masters, models, strict=True):
+            if master.requires_grad is not model.requires_grad:
+                if model.requires_grad:
+                    self._versions[id(master)] = _UNSEEN
+                    self.follow(master, stepping=True)
+                master.requires_grad_(model.requires_grad)
+
+    @torch.no_grad()
+    def follow(self, master: Tensor, stepping: bool = False) -> None:
+        """Bring a master up to date with what was written to its parameter from outside. No host sync.
+
+        It takes over DDP's broadcast, `nn.init`, a clamp. Values that are still the rounded master keep
+        all their bits. DDP's broadcast and writes through `parameter.data` leave no trace, so they are
+        seen only until the first step, which says so by `stepping`.
+        """
+        parameter = self._model_of[master]
+        known = self._versions[id(master)]
+        if known == parameter._version:
+            return
+        check_device(master, parameter)
+        self._take_over(master, parameter)
+        if stepping or known != _UNSEEN:
+            self._versions[id(master)] = parameter._version
+
+    def _take_over(self, master: Tensor, parameter: Tensor) -> None:
+        """Let a master have the values of its parameter that are not its own, rounded."""
+        same = master.to(parameter.dtype) == parameter
+        master.copy_(torch.where(same, master, parameter.to(master.dtype)))
+
+    # What is saved.
+
+    def values(self, master: Tensor) -> Tensor:
+        """Return what a master holds, float32. No host sync."""
+        return master.detach()
+
+    def load(self, master: Tensor, values: Tensor) -> Tensor:
+        """Make a master hold other values, and return what its parameter is to hold."""
+        master.detach().copy_(values)
+        return values
+
+
+def check_device(master: Tensor, parameter: Tensor) -> None:
+    """Raise if the model was moved after its masters were made."""
+    if master.device != parameter.device:
+        raise AmpRuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its FP32 "
+            f"master on {master.device}: the model was moved after amp.initialize. Move it first."
+        )

@@ -1,0 +1,155 @@
+"""Which parameters of an optimizer one call of `amp.kernels.stepping.step` steps, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from amp.kernels.tensor_lists import Known, TensorList, are_plain, are_same
+
+
+class NoSession(NamedTuple):
+    """What an optimizer steps with outside of a session: all gradients are in `.grad`.
+
+    It has the attributes of `amp.training.step_inputs.StepInputs` that a step reads.
+
+    Attributes:
+        own_inv_scale: float32 `[1]`, what a GradScaler has what is in `.grad` multiplied by; None is 1.
+        found_inf: float32 `[1]`; the step is skipped where it is not 0. None never skips.
+    """
+
+    own_inv_scale: Tensor | None
+    found_inf: Tensor | None
+    stepped: TensorList = TensorList([])
+    norms: None = None
+
+    @classmethod
+    def of(cls, optimizer: Any) -> NoSession:
+        """Return what a GradScaler has left at an optimizer, if it is one that steps it."""
+        from amp.kernels.update_scale import inverse  # loads Triton
+
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        return cls(
+            None if scale is None else inverse(scale).reshape(1),
+            None if found_inf is None else found_inf.reshape(1),
+        )
+
+
+@dataclass
+class Batch:
+    """Parameters of one group that are stepped together.
+
+    Attributes:
+        index: of the group.
+        stepped: what is in the group and has the state: parameters or masters.
+        positions: where each is among the masters that are shown; None for parameters without a master.
+        entries: where in the optimizer's state each has its own; None where there is none yet.
+        known: of each list of tensors, what the last step knew of it.
+        checked: the kinds of tensors that were last found to be what a step takes.
+    """
+
+    index: int
+    stepped: list[Tensor]
+    positions: list[int] | None
+    entries: list[int | None] = field(default_factory=list)
+    known: dict[str, Known] = field(default_factory=dict)
+    checked: list[Any] = field(default_factory=list)
+
+    def tensors(self, inputs: Any) -> dict[str, Any]:
+        """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.
+
+        A list is a `TensorList` unless it has tensors of a class of their own.
+        """
+        if self.positions is None:
+            own: list[Any] = [parameter.grad for parameter in self.stepped]
+            if not are_plain(own) or not are_plain(self.stepped):
+                return {"params": self.stepped, "grads": own}
+            params = TensorList(self.stepped)  # whose dtype and order a user may have changed
+            return {"params": params, "grads": TensorList(own, like=params)}
+        masters, grads, models = [self._of(x) for x in (inputs.stepped, inputs.grads, inputs.models)]
+        if inputs.lows is None:
+            return {"params": masters, "grads": grads, "models": models}
+        lows = self.remember("lows", [inputs.lows[i] for i in self.positions])
+        return {"params": models, "grads": grads, "lows": lows}
+
+    def _of(self, shown: TensorList) -> TensorList:
+        if self.positions == list(range(len(shown))):
+            return shown
+        return shown.at(self.positions or ())
+
+    def remember(self, name: str, tensors: Sequence[Tensor]) -> TensorList:
+        """Return tensors as a list of which the kind is known, if it is the list of the last step."""
+        result = TensorList(tensors, known=self.known.get(name))
+        self.known[name] = result.known
+        return result
+
+    def is_checked(self, lists: Sequence[Any]) -> bool:
+        """Whether these lists are of the kinds, and on the devices, that were checked last.
+
+        If not they are noted, and the caller checks them now.
+        """
+        try:
+            kinds = [(tensors.kind, tensors.device) for tensors in lists]
+        except (AttributeError, RuntimeError):  # of a class of their own, or sparse
+            kinds = []
+        known, self.checked = self.checked, kinds
+        return bool(kinds) and known == kinds
+
+
+class Batches:
+    """The batches of an optimizer's steps, which are found anew only when something has changed."""
+
+    def __init__(self) -> None:
+        self._lists: list[Sequence[Tensor]] = []
+        self._others: list[Tensor] = []
+        """Parameters whose gradients are in their `.grad`, if they have any."""
+        self._has_own: list[bool] = []
+        self._keys: list[Any] = []
+        self._batches: list[Batch] = []
+
+    def of(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], inputs: Any
+    ) -> list[Batch]:
+        """Return the batches of one step. Nothing is written.
+
+        Args:
+            groups: the optimizer's.
+            state: the optimizer's.
+            inputs: what it steps with: a `StepInputs`, or `NoSession`.
+        """
+        lists: list[Sequence[Tensor]] = [*(group["params"] for group in groups), inputs.stepped.tensors]
+        is_new = len(lists) != len(self._lists) or not all(map(are_same, lists, self._lists))
+        if is_new:
+            self._lists = [list(params) for params in lists]
+            given = set(map(id, inputs.stepped))
+            self._others = [p for params in lists[:-1] for p in params if id(p) not in given]
+        has_own = [parameter.grad is not None for parameter in self._others]
+        if is_new or has_own != self._has_own:
+            self._has_own = has_own
+            own = {id(p) for p, has in zip(self._others, has_own, strict=True) if has}
+            self._batches = list(_batches(lists[:-1], inputs.stepped, own))
+            self._keys = []
+        keys = list(state)
+        if not self._keys or not are_same(keys, self._keys):
+            self._keys = keys
+            place_of = {id(key): i for i, key in enumerate(keys)}
+            for batch in self._batches:
+                batch.entries = [place_of.get(id(parameter)) for parameter in batch.stepped]
+        return self._batches
+
+
+def _batches(
+    groups: Sequence[Sequence[Tensor]], masters: Sequence[Tensor], own: set[int]
+) -> Iterator[Batch]:
+    """Yield the batches; `own` has the ids of parameters with a gradient in their `.grad`."""
+    position_of = {id(master): i for i, master in enumerate(masters)}
+    for index, params in enumerate(groups):
+        given = [parameter for parameter in params if id(parameter) in position_of]
+        others = [parameter for parameter in params if id(parameter) in own]
+        if given:
+            yield Batch(index, given, [position_of[id(parameter)] for parameter in given])
+        if others:
+            yield Batch(index, others, None)

@@ -1,0 +1,113 @@
+"""Checks of hyper-parameters, and of what an optimizer is about to step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from amp.distributed import groups_of_shards
+from amp.dtypes import SCALABLE
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+
+if TYPE_CHECKING:
+    from amp.optimizers.batches import Batch
+    from amp.optimizers.fused import FusedOptimizer
+
+
+def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
+    """Raise AmpValueError unless `low <= value < below`.
+
+    A tensor on a device is not looked at: the host would wait for it.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise AmpValueError(f"{name} has shape {tuple(value.shape)}; give it one element")
+        if value.device.type != "cpu":
+            return
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise AmpValueError(f"{name}={value!r} is no number")
+    if not low <= float(value) < below:
+        limits = f"at least {low:g}" + (f" and below {below:g}" if below < math.inf else " and finite")
+        raise AmpValueError(f"{name}={float(value):g} must be {limits}")
+
+
+def check_state_dtype(dtype: Any) -> None:
+    """Raise AmpValueError unless moments can be kept in it."""
+    if dtype not in (None, torch.bfloat16):
+        raise AmpValueError(f"state_dtype={dtype!r} is not one of torch.bfloat16, None")
+
+
+def check_betas(betas: Any) -> None:
+    """Raise AmpValueError unless these are two numbers in [0, 1)."""
+    if not isinstance(betas, Iterable) or len(betas := list(betas)) != 2:
+        raise AmpValueError(f"betas={betas!r} must be two numbers")
+    for i, beta in enumerate(betas):
+        check_range(f"betas[{i}]", beta, below=1.0)
+
+
+def check_batch(optimizer: FusedOptimizer, batch: Batch, grads: Sequence[Tensor]) -> None:
+    """Raise if a gradient, or the state, is not what a step takes. Nothing has been stepped then.
+
+    Raises:
+        AmpTypeError: a gradient is sparse, or of a dtype that no kernel takes; or a parameter is in
+            shards, and the step goes by norms.
+        AmpRuntimeError: the model was moved or cast after the first step.
+    """
+    group = optimizer.param_groups[batch.index]
+    kind = type(optimizer).__name__
+    for parameter, grad in zip(batch.stepped, grads, strict=True):
+        called = _called(parameter, batch.index, group)
+        if optimizer._goes_by_norms and groups_of_shards([parameter]):
+            raise AmpTypeError(
+                f"{called} is a DTensor cut into shards, and {kind} steps by the norms of whole tensors"
+            )
+        if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
+            what = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"
+            raise AmpTypeError(
+                f"the gradient of {called} is {what}; {kind} takes dense float16, bfloat16, float32 "
+                "and float64"
+            )
+        if parameter.device != grad.device:
+            raise AmpRuntimeError(
+                f"the gradient of {called} is on {grad.device}, and what is stepped on "
+                f"{parameter.device}: the model was moved. Do that before amp.initialize"
+            )
+        if optimizer.state_dtype and torch.float64 in (parameter.dtype, grad.dtype):
+            raise AmpTypeError(
+                f"{called} is {parameter.dtype} and its gradient {grad.dtype}: moments in "
+                f"{optimizer.state_dtype} are of float32 at most. Leave state_dtype out"
+            )
+        _check_moments(optimizer, parameter, grad, called, group)
+
+
+def _check_moments(
+    optimizer: FusedOptimizer, parameter: Tensor, grad: Tensor, called: str, group: Mapping[str, Any]
+) -> None:
+    state = optimizer.state.get(parameter, {})
+    for name in optimizer._moments(group):
+        moment = state.get(name)
+        if moment is None:
+            continue
+        if moment.dtype is not (optimizer.state_dtype or parameter.dtype):
+            raise AmpRuntimeError(
+                f"{called} is {parameter.dtype} and its {name} {moment.dtype}: the parameter's dtype "
+                "was changed after its first step. Change it before, and make a new optimizer"
+            )
+        if moment.device != grad.device:
+            raise AmpRuntimeError(
+                f"the gradient of {called} is on {grad.device} and its {name} on {moment.device}: the "
+                "model was moved after its first step. Move it before, or load the optimizer's state "
+                "dict into a new optimizer"
+            )
+
+
+def _called(parameter: Tensor, index: int, group: Mapping[str, Any]) -> str:
+    """Return how to call a parameter in a message."""
+    at = next(i for i, candidate in enumerate(group["params"]) if candidate is parameter)
+    where = f"param_groups[{index}]['params'][{at}], of shape {tuple(parameter.shape)},"
+    names = group.get("param_names")
+    return f"'{names[at]}', {where}" if names else where

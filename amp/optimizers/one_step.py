@@ -1,0 +1,140 @@
+"""One step of a fused optimizer: all batches are looked at and checked, then clipped and stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.distributed import groups_of_shards, reduce_norm
+from amp.optimizers.batches import Batch
+from amp.optimizers.checks import check_batch
+
+if TYPE_CHECKING:
+    from amp.optimizers.fused import FusedOptimizer
+
+
+class Ready(NamedTuple):
+    """A batch whose tensors have been looked at.
+
+    Attributes:
+        batch: the batch.
+        lists: its parameters, gradients and weights to write; see `Batch.tensors`.
+        state: a list for each moment, and one of the steps that each parameter has taken; None where
+            some of it has to be made first.
+        inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
+    """
+
+    batch: Batch
+    lists: dict[str, Any]
+    state: list[Any] | None
+    inv_scale: Tensor | None
+
+
+def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: Any) -> None:
+    """Step the parameters of all batches.
+
+    Args:
+        optimizer: whose batches these are.
+        batches: the batches.
+        inputs: what a session shows, or `NoSession`.
+
+    Raises:
+        AmpError: a batch cannot be stepped. No parameter has been stepped then.
+    """
+    entries = list(optimizer.state.values())
+    ready = [_look_at(optimizer, batch, inputs, entries) for batch in batches]
+    clip = _clip_factor(optimizer.max_grad_norm, ready, inputs)
+    for one in ready:
+        _step(optimizer, one, inputs.found_inf, clip)
+
+
+def _look_at(
+    optimizer: FusedOptimizer, batch: Batch, inputs: Any, entries: Sequence[Mapping[str, Any]]
+) -> Ready:
+    """Look at the tensors of a batch; where they are of another kind than before, check them."""
+    lists = batch.tensors(inputs)
+    names = (*optimizer._moments(optimizer.param_groups[batch.index]), "step")
+    try:
+        own = list(map(entries.__getitem__, batch.entries))  # type: ignore[arg-type]
+        state = [batch.remember(name, list(map(itemgetter(name), own))) for name in names]
+    except (KeyError, TypeError):  # there is no state yet, or not all of it
+        state = None
+    if state is None or not batch.is_checked([*lists.values(), *state]):
+        check_batch(optimizer, batch, lists["grads"])
+    inv_scale = inputs.own_inv_scale if batch.positions is None else inputs.inv_scale
+    return Ready(batch, lists, state, inv_scale)
+
+
+def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) -> Tensor | None:
+    """Return what clipping multiplies the unscaled gradients by, float32 `[1]`. No host sync."""
+    if max_norm is None or not ready:
+        return None
+    from amp.kernels.l2norm import clip_factor, l2norm  # loads Triton
+
+    norms = []
+    given = [one for one in ready if one.batch.positions is not None]
+    if inputs.norms is not None and sum(len(one.batch.stepped) for one in given) == len(inputs.stepped):
+        if len(given) == len(ready):
+            return inputs.norms.clip  # type: ignore[no-any-return]
+        norms.append(inputs.norms.total)
+        ready = [one for one in ready if one.batch.positions is None]
+    inv_scales = {one.batch.positions is None: one.inv_scale for one in ready}
+    alike: dict[Any, list[Tensor]] = {}
+    for one in ready:
+        for grad in one.lists["grads"]:
+            key = (one.batch.positions is None, *groups_of_shards([grad]))
+            alike.setdefault(key, []).append(grad)
+    for (is_own, *ranks), grads in alike.items():
+        norms.append(reduce_norm(l2norm(grads, inv_scales[is_own]).total, ranks))
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
+
+
+def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip: Tensor | None) -> None:
+    from amp.kernels.stepping import step  # loads Triton
+
+    batch = one.batch
+    group = optimizer.param_groups[batch.index]
+    *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)
+    factors = [factor for factor in (one.inv_scale, clip) if factor is not None]
+    rule, numbers = optimizer._rule(group)
+    seed = group["seed"] + 4 * batch.index + (batch.positions is None)
+    step(
+        rule,
+        numbers,
+        moments=moments,
+        steps=steps,
+        **one.lists,
+        of_tensor=optimizer._of_tensor(batch, one.lists["grads"], factors, found_inf),
+        seed=None if optimizer.state_dtype is None else seed,
+        inv_scale=one.inv_scale,
+        clip=clip,
+        found_inf=found_inf,
+        maximize=group["maximize"],
+    )
+
+
+def _make_state(
+    optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Any], group: Mapping[str, Any]
+) -> list[list[Tensor]]:
+    """Make what the state has not, and return the moments and the steps.
+
+    The steps of a loaded state move to the device.
+    """
+    names = (*optimizer._moments(group), "step")
+    for parameter, like in zip(batch.stepped, lists["params"], strict=True):
+        state = optimizer.state[parameter]
+        dtype = optimizer.state_dtype or (torch.float32 if "lows" in lists else like.dtype)
+        for name in names[:-1]:
+            if name not in state:
+                start = optimizer._first_moment(group)
+                state[name] = torch.full_like(like, start, dtype=dtype).requires_grad_(False)
+        for name in ("step", *optimizer._scalars):
+            if name not in state:
+                state[name] = torch.zeros((), dtype=torch.float32, device=like.device)
+        state["step"] = state["step"].to(like.device, non_blocking=True)
+    return [[optimizer.state[parameter][name] for parameter in batch.stepped] for name in names]

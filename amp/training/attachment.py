@@ -1,0 +1,335 @@
+"""An optimizer inside a session: masters go into its groups, and its methods are wrapped.
+
+The optimizer stays the same object; `step`, `zero_grad` and `add_param_group` are replaced on the
+instance, and `detach` gives them back. Where its gradients are is in `amp.training.gradients`, and
+how it steps in `amp.training.steps`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.casting.strategy import Contents
+from amp.dtypes import CASTABLE, LOW_PRECISION
+from amp.errors import AmpError, AmpRuntimeError, AmpValueError
+from amp.masters.parameter import MasterParameter
+from amp.masters.whole import MasterWeights
+from amp.patching import Patches
+from amp.training.gradients import Gradients, State
+from amp.training.parameter_lists import KnownDtypes
+from amp.training.scaler import LossScaler, Verdict
+from amp.training.steps import ClosureStep, DeviceSkip, FusedStep, HostSkip, Stepper, can_skip_on_device
+
+_ATTRIBUTE = "_amp_attached"
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer that steps: what a wrapper, such as apex's LARC, holds with its groups."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
+        if isinstance(value, torch.optim.Optimizer) and value.param_groups is getattr(
+            optimizer, "param_groups", None
+        ):
+            return value
+    return optimizer
+
+
+def declares(optimizer: Any, capability: str) -> bool:
+    """Whether the optimizer itself says so: what a wrapper passes on is not the wrapper's own."""
+    return inspect.getattr_static(optimizer, capability, False) is True
+
+
+class AttachedOptimizer:
+    """What a session knows about one of its optimizers.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer`, or an object that looks like one.
+        owner: the session.
+        masters: the session's master weights.
+        use_masters: whether 16-bit parameters get a master.
+        report: called with the scaler of a loss when the step after it was decided.
+        name_of: returns how to call a parameter in a message, or None.
+
+    Attributes:
+        gradients: where its gradients are.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        owner: Any,
+        masters: MasterWeights,
+        use_masters: bool,
+        report: Callable[[LossScaler], None],
+        name_of: Callable[[Tensor], str | None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.owner = owner
+        self._masters = masters
+        self._use_masters = use_masters
+        self._report = report
+        self._patches = Patches()
+        self._is_attached = False
+        self._dtypes = KnownDtypes(name_of)
+        self._takes_scaled = declares(optimizer, "_step_takes_scaled_grads")
+        self._skips_on_device = (
+            declares(optimizer, "_step_supports_amp_scaling")
+            and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        )
+        self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
+        self.gradients = Gradients(optimizer, masters, self._dtypes, self._takes_scaled)
+        self._fused_step = FusedStep(optimizer, self.gradients, masters)
+        self._stepped_by: list[Verdict] = []
+        """What the checks before the last step found."""
+
+    @staticmethod
+    def of(optimizer: Any) -> AttachedOptimizer | None:
+        """Return what is attached to an optimizer, or to the one that a wrapper holds, or None."""
+        return getattr(innermost(optimizer), _ATTRIBUTE, None)
+
+    # The optimizer goes in and comes out.
+
+    def attach(self, before: Mapping[Tensor, Contents]) -> None:
+        """Put masters and wrapped methods into the optimizer. `detach` undoes what was done so far.
+
+        The optimizer's state keeps its dtype until `recast_state`, so that no bit is lost before
+        nothing can fail any more.
+
+        Args:
+            before: what parameters held before they were cast.
+        """
+        self._is_attached = True
+        setattr(self.optimizer, _ATTRIBUTE, self)
+        for group in self.optimizer.param_groups:
+            self._adopt(group, before)
+        self.gradients.look_at_groups()
+        for name, method in (
+            ("step", self._step),
+            ("zero_grad", self._zero_grad),
+            ("add_param_group", self._add_param_group),
+        ):
+            if hasattr(self.optimizer, name):
+                make = functools.partial(_bound_wrapper, self, method)
+                self._patches.wrap(self.optimizer, name, make)
+
+    def detach(self) -> None:
+        """Give the optimizer its methods and the model's parameters back. Idempotent.
+
+        Its state is recast to the parameters' dtype.
+        """
+        if not self._is_attached:
+            return
+        try:
+            self.finish_delayed()
+            self.gradients.show()
+        except AmpError:  # of a kind that was shown already, and must not keep the session open
+            self.gradients.clear()
+        self._is_attached = False
+        self._patches.undo()
+        delattr(self.optimizer, _ATTRIBUTE)
+        parameter_of: dict[Tensor, Tensor] = {}
+        for group in self.optimizer.param_groups:
+            params = group["params"]
+            for i, master in enumerate(params):
+                parameter = self._masters.model(master)
+                if parameter is None:
+                    continue
+                params[i] = parameter_of[master] = parameter
+                if master.grad is not None:
+                    parameter.grad = master.grad.to(parameter.dtype)
+                if isinstance(master, MasterParameter) and master.holder is self.gradients:
+                    del master.holder
+                self._masters.release(master)
+        self._rekey_state(parameter_of)
+        self.gradients.let_go()
+        if keeps_moments(self.optimizer):
+            self.optimizer.state_dtype = self._own_state_dtype
+        self.recast_state()
+
+    def recast_state(self, state_dtype: torch.dtype | None = None) -> None:
+        """Give each parameter's state the parameter's dtype, counters apart.
+
+        Args:
+            state_dtype: the dtype of moments instead, for an optimizer that has one.
+        """
+        if keeps_moments(self.optimizer):
+            self.optimizer.state_dtype = state_dtype or self.optimizer.state_dtype
+            return
+        for parameter, entries in self.optimizer.state.items():
+            if not isinstance(parameter, Tensor):  # some optimizers keep their own things there
+                continue
+            for key, value in entries.items():
+                if not isinstance(value, Tensor) or key == "step" or value.dtype not in CASTABLE:
+                    continue
+                if value.dim() or not parameter.dim():  # a number for a whole tensor stays what it is
+                    entries[key] = value.to(parameter.dtype)
+
+    def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
+        """Exchange a group's 16-bit parameters for masters, in the same list: LBFGS keeps it."""
+        params = group["params"]
+        master_of: dict[Tensor, Tensor] = {}
+        self._dtypes.add(params)
+        for i, parameter in enumerate(params):
+            if self._use_masters and parameter.dtype in LOW_PRECISION:
+                master = self._masters.acquire(parameter, before, self._takes_scaled)
+                params[i] = master_of[parameter] = master
+        self._rekey_state(master_of)
+
+    def _rekey_state(self, new_of: Mapping[Tensor, Tensor]) -> None:
+        """Key the state of some parameters by others, in the same order."""
+        state = self.optimizer.state
+        if any(parameter in state for parameter in new_of):
+            entries = list(state.items())
+            state.clear()
+            state.update((new_of.get(parameter, parameter), entry) for parameter, entry in entries)
+
+    def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
+        if isinstance(group, dict) and "params" in group:
+            params = group["params"]
+            if not isinstance(params, (Tensor, set)):
+                params = group["params"] = list(params)
+            for entry in [params] if isinstance(params, Tensor) else params:
+                parameter = entry[1] if isinstance(entry, tuple) else entry
+                master = self._masters.master(parameter)
+                stepped = self.gradients.look_at_groups().stepped
+                if master is not None and any(master is p for p in stepped):
+                    raise AmpValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} is in this optimizer already; "
+                        "give each parameter to one group"
+                    )
+        known = len(self.optimizer.param_groups)
+        result = add(group)
+        for new_group in self.optimizer.param_groups[known:]:
+            self._adopt(new_group, {})
+        return result
+
+    def groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
+        """Return what is stepped of each group, with the model's parameter of each master."""
+        return [
+            [(stepped, self._masters.model(stepped)) for stepped in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    # The wrapped methods.
+
+    def _step(self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.gradients.state is State.OPEN:
+            raise AmpRuntimeError(
+                "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
+                "still scaled. Call it after the block."
+            )
+        self.gradients.look_at_groups()
+        if closure is not None:
+            run = functools.partial(_call_with_closure, step, args, kwargs)
+            result = self._closure_step(closure).run(run, ())
+            self._stepped_by = []
+            self.gradients.drop_stepped()
+            return result
+        self.finish_delayed()
+        self.gradients.gather_strays()
+        self._stepped_by, self.gradients.verdicts = self.gradients.verdicts, []
+        try:
+            way = self._way()
+            result = way.run(functools.partial(step, *args, **kwargs), self._stepped_by)
+        except BaseException:
+            self.gradients.verdicts = self._stepped_by  # the step is still to be taken
+            raise
+        torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
+        self.gradients.drop_stepped()
+        self._report_all(self._stepped_by)  # last: a warning may be an error
+        return result
+
+    def _way(self) -> Stepper:
+        """Return the way in which the optimizer steps now; see `amp.training.steps`."""
+        if self._takes_scaled:
+            return self._fused_step
+        skips = self._skips_on_device and self._stepped_by and can_skip_on_device(self.optimizer)
+        return (DeviceSkip if skips else HostSkip)(self.optimizer, self.gradients, self._masters)
+
+    def _closure_step(self, closure: Callable[[], Any]) -> ClosureStep:
+        def settle() -> None:
+            self.finish_delayed()
+            self.gradients.show()
+            self.gradients.gather_strays()
+
+        return ClosureStep(
+            self.optimizer,
+            self.gradients,
+            self._masters,
+            closure=closure,
+            settle=settle,
+            report=self._report_all,
+        )
+
+    def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+        lists = self.gradients.look_at_groups()
+        if not set_to_none:
+            self.gradients.show()
+        self.gradients.forget()
+        result = zero_grad(*args, **kwargs)
+        for parameter in lists.models:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+        return result
+
+    # What others ask and tell.
+
+    def finish_delayed(self) -> None:
+        """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
+        if self.gradients.delayed is not None:
+            self.gradients.delayed.finish()
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether gradients overflowed: those since the last step, else those of it. The host waits."""
+        return any(verdict.overflowed for verdict in self.gradients.verdicts or self._stepped_by)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. The host waits if the optimizer itself decided that."""
+        return any(verdict.overflowed for verdict in self._stepped_by)
+
+    def write_back(self) -> None:
+        """Write all masters to the model. No host sync."""
+        self._masters.write_back(self.gradients.look_at_groups().masters)
+
+    def _report_all(self, verdicts: Sequence[Verdict]) -> None:
+        for scaler in {verdict.scaler: None for verdict in verdicts}:
+            self._report(scaler)
+
+
+def keeps_moments(optimizer: Any) -> bool:
+    """Whether an optimizer has a dtype of its own for its moments, which it can be given."""
+    return isinstance(getattr(type(optimizer), "state_dtype", None), property)
+
+
+def _call_with_closure(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], closure: Any
+) -> Any:
+    return step(closure, *args, **kwargs)
+
+
+def _bound_wrapper(
+    attached: AttachedOptimizer, method: Callable[..., Any], original: Callable[..., Any]
+) -> Any:
+    """Return `method(original, ...)` as a bound method: schedulers look for its `__func__`."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not attached._is_attached:
+            return original(*args, **kwargs)
+        return method(original, *args, **kwargs)
+
+    return types.MethodType(wrapper, attached.optimizer)

@@ -1,0 +1,137 @@
+"""One `scale_loss` block: the gradients of one loss for all the optimizers that it names.
+
+enter    what other scales have left is unscaled; each optimizer makes room
+leave    each optimizer's gradients are looked at; only when none is refused are they checked and
+unscaled, the ranks agree on what was found, and the scale moves
+delay    they stay scaled, until a block at another scale or a step finishes the block
+abort    they are dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from amp.casting.regions import disable_casts
+from amp.distributed import groups_of_shards, reduce_found_inf
+from amp.training.gradients import Gradients, State
+from amp.training.newest import Newest
+from amp.training.scaler import LossScaler, ScaleSnapshot
+
+
+class Block:
+    """One block.
+
+    Args:
+        scaler: of the loss.
+        gradients: of the optimizers whose parameters the loss reaches.
+    """
+
+    def __init__(self, scaler: LossScaler, gradients: Sequence[Gradients]) -> None:
+        self.scaler = scaler
+        self._gradients = gradients
+        self._scale: ScaleSnapshot | None = None
+
+    def enter(self, loss: Tensor) -> Tensor:
+        """Make room for the gradients of a loss, and return it scaled. The host does not wait."""
+        # Finishing a block moves a scale, perhaps this one: look again until none is left.
+        while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
+            pass
+        entered = []
+        try:
+            for gradients in self._gradients:
+                gradients.enter(self)
+                entered.append(gradients)
+        except BaseException:
+            for gradients in entered:
+                gradients.abort()
+            raise
+        scaled_loss, self._scale = self.scaler.scale_and_remember(loss)
+        return scaled_loss
+
+    def leave(self, update: bool = True) -> None:
+        """Unscale the block's gradients, or let the step do it, and move the scale. No host sync."""
+        _unscale(self._gradients, self.scale, update)
+
+    def delay(self) -> None:
+        """Leave the gradients scaled, with those that are delayed at the same scale."""
+        _collect(self._gradients, self.scale)  # what cannot be unscaled later is refused now
+        for gradients in self._gradients:
+            gradients.delay(self)
+
+    def abort(self) -> None:
+        """Drop the block's gradients."""
+        for gradients in self._gradients:
+            gradients.abort()
+
+    def finish(self) -> None:
+        """Do what leaving the block without a delay would have done, where it is still to be done."""
+        together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
+        _unscale(together, self.scale)
+
+    @property
+    def scale(self) -> ScaleSnapshot:
+        """What the loss was scaled by."""
+        assert self._scale is not None
+        return self._scale
+
+    @classmethod
+    def delayed_by_hand(cls, scaler: LossScaler, gradients: Gradients) -> Block:
+        """Return a delayed block for gradients of a loss that somebody has scaled as it is now."""
+        block = cls(scaler, [gradients])
+        block._scale = scaler.snapshot()
+        gradients.delay(block)
+        return block
+
+
+def _finish_other_scale(gradients: Gradients, scaler: LossScaler) -> bool:
+    """Finish the delayed block of an optimizer if its scale is not the one that `scaler` has now."""
+    delayed = gradients.delayed
+    if delayed is None or delayed.scale.is_current(scaler):
+        return False
+    delayed.finish()
+    return True
+
+
+def _collect(together: Sequence[Gradients], scale: ScaleSnapshot) -> list[Newest]:
+    """Look at the gradients of each optimizer. A parameter of two of them goes with the first."""
+    claimed: set[int] = set()
+    collected = []
+    for gradients in together:
+        newest = gradients.collect(scale, claimed)
+        collected.append(newest)
+        if len(together) > 1:
+            claimed.update(_ids(newest.of_masters.models), _ids(newest.unmastered))
+    return collected
+
+
+def _ids(tensors: Iterable[Tensor]) -> Iterable[int]:
+    return map(id, tensors)
+
+
+@disable_casts()
+def _unscale(together: Sequence[Gradients], scale: ScaleSnapshot, update: bool = True) -> None:
+    """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scale."""
+    scaler = scale.scaler
+    collected = _collect(together, scale)
+    found_inf = scaler.found_inf
+    try:
+        for gradients, newest in zip(together, collected, strict=True):
+            gradients.unscale(newest, scale)
+        if found_inf is not None:
+            groups = dict.fromkeys(scaler.process_groups)
+            for gradients in together:
+                groups.update(dict.fromkeys(groups_of_shards(gradients.lists.stepped)))
+            reduce_found_inf(found_inf, groups)
+    except BaseException:
+        if found_inf is not None:
+            found_inf.zero_()
+        raise
+    verdict = scaler.verdict()
+    for gradients in together:
+        gradients.settle()
+        if verdict is not None:
+            gradients.verdicts.append(verdict)
+    if update and not scaler.is_identity:
+        scaler.update()

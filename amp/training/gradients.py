@@ -1,0 +1,341 @@
+"""Where the gradients of one optimizer are, from backward to the step.
+
+A gradient is the sum of two parts. `newest` is what the last block's backward made: it is scaled,
+and lies in the `.grad` of the model's parameters, where backward put it. `total` is the sum of what
+came before: it is unscaled. What an optimizer steps is a master, for a 16-bit parameter under
+master weights, or the model's parameter itself ("unmastered"). At any time the gradients are in one
+of four states:
+
+| state   | newest                     | total of masters           | total of unmastered parameters |
+|---------|----------------------------|----------------------------|--------------------------------|
+| SETTLED | none                       | in their `.grad`           | in their `.grad`               |
+| HELD    | none                       | held here, perhaps scaled  | in their `.grad`               |
+| OPEN    | in `.grad` of the model    | as in SETTLED, or held     | set aside                      |
+| DELAYED | in `.grad` of the model    | as in SETTLED, or held     | set aside                      |
+
+| event                      | from          | to            | what happens                           |
+|----------------------------|---------------|---------------|----------------------------------------|
+| a block is entered         | SETTLED, HELD | OPEN          | unmastered parameters' total set aside |
+|   at the scale of newest   | DELAYED       | OPEN          | nothing: backward adds to newest       |
+|   at another scale         | DELAYED       | OPEN          | newest unscaled first, as on leaving   |
+| the block is left          | OPEN          | SETTLED, HELD | newest checked, unscaled, added        |
+|   with delay_unscale       | OPEN          | DELAYED       | nothing                                |
+|   by an exception          | OPEN          | as before     | newest dropped                         |
+| a master's `.grad` is seen | HELD, OPEN    | SETTLED, OPEN | what is held is unscaled into `.grad`  |
+| the step                   | DELAYED       | SETTLED, HELD | newest unscaled first, as on leaving   |
+|   then                     | SETTLED, HELD | SETTLED       | masters' gradients used and dropped    |
+| zero_grad                  | any           | SETTLED, OPEN | all dropped, and what checks found     |
+
+HELD is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are held as
+backward left them, and the step unscales them. The next block's are added in FP32, which is held
+too. Nothing is held when the optimizer does not take it, when somebody has put gradients into the
+masters, when optimizers share a master, or when a gradient is sparse or of a class of its own.
+
+At a scale of 1 newest needs no unscaling, so unmastered parameters keep it in `.grad`, where
+backward adds to the total, and nothing is set aside. What a backward outside of any block leaves in
+a 16-bit parameter is unscaled, and is added to the master's gradient when a block is entered and
+before a step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpRuntimeError
+from amp.kernels.tensor_lists import TensorList
+from amp.masters.parameter import MasterParameter, store_grad, stored_grad
+from amp.masters.whole import MasterWeights
+from amp.training.newest import Newest, look_at_newest
+from amp.training.parameter_lists import KnownDtypes, ParameterLists
+from amp.training.scaler import ScaleSnapshot, Verdict
+from amp.training.unscaling import Move, add_grad, gather, unscale_moves, unscaled
+
+if TYPE_CHECKING:
+    from amp.kernels.l2norm import Norms
+    from amp.training.blocks import Block
+
+
+class State(enum.Enum):
+    """Where the gradients of an optimizer are; see the table above."""
+
+    SETTLED = enum.auto()
+    HELD = enum.auto()
+    OPEN = enum.auto()
+    DELAYED = enum.auto()
+
+
+class Held(NamedTuple):
+    """The gradients of masters, kept for the step.
+
+    Attributes:
+        of: the masters that have a gradient, and the model's parameters.
+        grads: the gradients, dense: as backward left them, or float32 sums.
+        inv_scale: float32 `[1]`, what to multiply them by; None is 1.
+        norms: of the unscaled gradients, if the check has found them.
+    """
+
+    of: ParameterLists
+    grads: TensorList
+    inv_scale: Tensor | None
+    norms: Norms | None = None
+
+
+class Gradients:
+    """The gradients of one optimizer.
+
+    Args:
+        optimizer: whose groups say what is stepped.
+        masters: the session's masters.
+        dtypes: of the model's parameters, as they were.
+        takes_scaled: whether the optimizer takes scaled gradients of masters.
+
+    Attributes:
+        lists: what the groups held when that was last looked at.
+        verdicts: what the checks found since the last step.
+        delayed: the block that left its gradients scaled, if one did.
+    """
+
+    def __init__(
+        self, optimizer: Any, masters: MasterWeights, dtypes: KnownDtypes, takes_scaled: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._masters = masters
+        self._dtypes = dtypes
+        self._takes_scaled = takes_scaled
+        self.lists = ParameterLists((), masters)
+        self.verdicts: list[Verdict] = []
+        self.delayed: Block | None = None
+        self._open: Block | None = None
+        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._held: Held | None = None
+        self._held_before: Held | None = None
+        self._can_hold = False
+        self._are_shown = True
+        """Whether the masters' gradients are in their `.grad`, as in SETTLED."""
+        self._latest = self.lists
+        """Of these, the ones that had a gradient in the last block."""
+
+    @property
+    def state(self) -> State:
+        """Where the gradients are."""
+        if self._open is not None:
+            return State.OPEN
+        if self.delayed is not None:
+            return State.DELAYED
+        return State.SETTLED if self._held is None else State.HELD
+
+    def look_at_groups(self) -> ParameterLists:
+        """Return what the optimizer's groups hold now."""
+        lists = ParameterLists.of(self._optimizer, self._masters, self.lists)
+        if lists is not self.lists:
+            self._dtypes.check()
+            for master in lists.masters:
+                if isinstance(master, MasterParameter) and master.holder is MasterParameter.holder:
+                    master.holder = self
+            self._can_hold = self._takes_scaled and all(
+                isinstance(master, MasterParameter) and master.holder is self
+                for master in lists.masters
+            )
+            self.show()
+            self.lists = self._latest = lists
+        return self.lists
+
+    # Around one block.
+
+    def enter(self, block: Block) -> None:
+        """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
+        if self._open is not None:
+            raise AmpRuntimeError(
+                "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
+                "block. Leave the first block, or add the two losses and scale the sum."
+            )
+        lists = self.look_at_groups()
+        if self.verdicts and self._held is None and not self._any_is_left(lists):
+            self.verdicts = []  # what overflowed was cleared by hand
+        self._masters.drop_stepped_grads(lists.masters)
+        if self.delayed is None:
+            self.gather_strays()
+            if self._held is not None and any(grad._is_view() for grad in self._held.grads):
+                # DDP's gradients are views of a buffer that the next backward overwrites.
+                grads = TensorList(unscaled(self._held.grads, self._held.inv_scale))
+                self._held = self._held._replace(grads=grads, inv_scale=None)
+            if not block.scaler.is_identity:
+                for parameter in lists.unmastered:
+                    if (grad := parameter.grad) is not None:
+                        self._aside.append((parameter, grad.clone() if grad._is_view() else grad))
+                        parameter.grad = None
+        self._open, self._held_before = block, self._held
+
+    def _any_is_left(self, lists: ParameterLists) -> bool:
+        grads = [stored_grad(parameter) for parameter in (*lists.stepped, *lists.models)]
+        return any(grad is not None for grad in grads)
+
+    def gather_strays(self) -> None:
+        """Add to masters what a backward outside of any block has left in 16-bit parameters."""
+        grads = [parameter.grad for parameter in self.lists.models]
+        if grads.count(None) < len(grads):
+            for master, model, grad in zip(self.lists.masters, self.lists.models, grads, strict=True):
+                if grad is not None:
+                    gather(master, model, grad)
+
+    def abort(self) -> None:
+        """Leave a block that raised: its gradients are dropped, and those set aside come back.
+
+        Gradients that it has added to others of its own scale, delayed ones or ones of a scale of 1,
+        stay, as they do without amp.
+        """
+        block, self._open = self._open, None
+        self._held = self._held_before
+        if self.delayed is None and block is not None and not block.scaler.is_identity:
+            for parameter in (*self.lists.models, *self.lists.unmastered):
+                parameter.grad = None
+            self._bring_back_aside()
+
+    def delay(self, block: Block) -> None:
+        """Leave a block with its gradients as they are: OPEN becomes DELAYED."""
+        self._open = None
+        self.delayed = self.delayed or block
+
+    def collect(self, scale: ScaleSnapshot, claimed: Collection[int] = ()) -> Newest:
+        """Look at the gradients that a block has made, once, and change nothing.
+
+        Args:
+            scale: what the loss was scaled by.
+            claimed: ids of parameters whose gradients another optimizer of the block sees to.
+
+        Raises:
+            AmpTypeError: a gradient's dtype cannot be unscaled.
+            AmpRuntimeError: the model was moved or cast, or a DTensor's gradient is not summed over its
+                ranks.
+        """
+        lists = self.look_at_groups()
+        newest = look_at_newest(lists, self._latest, self._dtypes, claimed)
+        newest = newest._replace(will_be_held=self._can_be_held(newest))
+        if not scale.scaler.is_identity:
+            newest.check(self._dtypes)
+        self._latest = newest.of_masters
+        return newest
+
+    def _can_be_held(self, newest: Newest) -> bool:
+        """Whether the masters' gradients may stay as they are until the step."""
+        masters = self.lists.masters
+        return (
+            self._can_hold
+            and newest.are_dense
+            and (self._held is None or not newest.grads or self._held.of is newest.of_masters)
+            and not (self._are_shown and any(stored_grad(m) is not None for m in masters))
+            and not self._masters.any_is_shared(masters)
+        )
+
+    def unscale(self, newest: Newest, scale: ScaleSnapshot) -> None:
+        """Check what `collect` returned, and unscale it or let the step do so. No host sync."""
+        is_one, inv_scale = scale.scaler.is_identity, scale.inv_scale
+        found_inf = scale.scaler.found_inf
+        moves = []
+        if newest.will_be_held:
+            self._hold(newest, None if is_one else inv_scale, found_inf)
+        elif is_one:
+            self.gather_strays()
+        else:
+            self.show()
+            of = newest.of_masters
+            pairs = zip(of.masters, of.models, newest.grads, strict=True)
+            moves = [Move(master, model, grad, master.grad) for master, model, grad in pairs]
+        if not is_one:
+            total_of = dict(self._aside)
+            moves += [Move(p, p, p.grad, total_of.get(p)) for p in newest.unmastered]  # type: ignore[arg-type]
+            unscale_moves(moves, inv_scale, found_inf)
+            moved = {move.parameter for move in moves}
+            self._aside = [(p, total) for p, total in self._aside if p not in moved]
+            self._bring_back_aside()
+
+    def _hold(self, newest: Newest, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Check the masters' gradients, and hold them, added to those that are held already."""
+        from amp.kernels.axpby import axpby  # load Triton
+        from amp.kernels.l2norm import l2norm
+        from amp.kernels.unscale import check
+
+        if not newest.grads:
+            return
+        max_norm = getattr(self._optimizer, "max_grad_norm", None)
+        grads, norms, held = newest.grads, None, self._held
+        if held is not None:
+            a, b = [1.0 if factor is None else factor for factor in (inv_scale, held.inv_scale)]
+            sums = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            grads = TensorList(sums, like=grads, dtype=torch.float32)
+            axpby(a, newest.grads, b, held.grads, grads, found_inf, check="x")
+            inv_scale = None
+        elif found_inf is not None and max_norm is None:
+            check(grads, inv_scale, found_inf)  # type: ignore[arg-type]
+        elif found_inf is not None:
+            norms = l2norm(grads, inv_scale, found_inf=found_inf, max_norm=max_norm)
+        self._held = Held(newest.of_masters, grads, inv_scale, norms)
+        self._are_shown = False
+        for parameter in newest.of_masters.models:
+            parameter.grad = None
+
+    def settle(self) -> None:
+        """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or HELD."""
+        self._open = self.delayed = self._held_before = None
+
+    def _bring_back_aside(self) -> None:
+        """Add what was set aside to what is there."""
+        for parameter, total in self._aside:
+            new, parameter.grad = parameter.grad, total
+            if new is not None:
+                add_grad(parameter, new)
+        self._aside = []
+
+    # Between blocks and the step.
+
+    def show(self) -> None:
+        """Put what is held, unscaled, into the masters' `.grad`: somebody looks. No host sync."""
+        if self._are_shown:
+            return
+        if self._held is not None:
+            grads = unscaled(self._held.grads, self._held.inv_scale)
+            for master, grad in zip(self._held.of.masters, grads, strict=True):
+                store_grad(master, grad)
+        self._held, self._held_before, self._are_shown = None, None, True
+
+    def for_step(self) -> Held:
+        """Return the gradients of masters, for an optimizer that unscales them itself."""
+        if self._held is not None:
+            return self._held
+        there = [stored_grad(master) is not None for master in self.lists.masters]
+        self._latest = self.lists.only(there, self._latest)
+        return Held(self._latest, TensorList([m.grad for m in self._latest.masters]), None)
+
+    def drop_stepped(self) -> None:
+        """Free the masters' gradients after a step, so that `model.zero_grad()` is all that is left."""
+        self._held = None
+        if self._are_shown:
+            self._masters.drop_grads(self.lists.masters)
+            self._are_shown = not self._can_hold
+
+    def forget(self) -> None:
+        """Drop what is delayed, set aside or held, and what checks found: the gradients are cleared."""
+        self.delayed = None
+        self._held = self._held_before = None
+        self._aside = []
+        self.verdicts = []
+
+    def let_go(self) -> None:
+        """Forget the parameters: the optimizer leaves the session."""
+        self.forget()
+        self.lists = self._latest = ParameterLists((), self._masters)
+
+    def check_dtypes(self, parameters: Sequence[Tensor] | None = None) -> None:
+        """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
+        self._dtypes.check(parameters)
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.forget()
+        for parameter in (*self.lists.stepped, *self.lists.models):
+            parameter.grad = None

@@ -1,0 +1,101 @@
+"""What the backward of one block has made for one optimizer, looked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from amp.distributed import check_placements
+from amp.dtypes import SCALABLE
+from amp.errors import AmpTypeError
+from amp.kernels.tensor_lists import Kind, TensorList, are_plain
+from amp.masters.whole import check_device
+from amp.training.parameter_lists import KnownDtypes, ParameterLists
+
+
+class Newest(NamedTuple):
+    """Gradients as backward has left them.
+
+    Attributes:
+        of_masters: masters and the model's parameters that have a gradient.
+        grads: the gradients of those.
+        unmastered: parameters without a master that have one, in their `.grad`.
+        are_dense: whether the masters' gradients are dense numbers, which a kernel can unscale later.
+        will_be_held: whether they stay as they are until the step.
+    """
+
+    of_masters: ParameterLists
+    grads: TensorList
+    unmastered: Sequence[Tensor]
+    are_dense: bool
+    will_be_held: bool = False
+
+    def check(self, dtypes: KnownDtypes) -> None:
+        """Raise if one of them cannot be unscaled; `dtypes` says how to call a parameter.
+
+        Raises:
+            AmpTypeError: a gradient's dtype cannot be unscaled.
+            AmpRuntimeError: the model was moved, or a DTensor's gradient is not summed over its ranks.
+        """
+        masters, models = self.of_masters.masters, self.of_masters.models
+        gradients = [(p, p.grad) for p in self.unmastered]
+        if self.will_be_held:  # the step looks at each of them
+            masters, models = masters[:1], models[:1]
+        else:
+            gradients += zip(models, self.grads, strict=True)
+        for master, parameter in zip(masters, models, strict=True):
+            check_device(master, parameter)
+        for parameter, grad in gradients:
+            _check_gradient(parameter, grad, dtypes)
+
+
+def look_at_newest(
+    lists: ParameterLists, latest: ParameterLists, dtypes: KnownDtypes, claimed: Collection[int]
+) -> Newest:
+    """Return what backward has made, and change nothing.
+
+    Args:
+        lists: what the optimizer's groups hold.
+        latest: `of_masters` of the block before.
+        dtypes: those that the parameters had.
+        claimed: ids of parameters whose gradients another optimizer sees to.
+
+    Raises:
+        AmpRuntimeError: the model was cast.
+    """
+    found = [parameter.grad for parameter in lists.models]
+    there = [grad is not None for grad in found]
+    if claimed:
+        there = [has and id(p) not in claimed for has, p in zip(there, lists.models, strict=True)]
+    of_masters = lists.only(there, latest)
+    grads = TensorList(list(compress(found, there)), like=of_masters.model_list)  # type: ignore[arg-type]
+    kind = _kind_of(grads)
+    if kind is None or of_masters is not lists or kind.dtypes != lists.model_list.kind.dtypes:
+        dtypes.check()  # a gradient has its parameter's dtype, so there is a doubt only now
+    dtypes.check(lists.unmastered)
+    unmastered = [p for p in lists.unmastered if p.grad is not None and id(p) not in claimed]
+    are_dense = kind is not None and set(kind.dtypes) <= SCALABLE
+    return Newest(of_masters, grads, unmastered, are_dense)
+
+
+def _kind_of(grads: TensorList) -> Kind | None:
+    """Return the kind of gradients; None if one is sparse, or of a class with values elsewhere."""
+    if not are_plain(grads):
+        return None
+    try:
+        return grads.kind
+    except RuntimeError:  # a sparse tensor does not know whether it is contiguous
+        return None
+
+
+def _check_gradient(parameter: Tensor, grad: Any, dtypes: KnownDtypes) -> None:
+    if grad.dtype not in SCALABLE:
+        raise AmpTypeError(
+            f"the gradient of {dtypes.called(parameter)} is {grad.dtype} and cannot be "
+            "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze the "
+            "parameter, leave it out of the optimizer, or use a loss_scale of 1."
+        )
+    check_placements(grad)

@@ -1,0 +1,120 @@
+"""What an optimizer's groups hold, as lists that stay the same objects while it stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpRuntimeError
+from amp.kernels.tensor_lists import TensorList, are_same
+from amp.masters.parameter import MasterParameter
+from amp.masters.whole import MasterWeights
+
+
+class ParameterLists:
+    """The parameters of an optimizer's groups at one time, each once.
+
+    Args:
+        in_groups: the parameters as the groups have them; torch lets one be in a group twice.
+        masters: the session's.
+
+    Attributes:
+        in_groups: likewise.
+        stepped: each parameter once, in the order of the groups: masters, and those without a master.
+        masters: the masters.
+        models: the model's parameter of each master.
+        unmastered: the parameters that are stepped themselves.
+        master_list: the masters, with what a launch must know of them.
+        model_list: likewise the models.
+    """
+
+    def __init__(self, in_groups: Sequence[Tensor], masters: MasterWeights) -> None:
+        self._registry = masters
+        self.in_groups = in_groups
+        self.stepped = list(dict.fromkeys(in_groups))
+        models = [masters.model(parameter) for parameter in self.stepped]
+        both = list(zip(self.stepped, models, strict=True))
+        self.masters: list[Any] = [parameter for parameter, model in both if model is not None]
+        self.models: list[Tensor] = [model for model in models if model is not None]
+        self.unmastered = [parameter for parameter, model in both if model is None]
+        self.master_list = TensorList(self.masters)
+        self.model_list = TensorList(self.models)
+        _ = self.model_list.addresses  # by which `notice_moved` tells that a parameter has moved
+
+    @classmethod
+    def of(
+        cls, optimizer: Any, masters: MasterWeights, known: ParameterLists | None = None
+    ) -> ParameterLists:
+        """Return the lists of an optimizer; `known` itself if its groups still hold the same."""
+        in_groups = list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
+        if known is not None and are_same(in_groups, known.in_groups):
+            return known
+        return cls(in_groups, masters)
+
+    def notice_moved(self) -> bool:
+        """Look where the tensors are; return whether a model's parameter lies elsewhere than before.
+
+        Masters of the class `MasterParameter` do not move, and are not asked.
+        """
+        if not set(map(type, self.masters)) <= {MasterParameter}:
+            self.master_list = TensorList(self.masters, known=self.master_list.known)
+        before = self.model_list
+        self.model_list = TensorList(self.models, known=before.known)
+        return self.model_list.addresses != before.addresses
+
+    def only(self, chosen: Sequence[bool], latest: ParameterLists) -> ParameterLists:
+        """Return the lists of those masters that are chosen, and no others.
+
+        Args:
+            chosen: for each of `masters`.
+            latest: what this returned the last time, which is returned again if it is the same.
+        """
+        if all(chosen):
+            return self
+        masters = list(compress(self.masters, chosen))
+        if are_same(masters, latest.masters):
+            return latest
+        return ParameterLists(masters, self._registry)
+
+
+class KnownDtypes:
+    """The dtypes that the model's parameters had when their optimizer came.
+
+    Args:
+        name_of: returns how to call a parameter in a message, or None.
+    """
+
+    def __init__(self, name_of: Callable[[Tensor], str | None]) -> None:
+        self._name_of = name_of
+        self._dtype_of: dict[int, torch.dtype] = {}
+        self._parameters: list[Tensor] = []
+        """Kept, so that no other tensor gets the id of one."""
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Take parameters of the model in, with the dtypes that they have now."""
+        for parameter in parameters:
+            self._dtype_of[id(parameter)] = parameter.dtype
+            self._parameters.append(parameter)
+
+    def called(self, parameter: Tensor) -> str:
+        """Return how to call a parameter in a message."""
+        return self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+
+    def check(self, parameters: Sequence[Tensor] | None = None) -> None:
+        """Raise AmpRuntimeError if the model was cast after `initialize`.
+
+        Args:
+            parameters: those to look at; None looks at all.
+        """
+        for parameter in self._parameters if parameters is None else parameters:
+            dtype = self._dtype_of.get(id(parameter), parameter.dtype)
+            if parameter.dtype is not dtype:
+                raise AmpRuntimeError(
+                    f"{self.called(parameter)} is {parameter.dtype} and was {dtype} at "
+                    "amp.initialize: the model was cast after it, by .half(), .float() or .to(). "
+                    "Leave that out, or do it before."
+                )

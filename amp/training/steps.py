@@ -1,0 +1,231 @@
+"""The ways in which an optimizer steps, chosen by what it declares.
+
+| way         | the optimizer                                     | an overflow                     |
+|-------------|---------------------------------------------------|---------------------------------|
+| ClosureStep | is given a closure                                | the closure is evaluated again  |
+| FusedStep   | declares `_step_takes_scaled_grads`               | the optimizer skips, on device  |
+| DeviceSkip  | declares `_step_supports_amp_scaling`, as torch's | the optimizer skips, on device  |
+|             | fused ones do                                     |                                 |
+| HostSkip    | any other                                         | the host reads it and skips     |
+
+Each runs on gradients that are unscaled, or held for it (`amp.training.gradients`), and writes the
+masters to the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.casting.regions import disable_casts, same_casts
+from amp.errors import AmpRuntimeError
+from amp.masters.whole import MasterWeights
+from amp.training.gradients import Gradients
+from amp.training.parameter_lists import ParameterLists
+from amp.training.scaler import Verdict
+from amp.training.step_inputs import StepInputs
+
+_CLOSURE_TRIES = 300
+"""Enough halvings to bring any loss scale to its floor."""
+
+
+class Stepper:
+    """What all ways share.
+
+    Args:
+        optimizer: the optimizer.
+        gradients: its gradients.
+        masters: the session's masters.
+    """
+
+    def __init__(self, optimizer: Any, gradients: Gradients, masters: MasterWeights) -> None:
+        self.optimizer = optimizer
+        self.gradients = gradients
+        self.masters = masters
+
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+        """Step or skip, and return what the step returned.
+
+        Args:
+            step: the optimizer's own step.
+            verdicts: what the checks found since the last one.
+        """
+        raise NotImplementedError
+
+    def follow_models(self) -> list[int]:
+        """Let masters take over what was written to the model, and return its parameters' versions."""
+        lists = self.gradients.lists
+        self.masters.follow_requires_grad(lists.masters, lists.models)
+        return self.masters.follow_all(lists.masters, lists.models)
+
+    def is_skipped(self, verdicts: Sequence[Verdict]) -> bool:
+        """Whether there was an overflow, so that the host skips the step. The host waits."""
+        if not any(verdict.overflowed for verdict in verdicts):
+            return False
+        # A scheduler made before `initialize` would otherwise warn that it was stepped first.
+        self.optimizer._opt_called = True
+        return True
+
+    def write_back(self, without: Collection[Tensor] = ()) -> None:
+        """Write masters to the model. A frozen parameter without a gradient stays as it is."""
+        lists = self.gradients.lists
+        self.masters.write_back(
+            master
+            for master, model in zip(lists.masters, lists.models, strict=True)
+            if (model.requires_grad or master.grad is not None) and master not in without
+        )
+
+
+class FusedStep(Stepper):
+    """The optimizer unscales, skips, and writes masters and the model's weights itself."""
+
+    def __init__(self, optimizer: Any, gradients: Gradients, masters: MasterWeights) -> None:
+        super().__init__(optimizer, gradients, masters)
+        self._latest: ParameterLists | None = None
+        """What had gradients in the last step."""
+
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+        """Show the optimizer what is held for it, and step."""
+        lists, of = self.gradients.lists, self.gradients.for_step().of
+        self.gradients.check_dtypes(None if of.notice_moved() else lists.unmastered)
+        if of is not self._latest:
+            self.masters.follow_requires_grad(lists.masters, lists.models)
+        versions = self.masters.follow_all(lists.masters, lists.models)
+        self._latest = of
+        inputs = StepInputs(self.gradients.for_step, self.masters.low_halves, found_inf_of(verdicts))
+        self.optimizer.scaled_grads = inputs
+        try:
+            with disable_casts():
+                result = step()
+        finally:
+            del self.optimizer.scaled_grads
+        of = inputs.held.of
+        if of is lists and inputs.wrote_models_once:
+            versions = [version + 1 for version in versions]
+        else:
+            versions = [model._version for model in of.models]
+        self.masters.agree(of.masters, versions)
+        if of is not lists:
+            self.write_back(without=set(of.masters))
+        return result
+
+
+class DeviceSkip(Stepper):
+    """The optimizer reads `found_inf`, in the way that `torch.amp.GradScaler` shows it."""
+
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+        """Step; the optimizer skips by itself."""
+        self.gradients.check_dtypes()
+        self.follow_models()
+        with disable_casts(), self._shown(found_inf_of(verdicts)):
+            result = self.masters.run_step(self.optimizer, self.gradients.lists.masters, step)
+        self.write_back()
+        return result
+
+    @contextmanager
+    def _shown(self, found_inf: Tensor | None) -> Iterator[None]:
+        self.optimizer.grad_scale = None
+        self.optimizer.found_inf = None if found_inf is None else found_inf.reshape(())
+        try:
+            yield
+        finally:
+            del self.optimizer.grad_scale, self.optimizer.found_inf
+
+
+class HostSkip(Stepper):
+    """The host reads what the checks found, 4 bytes for each block."""
+
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+        """Step, or return None after an overflow."""
+        self.gradients.check_dtypes()
+        self.follow_models()
+        if self.is_skipped(verdicts):
+            return None
+        with disable_casts():
+            result = self.masters.run_step(self.optimizer, self.gradients.lists.masters, step)
+        self.write_back()
+        return result
+
+
+class ClosureStep(Stepper):
+    """The optimizer evaluates the model as often as it likes, on the weights that it has set.
+
+    A closure can be evaluated again, so an overflow in it is answered by doing that at the lowered
+    scale, and the step is not skipped.
+
+    Args:
+        optimizer: the optimizer.
+        gradients: its gradients.
+        masters: the session's masters.
+        closure: computes the loss.
+        settle: brings every gradient, unscaled, to where the optimizer reads it.
+        report: tells the user of overflows.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        gradients: Gradients,
+        masters: MasterWeights,
+        *,
+        closure: Callable[[], Any],
+        settle: Callable[[], None],
+        report: Callable[[Sequence[Verdict]], None],
+    ) -> None:
+        super().__init__(optimizer, gradients, masters)
+        self._closure = closure
+        self._settle = settle
+        self._report = report
+        self._as_around_the_step = same_casts()
+
+    def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict]) -> Any:
+        """Step with the closure."""
+        self.gradients.check_dtypes()
+        self.follow_models()
+        with disable_casts(), self.masters.as_float32(self.gradients.lists.masters):
+            result = step(self._evaluate)
+        self.write_back()
+        return result
+
+    def _evaluate(self) -> Any:
+        self.write_back()
+        with self._as_around_the_step():
+            for _ in range(_CLOSURE_TRIES):
+                loss = self._closure()
+                self._settle()
+                verdicts, self.gradients.verdicts = self.gradients.verdicts, []
+                overflowed = any(verdict.overflowed for verdict in verdicts)
+                self._report(verdicts)
+                if not overflowed:
+                    return loss
+                self.gradients.clear()
+        raise AmpRuntimeError(
+            f"the gradients of the closure overflowed {_CLOSURE_TRIES} times, down to the lowest "
+            "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
+        )
+
+
+def can_skip_on_device(optimizer: Any) -> bool:
+    """Whether an optimizer that reads `found_inf` leaves everything as it was where that is set.
+
+    Torch's SGD reads it where `fused` is set. It leaves the momentum of a parameter's first step
+    uninitialized when that step is skipped, so the host decides about that one.
+    """
+    return all(
+        group.get("fused", True)
+        and (not group.get("momentum") or all(p in optimizer.state for p in group["params"]))
+        for group in optimizer.param_groups
+    )
+
+
+def found_inf_of(verdicts: Sequence[Verdict]) -> Tensor | None:
+    """Return what the checks found, float32 `[1]`; None if there were none. No host sync."""
+    found = [verdict.found_inf for verdict in verdicts]
+    if not found:
+        return None
+    return functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)

@@ -1,0 +1,98 @@
+"""From the scaled gradients of a block to unscaled ones, added to those of earlier blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.masters.whole import check_device
+
+
+class Move(NamedTuple):
+    """The way of one gradient: from `source` to the `.grad` of `stepped`.
+
+    Attributes:
+        stepped: what the optimizer steps, a master or a parameter of the model.
+        parameter: the model's parameter.
+        source: the scaled gradient.
+        total: the unscaled gradient of earlier blocks, to add to.
+    """
+
+    stepped: Tensor
+    parameter: Tensor
+    source: Tensor
+    total: Tensor | None
+
+    def is_dense_sum(self) -> bool:
+        """Whether there is something to add to, and both are dense."""
+        return self.total is not None and not self.total.is_sparse and not self.source.is_sparse
+
+    def target(self) -> Tensor:
+        """Return where the unscaled gradient goes: for a master, new memory in FP32."""
+        if self.stepped is self.parameter:
+            return self.source
+        if self.source.is_sparse:
+            return self.source.to(torch.float32)
+        return torch.empty_like(self.source, dtype=torch.float32)
+
+
+def unscale_moves(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | None) -> None:
+    """Unscale gradients, and add them to those of earlier blocks. No host sync.
+
+    Args:
+        moves: the gradients.
+        inv_scale: float32 `[1]`, what to multiply them by.
+        found_inf: float32 `[1]`, set to 1 if one of them is inf or NaN; None checks nothing.
+    """
+    if not moves:
+        return
+    from amp.kernels.axpby import axpby  # load Triton
+    from amp.kernels.unscale import unscale
+
+    adding = [move for move in moves if move.is_dense_sum()]
+    totals = [move.total for move in adding if move.total is not None]
+    sources = [move.source for move in adding]
+    axpby(inv_scale, sources, 1.0, totals, totals, found_inf, check="x")
+    moving = [move for move in moves if not move.is_dense_sum()]
+    targets = [move.target() for move in moving]
+    unscale([move.source for move in moving], targets, inv_scale, found_inf)
+    for move in moves:
+        move.parameter.grad = None
+        move.stepped.grad = move.total
+    for move, target in zip(moving, targets, strict=True):
+        add_grad(move.stepped, target)
+
+
+def unscaled(grads: Sequence[Tensor], inv_scale: Tensor | None) -> list[Tensor]:
+    """Return dense gradients in FP32, multiplied by `inv_scale`, float32 `[1]`. No host sync."""
+    targets = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+    if inv_scale is None:
+        torch._foreach_copy_(targets, list(grads))
+    else:
+        from amp.kernels.unscale import unscale  # loads Triton
+
+        unscale(grads, targets, inv_scale, None)
+    return targets
+
+
+def gather(master: Tensor, parameter: Tensor, grad: Tensor) -> None:
+    """Add the unscaled gradient of a 16-bit parameter to its master's."""
+    check_device(master, parameter)
+    parameter.grad = None
+    add_grad(master, grad.to(torch.float32))
+
+
+@torch.no_grad()
+def add_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Add an unscaled gradient to the one that a parameter has; either may be sparse."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    elif parameter.grad.is_sparse and not grad.is_sparse:
+        parameter.grad = grad.add_(parameter.grad)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad + grad
+    else:
+        parameter.grad.add_(grad)

@@ -1,0 +1,193 @@
+"""Lists of dense tensors: what a launch must know of each is asked once, and handed down.
+
+A step goes through hundreds of tensors, and a GPU is done with it in the time that the host needs to
+ask a few questions of each. So whoever looks at a list first makes a `TensorList` of it, and what comes
+after, the check of gradients, the plan of a launch, the step, reads what the list knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+
+class Kind:
+    """What tensors are, wherever they lie. Equal kinds hash alike, and the hash is computed once.
+
+    Attributes:
+        sizes: the number of elements of each.
+        dtypes: the dtype of each.
+        orders: shape and strides of each; None where all are contiguous.
+    """
+
+    __slots__ = ("_hash", "dtypes", "orders", "sizes")
+
+    def __init__(self, sizes: Any, dtypes: Any, orders: Any) -> None:
+        self.sizes: tuple[int, ...] = sizes
+        self.dtypes: tuple[torch.dtype, ...] = dtypes
+        self.orders: tuple[Any, ...] | None = orders
+        self._hash = hash((sizes, dtypes, orders))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Kind)
+            and self._hash == other._hash
+            and (self.sizes, self.dtypes, self.orders) == (other.sizes, other.dtypes, other.orders)
+        )
+
+
+class Known(NamedTuple):
+    """What is known of a list, without the tensors: nothing here keeps them in memory.
+
+    Attributes:
+        ids: of the tensors.
+        addresses: see `TensorList`.
+        kind: likewise.
+        device: likewise.
+    """
+
+    ids: list[int]
+    addresses: tuple[int, ...]
+    kind: Kind
+    device: torch.device | None
+
+
+class TensorList(Sequence[Tensor]):
+    """Dense tensors that stay where and what they are for as long as this list is used.
+
+    Args:
+        tensors: dense tensors; see `dense`.
+        like: a list whose tensors are on the same devices, and most likely of the same kind.
+        dtype: what all of them have; they are of the sizes and orders of `like` then.
+        known: what was known of an earlier list. If the tensors are the same objects and lie where they
+            lay, they are of their old kind.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        like: TensorList | None = None,
+        dtype: torch.dtype | None = None,
+        known: Known | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self._like = like
+        if like is not None and dtype is not None:
+            self.kind = Kind(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
+        if known is not None and self._ids == known.ids and self.addresses == known.addresses:
+            _, self.addresses, self.kind, self.device = known  # the same objects compare at once
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensors[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def at(self, indices: Sequence[int]) -> TensorList:
+        """Return some of the tensors, which are not asked again."""
+
+        def pick(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple([values[i] for i in indices])
+
+        some, kind = TensorList(pick(self.tensors)), self.kind
+        some.addresses, some.device = pick(self.addresses), self.device
+        orders = None if kind.orders is None else pick(kind.orders)
+        some.kind = Kind(pick(kind.sizes), pick(kind.dtypes), orders)
+        return some
+
+    @property
+    def known(self) -> Known:
+        """What is known of the tensors, for a list of the same ones later."""
+        return Known(self._ids, self.addresses, self.kind, self.device)
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        return list(map(id, self.tensors))
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the elements of each begin; addresses tell devices apart."""
+        return tuple(map(Tensor.data_ptr, self.tensors))
+
+    @cached_property
+    def device(self) -> torch.device | None:
+        """The device of all of them; None if there are several."""
+        if self._like is not None:
+            return self._like.device
+        devices = {tensor.device for tensor in self.tensors}
+        return devices.pop() if len(devices) == 1 else None
+
+    @cached_property
+    def kind(self) -> Kind:
+        """What they are, asked of each tensor.
+
+        Raises:
+            RuntimeError: a tensor is sparse.
+        """
+        sizes = tuple(map(Tensor.numel, self.tensors))
+        dtypes = tuple([tensor.dtype for tensor in self.tensors])
+        orders = None
+        if not all(map(Tensor.is_contiguous, self.tensors)):
+            orders = tuple([(tensor.shape, tensor.stride()) for tensor in self.tensors])
+        like = None if self._like is None else self._like.kind
+        if like is not None and (sizes, dtypes, orders) == (like.sizes, like.dtypes, like.orders):
+            return like
+        return Kind(sizes, dtypes, orders)
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor is of a class that has its values elsewhere, as DTensor has."""
+    return all(map(_has_own_values, set(map(type, tensors))))
+
+
+@functools.cache
+def _has_own_values(cls: Any) -> bool:
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
+
+
+def dense(tensors: Sequence[Tensor]) -> TensorList:
+    """Return dense tensors on the same memory: a sparse one's values, a DTensor's local shard."""
+    if isinstance(tensors, TensorList):
+        return tensors
+    if are_plain(tensors) and not any(tensor.is_sparse for tensor in tensors):
+        return TensorList(tensors)
+    return TensorList([t._values() if t.is_sparse else t for t in local_shards(tensors)])
+
+
+def local_shards(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return dense tensors on the same memory: of a DTensor, the local shard."""
+    if isinstance(tensors, TensorList) or are_plain(tensors):
+        return tensors
+    return [getattr(t, "_local_tensor", t) for t in tensors]  # to_local() would be differentiable
+
+
+def were_written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that kernels wrote to tensors: a graph may have saved them.
+
+    The version of each goes up by one.
+    """
+    torch.autograd.graph.increment_version(list(tensors))
