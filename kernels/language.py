@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,8 +56,10 @@ def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **optio
     Products are rounded before they are added: which of them the compiler would fuse depends on what
     is around them, and a step on split masters must be the step on whole ones, bit for bit.
     """
-    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if is_elsewhere else nullcontext():
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **OPTIONS, **options)
+    else:
         kernel[(programs,)](*args, **OPTIONS, **options)
 
 

@@ -88,7 +88,6 @@ def in_double(number: float | Tensor) -> float | Tensor:
     return widest(number) if isinstance(number, Tensor) else float(number)
 
 
-@torch.no_grad()
 def step(
     rule: Rule,
     numbers: Sequence[float | Tensor],
@@ -132,7 +131,7 @@ def step(
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    lists = Streams(params, grads, tuple(moments), models, lows).map(local_shards)
+    lists = Streams(params, grads, tuple(moments), models, lows)
     how = _How(rule, tuple(numbers), of_tensor, seed, inv_scale, clip, found_inf, maximize, backend)
     todo = plan(*lists.all(), block=BLOCK, numbers=steps, backend=backend)
     in_torch = [*todo.fallback, *(x.indices for x in todo.launches if torch.float64 in x.dtypes)]
@@ -140,7 +139,7 @@ def step(
         if torch.float64 not in each.dtypes:
             _launch_step(how, each, lists)
     if in_torch and (found_inf is None or not found_inf.item()):
-        _step_in_torch(how, in_torch, lists, steps)
+        _step_in_torch(how, in_torch, lists.map(local_shards), steps)
     were_written([*params, *(models or ()), *(lows or ())])
 
 
@@ -207,6 +206,7 @@ def _norms_of_direction(rule: Rule, each: Launch, arguments: dict[str, Any]) -> 
     return norms
 
 
+@torch.no_grad()
 def _step_in_torch(
     how: _How, groups: Sequence[Sequence[int]], lists: Streams, steps: Sequence[Tensor]
 ) -> None:
@@ -233,7 +233,7 @@ def _step_in_torch(
 
 def _on_device(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tensor:
     """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
-    if not any(isinstance(number, Tensor) for number in numbers):
+    if set(map(type, numbers)) <= {float, int}:
         return numbers_on(device, stream_of(device), numbers, torch.float32)
     there = {
         i: number

@@ -20,7 +20,7 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -257,12 +257,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-@contextmanager
-def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
-    """Yield a flag, float32 `[1]`, that lies on a device, and merge it into `flag` afterwards."""
+def flag_on(device: torch.device, flag: Tensor | None) -> AbstractContextManager[Any]:
+    """Give a block a flag, float32 `[1]`, on a device, and merge it into `flag` afterwards."""
     if flag is None or flag.device == device:
-        yield flag
-    else:
-        local = torch.zeros(1, dtype=torch.float32, device=device)
-        yield local
-        torch.maximum(flag, to_device(local, flag.device), out=flag)
+        return nullcontext(flag)
+    return _merged_flag(device, flag)
+
+
+@contextmanager
+def _merged_flag(device: torch.device, flag: Tensor) -> Iterator[Tensor]:
+    local = torch.zeros(1, dtype=torch.float32, device=device)
+    yield local
+    torch.maximum(flag, to_device(local, flag.device), out=flag)

@@ -87,7 +87,6 @@ def unscale(
         unscale_reference([inputs[i] for i in same], [outputs[i] for i in same], inv_scale, found_inf)
 
 
-@torch.no_grad()
 def check(
     sources: Sequence[Tensor],
     inv_scale: Tensor,
@@ -217,6 +216,7 @@ def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" or dtype is not torch.bfloat16
 
 
+@torch.no_grad()
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Do `check` in plain torch, on tensors of one device and dtype.
 

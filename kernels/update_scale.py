@@ -43,7 +43,6 @@ def inverse(scale: Tensor) -> Tensor:
     return widest(scale).reciprocal().float()
 
 
-@torch.no_grad()
 def update_scale(
     state: Tensor,
     *,
@@ -117,6 +116,7 @@ def update_kernel(
     tl.store(state + OVERFLOWS, overflows)
 
 
+@torch.no_grad()
 def update_scale_reference(
     state: Tensor,
     growth_factor: float,

@@ -79,13 +79,13 @@ def _is_in_kernel() -> bool:
 @contextmanager
 def _flags(values: dict[str, bool]) -> Iterator[None]:
     """Run the block with torch's autocast flags of some device types set so."""
-    others = [kind for kind, value in values.items() if torch.is_autocast_enabled(kind) is not value]
-    for kind in others:
+    changed = [kind for kind, value in values.items() if torch.is_autocast_enabled(kind) is not value]
+    for kind in changed:
         torch.set_autocast_enabled(kind, values[kind])
     try:
         yield
     finally:
-        for kind in others:
+        for kind in changed:
             torch.set_autocast_enabled(kind, not values[kind])
 
 

@@ -49,7 +49,7 @@ class MasterParameter(nn.Parameter):
         return ordinary.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
-    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self) -> Tensor | None:
         """The unscaled gradient, float32."""
         self.holder.show()
         return stored_grad(self)
@@ -60,7 +60,7 @@ class MasterParameter(nn.Parameter):
         store_grad(self, value)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.holder.show()
         store_grad(self, None)
 

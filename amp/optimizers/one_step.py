@@ -59,7 +59,7 @@ def _look_at(
     lists = batch.tensors(inputs)
     names = (*optimizer._moments(optimizer.param_groups[batch.index]), "step")
     try:
-        own = list(map(entries.__getitem__, batch.entries))  # type: ignore[arg-type]
+        own = [entries[i] for i in batch.entries]  # type: ignore[index]
         state = [batch.remember(name, list(map(itemgetter(name), own))) for name in names]
     except (KeyError, TypeError):  # there is no state yet, or not all of it
         state = None
