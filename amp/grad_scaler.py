@@ -8,11 +8,12 @@ optimizers. The scale is a `LossScaler`'s.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,22 +21,143 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
 from amp.dtypes import LOW_PRECISION, SCALABLE
-from amp.errors import (
-    AmpAssertionError,
-    AmpRuntimeError,
-    AmpTypeError,
-    AmpValueError,
-    AmpWarning,
-)
+from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
 
-Outputs: TypeAlias = "Tensor | Iterable[Any]"
+Init = TypeVar("Init", bound=Callable[..., None])
+
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
-class GradScaler(torch.amp.GradScaler):
+def _setting(name: str) -> Any:
+    """Return a property for a number of the scaler's configuration."""
+
+    def read(self: _TorchInternals) -> Any:
+        return getattr(self._scaler.config, name)
+
+    def write(self: _TorchInternals, value: Any) -> None:
+        self._configure(**{name: value})
+
+    return property(read, write)
+
+
+class _TorchInternals(torch.amp.GradScaler):
+    """What torch's methods, subclasses of torch's class and pickles read and write."""
+
+    _scaler: LossScaler
+    _has_scaled: bool
+    _skipped: weakref.WeakKeyDictionary[Any, bool | list[Tensor] | HostCopies]
+
+    @property
+    def _scale(self) -> Tensor | None:  # type: ignore[override]
+        return self._scaler.scale_on_device if self._has_scaled else None
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:  # type: ignore[override]
+        return self._scaler.good_steps_on_device if self._has_scaled else None
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Begin with the first scale and growth tracker, which a subclass may have set until now."""
+        first = {"loss_scale": self._init_scale, "unskipped": self._init_growth_tracker}
+        state = self._scaler.state_dict()
+        if first.items() - state.items():
+            self._scaler.load_state_dict({**state, **first})
+        self._has_scaled = True
+
+    _growth_factor, _backoff_factor, _growth_interval = map(_setting, _SETTINGS)
+
+    def _configure(self, **changes: Any) -> None:
+        if self._enabled:
+            _check_factors(**changes)
+            self._scaler.config = dataclasses.replace(self._scaler.config, **changes)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None:
+            raise AmpAssertionError(
+                f"GradScaler.{funcname} was called before GradScaler.scale: no gradient is scaled yet. "
+                "Call scaler.scale(loss).backward() first"
+            )
+        return scale, growth_tracker
+
+    def _begin_iteration(self) -> None:
+        self._per_optimizer_states: dict[int, dict[str, Any]]
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale an optimizer's gradients where they are, and report an overflow. No host sync."""
+        from amp.kernels.unscale import unscale  # loads Triton
+
+        params, grads = _gradients(optimizer)
+        if not grads:
+            return {}
+        flag = found_inf.reshape(1)
+        unscale(grads, grads, inv_scale.reshape(1), flag)
+        reduce_found_inf(flag, groups_of_shards(params))
+        return {found_inf.device: found_inf}
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
+        """Check an optimizer's gradients, which it will unscale itself. No host sync."""
+        from amp.kernels.unscale import check  # loads Triton
+
+        params, grads = _gradients(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if grads:
+            flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
+            check(grads, self._scaler.snapshot().inv_scale, flag)
+            reduce_found_inf(flag, groups_of_shards(params))
+            state["found_inf_per_device"] = {flag.device: flag.reshape(())}
+        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        found = optimizer_state["found_inf_per_device"].values()
+        skips = self._skipped[optimizer] = any(x.item() > 0 for x in found)
+        return None if skips else optimizer.step(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise AmpAssertionError(
+                "a GradScaler is pickled or copied between step and update, when it knows of gradients "
+                "that the copy would not. Call scaler.update() before"
+            )
+        scaler = self._scaler
+        return {
+            **vars(self),
+            "_scaler": (scaler.config, scaler.state_dict()),
+            "_has_scaled": False,
+            "_init_scale": self.get_scale(),
+            "_init_growth_tracker": self._get_growth_tracker(),
+            "_skipped": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        config, of_scaler = state["_scaler"]
+        vars(self).update(state)
+        self._scaler = LossScaler(config)
+        self._scaler.load_state_dict(of_scaler)
+        self._skipped = weakref.WeakKeyDictionary()
+
+
+def _in_either_order(init: Init) -> Init:
+    """Let `__init__` take positional arguments in the order of `torch.cuda.amp.GradScaler` too."""
+
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and not isinstance(args[0], (str, torch.device)):  # that order has no device
+            args = (kwargs.pop("device", "cuda"), *args)
+        init(self, *args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+class GradScaler(_TorchInternals):
     """A drop-in for `torch.amp.GradScaler` and the older `torch.cuda.amp.GradScaler`.
 
     It takes what torch's takes, in the order of either, and gives the same scales. Besides, gradients
@@ -45,7 +167,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: the type of the devices that train; "cuda" without a GPU disables the scaler and warns.
-            May be left out, also where the other arguments are given by position.
+            If the first positional argument is a number, it is `init_scale`, and the others follow it.
         init_scale: the first scale.
         growth_factor: above 1; what the scale is multiplied by after `growth_interval` good updates.
         backoff_factor: below 1; what the scale is multiplied by after an overflow.
@@ -60,44 +182,10 @@ class GradScaler(torch.amp.GradScaler):
         AmpValueError: a number that is not in its range.
     """
 
-    @overload
+    @_in_either_order
     def __init__(
         self,
-        device: str | torch.device = ...,
-        init_scale: float = ...,
-        growth_factor: float = ...,
-        backoff_factor: float = ...,
-        growth_interval: int = ...,
-        enabled: bool = ...,
-        *,
-        min_scale: float | None = ...,
-        max_scale: float | None = ...,
-        hysteresis: int = ...,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        init_scale: float,
-        growth_factor: float = ...,
-        backoff_factor: float = ...,
-        growth_interval: int = ...,
-        enabled: bool = ...,
-        *,
-        device: str | torch.device = ...,
-        min_scale: float | None = ...,
-        max_scale: float | None = ...,
-        hysteresis: int = ...,
-    ) -> None: ...
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if args and not isinstance(args[0], (str, torch.device)):
-            args = (kwargs.pop("device", "cuda"), *args)
-        self._set_up(*args, **kwargs)
-
-    def _set_up(
-        self,
-        device: str | torch.device = "cuda",
+        device: str | torch.device | float = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -108,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
     ) -> None:
-        self._device = torch.device(device).type
+        self._device = torch.device(device).type  # type: ignore[arg-type]
         self._enabled = bool(enabled)
         if enabled and self._device == "cuda" and not torch.cuda.is_available():
             warnings.warn(
@@ -136,68 +224,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_scale: float = config.start
         self._init_growth_tracker: int = 0
         self._begin_iteration()
-        self._skipped: weakref.WeakKeyDictionary[Any, bool | list[Tensor] | HostCopies]
         self._skipped = weakref.WeakKeyDictionary()
-
-    def _begin_iteration(self) -> None:
-        self._per_optimizer_states: dict[int, dict[str, Any]]
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    # What torch's own methods, and classes made of torch's, read and write.
-
-    @property
-    def _scale(self) -> Tensor | None:  # type: ignore[override]
-        return self._scaler.scale_on_device if self._has_scaled else None
-
-    @property
-    def _growth_tracker(self) -> Tensor | None:  # type: ignore[override]
-        return self._scaler.good_steps_on_device if self._has_scaled else None
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Begin with the first scale and growth tracker, which a subclass may have set until now."""
-        first = {"loss_scale": self._init_scale, "unskipped": self._init_growth_tracker}
-        state = self._scaler.state_dict()
-        if first.items() - state.items():
-            self._scaler.load_state_dict({**state, **first})
-        self._has_scaled = True
-
-    @property
-    def _growth_factor(self) -> float:
-        return self._scaler.config.growth_factor
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self._configure(growth_factor=value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self._scaler.config.backoff_factor
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self._configure(backoff_factor=value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self._scaler.config.growth_interval
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self._configure(growth_interval=value)
-
-    def _configure(self, **changes: Any) -> None:
-        if self._enabled:
-            _check_factors(**changes)
-            self._scaler.config = dataclasses.replace(self._scaler.config, **changes)
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale, growth_tracker = self._scale, self._growth_tracker
-        if scale is None or growth_tracker is None:
-            raise AmpAssertionError(
-                f"GradScaler.{funcname} was called before GradScaler.scale: no gradient is scaled yet. "
-                "Call scaler.scale(loss).backward() first"
-            )
-        return scale, growth_tracker
 
     # Scaling.
 
@@ -228,33 +255,6 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
             return type(outputs)(*scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """Unscale an optimizer's gradients where they are, and report an overflow. No host sync."""
-        from amp.kernels.unscale import unscale  # loads Triton
-
-        params, grads = _gradients(optimizer)
-        if not grads:
-            return {}
-        flag = found_inf.reshape(1)
-        unscale(grads, grads, inv_scale.reshape(1), flag)
-        reduce_found_inf(flag, groups_of_shards(params))
-        return {found_inf.device: found_inf}
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
-        """Check an optimizer's gradients, which it will unscale itself. No host sync."""
-        from amp.kernels.unscale import check  # loads Triton
-
-        params, grads = _gradients(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
-        if grads:
-            flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
-            check(grads, self._scaler.snapshot().inv_scale, flag)
-            reduce_found_inf(flag, groups_of_shards(params))
-            state["found_inf_per_device"] = {flag.device: flag.reshape(())}
-        return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     # The step.
 
@@ -289,13 +289,6 @@ class GradScaler(torch.amp.GradScaler):
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             self._skipped[optimizer] = list(self._found_inf_per_device(optimizer).values())
         return result
-
-    def _maybe_opt_step(
-        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> float | None:
-        found = optimizer_state["found_inf_per_device"].values()
-        skips = self._skipped[optimizer] = any(x.item() > 0 for x in found)
-        return None if skips else optimizer.step(*args, **kwargs)
 
     def step_was_skipped(self, optimizer: Any, wait: bool = True) -> bool | None:
         """Whether the last `step` of an optimizer was skipped.
@@ -370,12 +363,6 @@ class GradScaler(torch.amp.GradScaler):
                 self._scaler.warn_if_endless(overflow)
         self._begin_iteration()
 
-    def get_scale(self) -> float:
-        """Return the scale, 1.0 where scaling is disabled. The host waits for the device."""
-        if not self._enabled:
-            return 1.0
-        return self._scaler.loss_scale() if self._has_scaled else self._init_scale
-
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,15 +372,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        state = self._scaler.state_dict()
+        ours = self._scaler.state_dict()
         return {
-            "scale": self.get_scale(),
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._get_growth_tracker(),
-            "_hysteresis_left": state["hysteresis_left"],
-            "_overflows_in_a_row": state["overflows_in_a_row"],
+            **super().state_dict(),
+            "_hysteresis_left": ours["hysteresis_left"],
+            "_overflows_in_a_row": ours["overflows_in_a_row"],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -410,50 +393,11 @@ class GradScaler(torch.amp.GradScaler):
                 "the state dict is empty: it was saved from a GradScaler that was disabled. Save one "
                 "from an enabled scaler, or leave load_state_dict out"
             )
-        factors = ("growth_factor", "backoff_factor", "growth_interval")
-        missing = [name for name in ("scale", *factors, "_growth_tracker") if name not in state_dict]
-        if missing:
-            raise AmpValueError(
-                f"the state dict has no {', '.join(missing)}, only {', '.join(state_dict)}: it is no "
-                "GradScaler's"
-            )
-        _check_factors(state_dict["growth_factor"], state_dict["backoff_factor"])
-        config = dataclasses.replace(
-            self._scaler.config, **{name: state_dict[name] for name in factors}
-        )
-        state = {
-            "loss_scale": state_dict["scale"],
-            "unskipped": state_dict["_growth_tracker"],
-            "hysteresis_left": state_dict.get("_hysteresis_left", config.hysteresis),
-            "overflows_in_a_row": state_dict.get("_overflows_in_a_row", 0),
-        }
+        config, state = _read_state(state_dict, self._scaler.config)
         self._scaler.load_state_dict(state)
         self._scaler.config = config
         loaded = self._scaler.state_dict()
         self._init_scale, self._init_growth_tracker = loaded["loss_scale"], loaded["unskipped"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._per_optimizer_states:
-            raise AmpAssertionError(
-                "a GradScaler is pickled or copied between step and update, when it knows of gradients "
-                "that the copy would not. Call scaler.update() before"
-            )
-        scaler = self._scaler
-        return {
-            **vars(self),
-            "_scaler": (scaler.config, scaler.state_dict()),
-            "_has_scaled": False,
-            "_init_scale": self.get_scale(),
-            "_init_growth_tracker": self._get_growth_tracker(),
-            "_skipped": None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        config, of_scaler = state["_scaler"]
-        vars(self).update(state)
-        self._scaler = LossScaler(config)
-        self._scaler.load_state_dict(of_scaler)
-        self._skipped = weakref.WeakKeyDictionary()
 
 
 def _check_factors(
@@ -467,6 +411,26 @@ def _check_factors(
         raise AmpValueError(f"growth_factor={growth_factor!r} must be a finite number above 1")
     if not isinstance(backoff_factor, (int, float)) or not 0 < backoff_factor < 1:
         raise AmpValueError(f"backoff_factor={backoff_factor!r} must be a number between 0 and 1")
+
+
+def _read_state(
+    state_dict: Mapping[str, Any], config: LossScaling
+) -> tuple[LossScaling, dict[str, Any]]:
+    """Return the configuration and the state of a `LossScaler` that a saved state describes."""
+    missing = [name for name in ("scale", *_SETTINGS, "_growth_tracker") if name not in state_dict]
+    if missing:
+        raise AmpValueError(
+            f"the state dict has no {', '.join(missing)}, only {', '.join(state_dict)}: it is no "
+            "GradScaler's"
+        )
+    settings = {name: state_dict[name] for name in _SETTINGS}
+    _check_factors(**settings)
+    return dataclasses.replace(config, **settings), {
+        "loss_scale": state_dict["scale"],
+        "unskipped": state_dict["_growth_tracker"],
+        "hysteresis_left": state_dict.get("_hysteresis_left", config.hysteresis),
+        "overflows_in_a_row": state_dict.get("_overflows_in_a_row", 0),
+    }
 
 
 def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
