@@ -9,13 +9,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from amp import arguments, checkpoint, distributed
+from amp.advice import advise_on_eps, advise_on_rules
 from amp.casting.strategies import strategies_for
 from amp.casting.strategy import Undo
 from amp.dtypes import LOW_PRECISION
@@ -143,10 +144,12 @@ class Session:
         self._models += map(weakref.ref, models)
         for strategy in self._strategies:
             strategy.warn(models, self._log)
-        self._warn_of_idle_rules(models)
         for one in attached:
             one.recast_state(self.properties.state_dtype)
-            self._warn_of_vanishing_eps(one.optimizer)
+        advice = [*advise_on_rules(self.properties.rules, models)]
+        advice += chain.from_iterable(advise_on_eps(one.optimizer) for one in attached)
+        for message in advice:
+            self._log(logging.WARNING, message)
         self._undo.push(undo.callbacks)
 
     def _attach(self, optimizer: Any, undo: Undo) -> AttachedOptimizer:
@@ -161,36 +164,6 @@ class Session:
         undo.callbacks.callback(attached.detach)
         attached.attach(undo.before)
         return attached
-
-    def _warn_of_idle_rules(self, models: Sequence[nn.Module]) -> None:
-        """Say so if a rule for modules is for none of them."""
-        for rule in self.properties.rules if models else ():
-            if rule.kind == "module" and not any(
-                rule.matches(name, module) for model in models for name, module in model.named_modules()
-            ):
-                self._log(
-                    logging.WARNING,
-                    "%s: no module of the model is named '%s' or of a class of that name; "
-                    "the rule does nothing",
-                    rule.source,
-                    rule.pattern,
-                )
-
-    def _warn_of_vanishing_eps(self, optimizer: Any) -> None:
-        """Say so if an Adam that steps float16 weights themselves would divide by zero."""
-        for group in optimizer.param_groups:
-            eps = group.get("eps")
-            dtypes = {parameter.dtype for parameter in group["params"]} & LOW_PRECISION
-            for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():
-                if torch.tensor(eps, dtype=dtype, device="cpu") == 0:
-                    self._log(
-                        logging.WARNING,
-                        "%s has eps=%g, which is 0 in %s: its steps may divide by zero. "
-                        "Give it eps=1e-4, or use master_weights=True.",
-                        type(optimizer).__name__,
-                        eps,
-                        dtype,
-                    )
 
     @property
     def casts_ops(self) -> bool:

@@ -165,7 +165,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         gradients = self._attached.gradients
         if gradients.delayed is None and any(p.grad is not None for p in self.all_fp16_params):
             Block.delayed_by_hand(self._session.scalers[0], gradients)
-        self._attached.finish_delayed()
+        self._attached.gradients.finish_delayed()
 
     @property
     def overflow(self) -> bool:

@@ -22,16 +22,10 @@ class FusedAdagrad(FusedOptimizer):
         lr: the learning rate.
         eps: added to the root of the sum.
         weight_decay: the weight decay.
-        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
         adagrad_w_mode: whether the weight decay is decoupled, as in AdamW.
         lr_decay: how fast the rate falls with the steps.
         initial_accumulator_value: what the sum starts at.
-        maximize: whether to step along the gradients.
-        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
-
-    Raises:
-        AmpValueError: a hyper-parameter is out of its range.
+        set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
     _ranges = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")

@@ -27,15 +27,9 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: whether the weight decay is decoupled, as in AdamW, or added to the gradient.
         weight_decay: the weight decay.
         amsgrad: must be False, as in apex.
-        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
         capturable: accepted for apex's sake: every step can be captured where Triton runs.
         master_weights: must be False: masters are the session's.
-        maximize: whether to step along the gradients.
-        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
-
-    Raises:
-        AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
+        set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
     _ranges = ("lr", "eps", "weight_decay")

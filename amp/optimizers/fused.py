@@ -27,8 +27,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or groups of them.
-        defaults: the hyper-parameters of a group that does not set them.
-        set_grad_none: what `zero_grad` does unless it is told.
+        defaults: the hyper-parameters of a group that does not set them. `maximize` steps along the
+            gradients.
+        set_grad_none: whether `zero_grad()` removes gradients or writes zeros, unless it is told.
         max_grad_norm: what to clip the norm of the gradients of all groups to; 0 or None does not clip.
             Gradients of DTensors count with all their shards, others once on each rank.
         state_dtype: `torch.bfloat16` keeps the moments in 16 bits, rounded stochastically with a seed
@@ -36,7 +37,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             dtype of what is stepped.
 
     Raises:
-        AmpValueError: a hyper-parameter is out of its range or not a number.
+        AmpValueError: a hyper-parameter is out of its range or not a number, or asks for what is not
+            supported.
     """
 
     _step_supports_amp_scaling = True

@@ -25,14 +25,8 @@ class FusedLAMB(FusedOptimizer):
         amsgrad: not supported, as in apex.
         adam_w_mode: whether the weight decay is decoupled.
         grad_averaging: whether the first moment is a mean of gradients, or a sum.
-        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
-        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
         use_nvlamb: whether norms count for parameters without a weight decay too.
-        maximize: whether to step along the gradients.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
-
-    Raises:
-        AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
+        set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
     _ranges = ("lr", "eps", "weight_decay")

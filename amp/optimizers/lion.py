@@ -21,13 +21,7 @@ class FusedLion(FusedOptimizer):
         lr: the learning rate; a third to a tenth of AdamW's.
         betas: how much of the mean is kept, for the step and after it.
         weight_decay: decoupled, as in AdamW; three to ten times AdamW's.
-        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
-        maximize: whether to step along the gradients.
-        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
-
-    Raises:
-        AmpValueError: a hyper-parameter is out of its range.
+        set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
     _ranges = ("lr", "weight_decay")

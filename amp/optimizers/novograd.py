@@ -29,13 +29,7 @@ class FusedNovoGrad(FusedOptimizer):
         grad_averaging: whether the moment is a mean, or a sum.
         norm_type: 2 for the Euclidean norm, 0 for the largest magnitude.
         init_zero: whether the running norm starts at 0, or at the first gradient's.
-        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
-        maximize: whether to step along the gradients.
-        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
-
-    Raises:
-        AmpValueError: a hyper-parameter is out of its range, or asks for what is not supported.
+        set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
     _ranges = ("lr", "eps", "weight_decay")

@@ -27,13 +27,9 @@ class FusedSGD(FusedOptimizer):
         nesterov: whether to look ahead; needs a momentum and no dampening.
         wd_after_momentum: whether the weight decay stays out of the momentum.
         materialize_master_grads: accepted for apex's sake.
-        set_grad_none: whether `zero_grad()` removes gradients or writes zeros.
-        maximize: whether to step along the gradients.
-        max_grad_norm: what to clip the norm of all gradients to; 0 or None does not clip.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits; see `FusedOptimizer`.
+        set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
 
     Raises:
-        AmpValueError: a hyper-parameter is out of its range, or they do not fit together.
         AmpTypeError: there is no `lr` for a group.
     """
 

@@ -129,7 +129,7 @@ class AttachedOptimizer:
         if not self._is_attached:
             return
         try:
-            self.finish_delayed()
+            self.gradients.finish_delayed()
             self.gradients.show()
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self.gradients.clear()
@@ -230,11 +230,12 @@ class AttachedOptimizer:
         self.gradients.look_at_groups()
         if closure is not None:
             run = functools.partial(_call_with_closure, step, args, kwargs)
-            result = self._closure_step(closure).run(run, ())
+            parts = self.optimizer, self.gradients, self._masters
+            result = ClosureStep(*parts, closure, self._report_all).run(run, ())
             self._stepped_by = []
             self.gradients.drop_stepped()
             return result
-        self.finish_delayed()
+        self.gradients.finish_delayed()
         self.gradients.gather_strays()
         self._stepped_by, self.gradients.verdicts = self.gradients.verdicts, []
         try:
@@ -255,21 +256,6 @@ class AttachedOptimizer:
         skips = self._skips_on_device and self._stepped_by and can_skip_on_device(self.optimizer)
         return (DeviceSkip if skips else HostSkip)(self.optimizer, self.gradients, self._masters)
 
-    def _closure_step(self, closure: Callable[[], Any]) -> ClosureStep:
-        def settle() -> None:
-            self.finish_delayed()
-            self.gradients.show()
-            self.gradients.gather_strays()
-
-        return ClosureStep(
-            self.optimizer,
-            self.gradients,
-            self._masters,
-            closure=closure,
-            settle=settle,
-            report=self._report_all,
-        )
-
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         lists = self.gradients.look_at_groups()
@@ -285,11 +271,6 @@ class AttachedOptimizer:
         return result
 
     # What others ask and tell.
-
-    def finish_delayed(self) -> None:
-        """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
-        if self.gradients.delayed is not None:
-            self.gradients.delayed.finish()
 
     @property
     def overflowed(self) -> bool:

@@ -41,22 +41,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import TensorList
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
 from amp.masters.whole import MasterWeights
+from amp.training.held import Held
 from amp.training.newest import Newest, look_at_newest
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
 from amp.training.scaler import ScaleSnapshot, Verdict
-from amp.training.unscaling import Move, add_grad, gather, unscale_moves, unscaled
+from amp.training.unscaling import Move, add_grad, gather, unscale_moves
 
 if TYPE_CHECKING:
-    from amp.kernels.l2norm import Norms
     from amp.training.blocks import Block
 
 
@@ -67,22 +66,6 @@ class State(enum.Enum):
     HELD = enum.auto()
     OPEN = enum.auto()
     DELAYED = enum.auto()
-
-
-class Held(NamedTuple):
-    """The gradients of masters, kept for the step.
-
-    Attributes:
-        of: the masters that have a gradient, and the model's parameters.
-        grads: the gradients, dense: as backward left them, or float32 sums.
-        inv_scale: float32 `[1]`, what to multiply them by; None is 1.
-        norms: of the unscaled gradients, if the check has found them.
-    """
-
-    of: ParameterLists
-    grads: TensorList
-    inv_scale: Tensor | None
-    norms: Norms | None = None
 
 
 class Gradients:
@@ -162,8 +145,7 @@ class Gradients:
             self.gather_strays()
             if self._held is not None and any(grad._is_view() for grad in self._held.grads):
                 # DDP's gradients are views of a buffer that the next backward overwrites.
-                grads = TensorList(unscaled(self._held.grads, self._held.inv_scale))
-                self._held = self._held._replace(grads=grads, inv_scale=None)
+                self._held = self._held.copied()
             if not block.scaler.is_identity:
                 for parameter in lists.unmastered:
                     if (grad := parameter.grad) is not None:
@@ -256,25 +238,13 @@ class Gradients:
 
     def _hold(self, newest: Newest, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Check the masters' gradients, and hold them, added to those that are held already."""
-        from amp.kernels.axpby import axpby  # load Triton
-        from amp.kernels.l2norm import l2norm
-        from amp.kernels.unscale import check
-
         if not newest.grads:
             return
-        max_norm = getattr(self._optimizer, "max_grad_norm", None)
-        grads, norms, held = newest.grads, None, self._held
-        if held is not None:
-            a, b = [1.0 if factor is None else factor for factor in (inv_scale, held.inv_scale)]
-            sums = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-            grads = TensorList(sums, like=grads, dtype=torch.float32)
-            axpby(a, newest.grads, b, held.grads, grads, found_inf, check="x")
-            inv_scale = None
-        elif found_inf is not None and max_norm is None:
-            check(grads, inv_scale, found_inf)  # type: ignore[arg-type]
-        elif found_inf is not None:
-            norms = l2norm(grads, inv_scale, found_inf=found_inf, max_norm=max_norm)
-        self._held = Held(newest.of_masters, grads, inv_scale, norms)
+        held = Held(newest.of_masters, newest.grads, inv_scale)
+        if self._held is not None:
+            self._held = self._held.plus(held, found_inf)
+        else:
+            self._held = held.checked(found_inf, getattr(self._optimizer, "max_grad_norm", None))
         self._are_shown = False
         for parameter in newest.of_masters.models:
             parameter.grad = None
@@ -293,13 +263,17 @@ class Gradients:
 
     # Between blocks and the step.
 
+    def finish_delayed(self) -> None:
+        """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
+        if self.delayed is not None:
+            self.delayed.finish()
+
     def show(self) -> None:
         """Put what is held, unscaled, into the masters' `.grad`: somebody looks. No host sync."""
         if self._are_shown:
             return
         if self._held is not None:
-            grads = unscaled(self._held.grads, self._held.inv_scale)
-            for master, grad in zip(self._held.of.masters, grads, strict=True):
+            for master, grad in zip(self._held.of.masters, self._held.copied().grads, strict=True):
                 store_grad(master, grad)
         self._held, self._held_before, self._are_shown = None, None, True
 

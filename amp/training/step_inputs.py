@@ -12,7 +12,7 @@ from amp.kernels.tensor_lists import TensorList
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
-    from amp.training.gradients import Held
+    from amp.training.held import Held
 
 
 class StepInputs:

@@ -163,7 +163,6 @@ class ClosureStep(Stepper):
         gradients: its gradients.
         masters: the session's masters.
         closure: computes the loss.
-        settle: brings every gradient, unscaled, to where the optimizer reads it.
         report: tells the user of overflows.
     """
 
@@ -172,14 +171,11 @@ class ClosureStep(Stepper):
         optimizer: Any,
         gradients: Gradients,
         masters: MasterWeights,
-        *,
         closure: Callable[[], Any],
-        settle: Callable[[], None],
         report: Callable[[Sequence[Verdict]], None],
     ) -> None:
         super().__init__(optimizer, gradients, masters)
         self._closure = closure
-        self._settle = settle
         self._report = report
         self._as_around_the_step = same_casts()
 
@@ -197,7 +193,9 @@ class ClosureStep(Stepper):
         with self._as_around_the_step():
             for _ in range(_CLOSURE_TRIES):
                 loss = self._closure()
-                self._settle()
+                self.gradients.finish_delayed()
+                self.gradients.show()
+                self.gradients.gather_strays()
                 verdicts, self.gradients.verdicts = self.gradients.verdicts, []
                 overflowed = any(verdict.overflowed for verdict in verdicts)
                 self._report(verdicts)

@@ -1,0 +1,63 @@
+"""Gradients of masters that are kept as they are until the step, which unscales them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.kernels.tensor_lists import TensorList
+from amp.training.parameter_lists import ParameterLists
+from amp.training.unscaling import unscaled
+
+if TYPE_CHECKING:
+    from amp.kernels.l2norm import Norms
+
+
+class Held(NamedTuple):
+    """The gradients of masters, kept for the step.
+
+    Attributes:
+        of: the masters that have a gradient, and the model's parameters.
+        grads: the gradients, dense: as backward left them, or float32 sums.
+        inv_scale: float32 `[1]`, what to multiply them by; None is 1.
+        norms: of the unscaled gradients, if the check has found them.
+    """
+
+    of: ParameterLists
+    grads: TensorList
+    inv_scale: Tensor | None
+    norms: Norms | None = None
+
+    def checked(self, found_inf: Tensor | None, max_norm: float | None) -> Held:
+        """Check the gradients, and find their norms if they are to be clipped. No host sync.
+
+        Args:
+            found_inf: float32 `[1]`, set to 1 if one of them is inf or NaN; None checks nothing.
+            max_norm: what the optimizer clips the norm to, if it does.
+        """
+        from amp.kernels.l2norm import l2norm  # load Triton
+        from amp.kernels.unscale import check
+
+        if found_inf is None or self.inv_scale is None:
+            return self
+        if max_norm is None:
+            check(self.grads, self.inv_scale, found_inf)
+            return self
+        norms = l2norm(self.grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm)
+        return self._replace(norms=norms)
+
+    def plus(self, newest: Held, found_inf: Tensor | None) -> Held:
+        """Return the sums with the gradients of a later block, which are checked. No host sync."""
+        from amp.kernels.axpby import axpby  # loads Triton
+
+        a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (newest, self)]
+        sums = [torch.empty_like(grad, dtype=torch.float32) for grad in newest.grads]
+        grads = TensorList(sums, like=newest.grads, dtype=torch.float32)
+        axpby(a, newest.grads, b, self.grads, grads, found_inf, check="x")
+        return Held(newest.of, grads, None)
+
+    def copied(self) -> Held:
+        """Return the unscaled gradients in memory of their own, float32. No host sync."""
+        return self._replace(grads=TensorList(unscaled(self.grads, self.inv_scale)), inv_scale=None)
