@@ -146,23 +146,23 @@ class MasterWeights:
         sources = list(masters)
         models = [self._model_of[master] for master in sources]
         master_copy(sources, models)
-        self.agree(sources, [model._version for model in models])
+        self.agree(map(id, sources), [model._version for model in models])
 
-    def agree(self, masters: Iterable[Tensor], versions: Iterable[int]) -> None:
-        """Note that parameters of these versions are the rounded masters; `follow` looks no closer."""
-        self._versions.update(zip(map(id, masters), versions, strict=True))
+    def agree(self, ids: Iterable[int], versions: Iterable[int]) -> None:
+        """Note that parameters of these versions are their rounded masters; `follow` looks no closer.
 
-    def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> list[int]:
-        """Do `follow` for masters that are about to be stepped, where there is anything to do.
-
-        Returns:
-            The versions of the parameters.
+        Args:
+            ids: of the masters.
+            versions: of their parameters.
         """
-        versions = [model._version for model in models]
-        if versions != list(map(self._versions.__getitem__, map(id, masters))):
+        self._versions.update(zip(ids, versions, strict=True))
+
+    def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
+        """Do `follow` for masters that are about to be stepped, where there is anything to do."""
+        known = [self._versions[id(master)] for master in masters]
+        if known != [model._version for model in models]:
             for master in masters:
                 self.follow(master, stepping=True)
-        return versions
 
     def follow_requires_grad(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
         """Freeze and unfreeze masters as their parameters were.

@@ -26,6 +26,7 @@ class ParameterLists:
         in_groups: likewise.
         stepped: each parameter once, in the order of the groups: masters, and those without a master.
         masters: the masters.
+        master_ids: their ids.
         models: the model's parameter of each master.
         unmastered: the parameters that are stepped themselves.
         master_list: the masters, with what a launch must know of them.
@@ -43,6 +44,8 @@ class ParameterLists:
         self.unmastered = [parameter for parameter, model in both if model is None]
         self.master_list = TensorList(self.masters)
         self.model_list = TensorList(self.models)
+        self.master_ids = list(map(id, self.masters))
+        self._masters_may_move = not set(map(type, self.masters)) <= {MasterParameter}
         _ = self.model_list.addresses  # by which `notice_moved` tells that a parameter has moved
 
     @classmethod
@@ -60,11 +63,13 @@ class ParameterLists:
 
         Masters of the class `MasterParameter` do not move, and are not asked.
         """
-        if not set(map(type, self.masters)) <= {MasterParameter}:
-            self.master_list = TensorList(self.masters, known=self.master_list.known)
-        before = self.model_list
-        self.model_list = TensorList(self.models, known=before.known)
-        return self.model_list.addresses != before.addresses
+        if self._masters_may_move:
+            self.master_list = TensorList(self.masters)
+        if tuple(map(Tensor.data_ptr, self.models)) == self.model_list.addresses:
+            return False
+        self.model_list = TensorList(self.models)
+        _ = self.model_list.addresses
+        return True
 
     def only(self, chosen: Sequence[bool], latest: ParameterLists) -> ParameterLists:
         """Return the lists of those masters that are chosen, and no others.

@@ -57,11 +57,11 @@ class Stepper:
         """
         raise NotImplementedError
 
-    def follow_models(self) -> list[int]:
-        """Let masters take over what was written to the model, and return its parameters' versions."""
+    def follow_models(self) -> None:
+        """Let masters take over what was written to the model."""
         lists = self.gradients.lists
         self.masters.follow_requires_grad(lists.masters, lists.models)
-        return self.masters.follow_all(lists.masters, lists.models)
+        self.masters.follow_all(lists.masters, lists.models)
 
     def is_skipped(self, verdicts: Sequence[Verdict]) -> bool:
         """Whether there was an overflow, so that the host skips the step. The host waits."""
@@ -88,14 +88,16 @@ class FusedStep(Stepper):
         super().__init__(optimizer, gradients, masters)
         self._latest: ParameterLists | None = None
         """What had gradients in the last step."""
+        self._versions: list[int] = []
+        """Of its model's parameters after that step, when each was its rounded master."""
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Show the optimizer what is held for it, and step."""
         lists, of = self.gradients.lists, self.gradients.for_step().of
         self.gradients.check_dtypes(None if of.notice_moved() else lists.unmastered)
-        if of is not self._latest:
-            self.masters.follow_requires_grad(lists.masters, lists.models)
-        versions = self.masters.follow_all(lists.masters, lists.models)
+        versions = [model._version for model in of.models]
+        if of is not lists or of is not self._latest or versions != self._versions:
+            self.follow_models()
         self._latest = of
         inputs = StepInputs(self.gradients.for_step, self.masters.low_halves, found_inf_of(verdicts))
         self.optimizer.scaled_grads = inputs
@@ -104,12 +106,12 @@ class FusedStep(Stepper):
                 result = step()
         finally:
             del self.optimizer.scaled_grads
-        of = inputs.held.of
-        if of is lists and inputs.wrote_models_once:
-            versions = [version + 1 for version in versions]
+        if inputs.held.of is of and inputs.wrote_models_once:
+            self._versions = [version + 1 for version in versions]
         else:
-            versions = [model._version for model in of.models]
-        self.masters.agree(of.masters, versions)
+            of = self._latest = inputs.held.of
+            self._versions = [model._version for model in of.models]
+        self.masters.agree(of.master_ids, self._versions)
         if of is not lists:
             self.write_back(without=set(of.masters))
         return result
