@@ -84,6 +84,8 @@ class LossScaler:
         process_groups: whose ranks skip a step together.
         version: counts the times the scale may have changed, so that two scaled losses can be told
             to share one scale without asking the device.
+        device: where the scale is, which is where the last loss was.
+        scale_on_device: the scale, float32 `[]`; it changes with it.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class LossScaler:
         self.process_groups = tuple(process_groups)
         self.version = 0
         self._state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32, device="cpu")
+        self._keep_on(self._state.device)
         self._reports = HostCopies()
         self._warned = False
         self._set(config.start, 0, config.hysteresis)
@@ -111,25 +114,27 @@ class LossScaler:
         """Return `loss * scale`, float32 for a 16-bit loss, and that scale. No host sync."""
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         if not self.is_identity and self._state.device != loss.device:
-            self._state = self._state.to(loss.device)
+            self._keep_on(loss.device)
         used = self.snapshot()
         # A graph made inside the block may be used after the scale has moved: it gets the copy.
         return (wide if self.is_identity else wide * used.scale), used
 
-    @property
-    def device(self) -> torch.device:
-        """Where the scale is: on the device of the last loss."""
-        return self._state.device
-
-    @property
-    def scale_on_device(self) -> Tensor:
-        """The scale, float32 `[]`, where it is; it changes with it."""
-        return self._state[scale_state.SCALE]
+    def _keep_on(self, device: torch.device) -> None:
+        """Move the state to a device, and take views of it, which a step asks for again and again."""
+        self.device = device
+        self._state = self._state.to(device)
+        self.scale_on_device = self._state[scale_state.SCALE]
+        self._scale_and_inverse = self._state[: scale_state.INVERSE + 1]
+        self._found_inf = self._state[scale_state.FOUND_INF : scale_state.FOUND_INF + 1]
 
     @property
     def good_steps_on_device(self) -> Tensor:
         """How many good steps there were since the scale moved, int32 `[]`, as of now."""
         return self._state[scale_state.GOOD_STEPS].int()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._keep_on(self.device)  # pickle has made the views tensors of their own
 
     def set_scale(self, scale: float | Tensor) -> None:
         """Set the scale, and nothing else. The host does not wait, but for a static scaler's tensor.
@@ -163,15 +168,13 @@ class LossScaler:
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
-        copy = self._state[: scale_state.INVERSE + 1].clone()
+        copy = self._scale_and_inverse.clone()
         return ScaleSnapshot(self, self.version, copy[scale_state.SCALE], copy[scale_state.INVERSE :])
 
     @property
     def found_inf(self) -> Tensor | None:
         """Where a check reports, float32 `[1]`; None for a scaler that checks nothing."""
-        if not self.config.dynamic:
-            return None
-        return self._state[scale_state.FOUND_INF : scale_state.FOUND_INF + 1]
+        return self._found_inf if self.config.dynamic else None
 
     def verdict(self) -> Verdict | None:
         """Return what was found since the last update; None for a scaler that checks nothing."""
