@@ -12,24 +12,10 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Du
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 from torch import Tensor
 
-from amp.kernels.language import jit, tl
-from amp.kernels.plainstep import Numbers
-from amp.kernels.stepping import Rule
-
-
-class AdagradNumbers(NamedTuple):
-    """What the kernel reads, in its order."""
-
-    lr: float | Tensor
-    lr_decay: float | Tensor
-    eps: float | Tensor
-    l2: float | Tensor
-    decay: float | Tensor
+from amp.kernels.language import jit
+from amp.kernels.rule import Numbers, Prepared, Rule
 
 
 def adagrad_numbers(
@@ -39,7 +25,7 @@ def adagrad_numbers(
     weight_decay: float | Tensor,
     *,
     decoupled: bool,
-) -> AdagradNumbers:
+) -> Numbers:
     """Return the numbers of `ADAGRAD`. The host does not wait for the device.
 
     Args:
@@ -49,47 +35,28 @@ def adagrad_numbers(
         weight_decay: the weight decay.
         decoupled: whether it stays out of the sum of squares.
     """
-    return AdagradNumbers(
-        lr,
-        lr_decay,
-        eps,
-        0.0 if decoupled else weight_decay,
-        weight_decay if decoupled else 0.0,
-    )
+    l2, decay = (0.0, weight_decay) if decoupled else (weight_decay, 0.0)
+    return lr, lr_decay, eps, l2, decay
 
 
 @jit
 def _prepare(numbers, t, of_tensor, n):
-    return (
-        tl.load(numbers) / (1.0 + (t - 1.0) * tl.load(numbers + 1)),
-        tl.load(numbers + 2),
-        tl.load(numbers + 3),
-        tl.load(numbers + 4),
-    )
+    lr, lr_decay, eps, l2, decay = numbers
+    return lr / (1.0 + (t - 1.0) * lr_decay), eps, l2, decay
 
 
-@jit
-def _update(p, g, m, v, prepared):
-    rate, eps, l2, decay = prepared
-    g += l2 * p
-    m += g * g
-    p -= rate * (g / (tl.sqrt_rn(m) + eps) + decay * p)
-    return p, m, v
-
-
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     lr, lr_decay, eps, l2, decay = numbers
     return lr / (1 + (t - 1) * lr_decay), eps, l2, decay
 
 
-def _formula(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    rate, eps, l2, decay = numbers
+@jit
+def _update(p, g, m, v, prepared, sqrt):
+    rate, eps, l2, decay = prepared
     g = g + l2 * p
     m = m + g * g
-    return p - rate * (g / (m.sqrt() + eps) + decay * p), m, v
+    return p - rate * (g / (sqrt(m) + eps) + decay * p), m, v
 
 
-ADAGRAD = Rule(1, _prepare, _update, _at, _formula)
+ADAGRAD = Rule(1, _prepare, _at, _update)
 """Adagrad: its moment is the sum of squared gradients."""

@@ -13,34 +13,11 @@ Loshchilov and Hutter 2019; the order of the operations is that of `torch.optim.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.plainstep import Numbers
-from amp.kernels.stepping import Rule, bias_correction, in_double
-
-
-class AdamNumbers(NamedTuple):
-    """What the kernel reads, in its order.
-
-    1 - beta and log(beta) come from the host, in FP64: beta in FP32 is too coarse to tell how far it is
-    from 1.
-    """
-
-    lr: float | Tensor
-    beta1: float | Tensor
-    beta2: float | Tensor
-    one_minus_beta1: float | Tensor
-    one_minus_beta2: float | Tensor
-    log_beta1: float | Tensor
-    log_beta2: float | Tensor
-    eps: float | Tensor
-    decay: float | Tensor
-    l2: float | Tensor
-    corrects_bias: float
+from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, in_double, log_of
 
 
 def adam_numbers(
@@ -51,8 +28,11 @@ def adam_numbers(
     *,
     decoupled: bool,
     bias_correction: bool,
-) -> AdamNumbers:
+) -> Numbers:
     """Return the numbers of `ADAM`. The host does not wait for the device.
+
+    1 - beta and log(beta) come from the host, in FP64: beta in FP32 is too coarse to tell how far it is
+    from 1.
 
     Args:
         lr: a number, or a tensor of one element, as are all of these.
@@ -63,76 +43,37 @@ def adam_numbers(
         bias_correction: whether the moments are corrected for having started at 0.
     """
     beta1, beta2 = map(in_double, betas)
-    return AdamNumbers(
-        lr,
-        beta1,
-        beta2,
-        1 - beta1,
-        1 - beta2,
-        log_of(beta1),
-        log_of(beta2),
-        eps,
-        weight_decay if decoupled else 0.0,
-        0.0 if decoupled else weight_decay,
-        float(bias_correction),
-    )
-
-
-def log_of(beta: float | Tensor) -> float | Tensor:
-    """Return the logarithm of a beta, -inf for 0."""
-    if isinstance(beta, Tensor):
-        return beta.log()
-    return math.log(beta) if beta > 0 else -math.inf
+    decay, l2 = (weight_decay, 0.0) if decoupled else (0.0, weight_decay)
+    of_betas = beta1, beta2, 1 - beta1, 1 - beta2, log_of(beta1), log_of(beta2)
+    return lr, *of_betas, eps, decay, l2, float(bias_correction)
 
 
 @jit
 def _prepare(numbers, t, of_tensor, n):
-    lr = tl.load(numbers)
-    corrects_bias = tl.load(numbers + 10)
-    correction1 = bias_correction(t, tl.load(numbers + 5), corrects_bias)
-    correction2 = bias_correction(t, tl.load(numbers + 6), corrects_bias)
-    return (
-        1.0 - lr * tl.load(numbers + 8),
-        tl.load(numbers + 9),
-        tl.load(numbers + 1),
-        tl.load(numbers + 3),
-        tl.load(numbers + 2),
-        tl.load(numbers + 4),
-        lr / correction1,
-        1.0 / tl.sqrt_rn(correction2),
-        tl.load(numbers + 7),
-    )
+    lr, beta1, beta2, new1, new2, log_beta1, log_beta2, eps, decay, l2, corrects_bias = numbers
+    correction1 = bias_correction(t, log_beta1, corrects_bias)
+    correction2 = bias_correction(t, log_beta2, corrects_bias)
+    size, root = lr / correction1, 1.0 / tl.sqrt_rn(correction2)
+    return 1.0 - lr * decay, l2, beta1, new1, beta2, new2, size, root, eps
 
 
-@jit
-def _update(p, g, m, v, prepared):
-    keep, l2, beta1, new1, beta2, new2, size, correction2, eps = prepared
-    p *= keep
-    g += l2 * p
-    m = beta1 * m + new1 * g
-    v = beta2 * v + new2 * g * g
-    p -= size * m / (tl.sqrt_rn(v) * correction2 + eps)  # sqrt would take subnormal squares for 0
-    return p, m, v
-
-
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias = numbers
     correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
     size, root = lr / correction1, 1 / math.sqrt(correction2)
     return 1 - lr * decay, l2 or None, beta1, new1, beta2, new2, size, root, eps
 
 
-def _formula(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    keep, l2, beta1, new1, beta2, new2, size, correction2, eps = numbers
+@jit
+def _update(p, g, m, v, prepared, sqrt):
+    keep, l2, beta1, new1, beta2, new2, size, root, eps = prepared
     p = p * keep
     if l2 is not None:
         g = g + l2 * p
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
-    return p - size * m / (v.sqrt() * correction2 + eps), m, v
+    return p - size * m / (sqrt(v) * root + eps), m, v
 
 
-ADAM = Rule(2, _prepare, _update, _at, _formula)
+ADAM = Rule(2, _prepare, _at, _update)
 """Adam: its moments are the running means of gradients and of their squares."""

@@ -18,37 +18,22 @@ Source: NVIDIA apex `multi_tensor_axpby`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from amp.kernels.language import (
-    ALIGNMENT,
-    STEP,
-    any_of,
-    dtype_of,
-    jit,
-    launch,
-    locate,
-    narrow,
-    not_finite,
-    tl,
-    vector_length,
-    wide,
-)
-from amp.kernels.tables import flag_on, plan, to_device
-from amp.kernels.tensor_lists import dense, were_written
+from amp.kernels.elementwise import run
+from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.unscale import scale_and_check
 
 BLOCK = 4096
-WARPS = 8
 
 Check = Literal["x", "y", "both"]
 
 
-@torch.no_grad()
 def axpby(
     a: float | Tensor,
     xs: Sequence[Tensor],
@@ -78,109 +63,53 @@ def axpby(
     """
     if check not in ("x", "y", "both"):
         raise ValueError(f"check={check!r} is not one of 'x', 'y', 'both'")
-    lists = [dense(tensors) for tensors in (xs, ys, outs)]
-    todo = plan(*lists, block=BLOCK, backend=backend)
-    were_written(outs)
-    for each in todo.launches:
-        with flag_on(each.device, found_inf) as flag:
-            launch(
-                axpby_kernel,
-                len(each.chunks),
-                each.device,
-                each.rows,
-                each.chunks,
-                _on(each.device, a),
-                _on(each.device, b),
-                flag,
-                X=dtype_of(each.dtypes[0]),
-                Y=dtype_of(each.dtypes[1]),
-                OUT=dtype_of(each.dtypes[2]),
-                A_IS_POINTER=isinstance(a, Tensor),
-                B_IS_POINTER=isinstance(b, Tensor),
-                CHECK=check,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
-    for same in todo.fallback:
-        inputs_x, inputs_y, outputs = [[tensors[i] for i in same] for tensors in lists]
-        axpby_reference(a, inputs_x, b, inputs_y, outputs, found_inf, check)
-
-
-def _on(device: torch.device, factor: float | Tensor) -> float | Tensor:
-    if isinstance(factor, Tensor):
-        return to_device(factor, device)
-    return float(factor)
+    run(
+        axpby_kernel,
+        functools.partial(axpby_reference, check=check),
+        (xs, ys, outs),
+        writes=1,
+        block=BLOCK,
+        backend=backend,
+        constants={"CHECK": check},
+        a=a,
+        b=b,
+        found_inf=found_inf,
+    )
 
 
 @jit
-def _axpby_block(x, y, out, i, mask, a, b, CHECK: tl.constexpr):
+def _axpby(pointers, i, mask, arguments):
+    x, y, out = pointers
+    a, b = arguments[0], arguments[1]
+    check: tl.constexpr = arguments[3]
     dtype = out.dtype.element_ty
     ax = a * wide(tl.load(x + i, mask=mask, other=0.0), dtype)
     by = b * wide(tl.load(y + i, mask=mask, other=0.0), dtype)
     total = narrow(ax + by, dtype)
     tl.store(out + i, total, mask=mask)
     checked = total
-    if CHECK == "x":
+    if check == "x":
         checked = ax
-    elif CHECK == "y":
+    elif check == "y":
         checked = by
-    return any_of(not_finite(checked))
+    report(arguments[2], not_finite(checked))
+    return 0
 
 
 @jit(do_not_specialize=["a", "b", "found_inf"])
 def axpby_kernel(
-    rows,
-    chunks,
-    a,
-    b,
-    found_inf,
-    X: tl.constexpr,
-    Y: tl.constexpr,
-    OUT: tl.constexpr,
-    A_IS_POINTER: tl.constexpr,
-    B_IS_POINTER: tl.constexpr,
-    CHECK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows, chunks, a, b, found_inf, CHECK: tl.constexpr, DTYPES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row, start, length = locate(chunks, rows, 3, BLOCK)
-    x, y, out = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    a = tl.load(a) if A_IS_POINTER else a
-    b = tl.load(b) if B_IS_POINTER else b
-    vectors = vector_length(x | y | out, length)
-    i = tl.arange(0, BLOCK)
-    bad = _axpby_block(
-        tl.multiple_of(x.to(tl.pointer_type(X)), ALIGNMENT) + start,
-        tl.multiple_of(y.to(tl.pointer_type(Y)), ALIGNMENT) + start,
-        tl.multiple_of(out.to(tl.pointer_type(OUT)), ALIGNMENT) + start,
-        i,
-        i < vectors,
-        a,
-        b,
-        CHECK,
-    )
-    for first in range(vectors, length, STEP):
-        j = first + tl.arange(0, STEP)
-        bad |= _axpby_block(
-            x.to(tl.pointer_type(X)) + start,
-            y.to(tl.pointer_type(Y)) + start,
-            out.to(tl.pointer_type(OUT)) + start,
-            j,
-            j < length,
-            a,
-            b,
-            CHECK,
-        )
-    if found_inf is not None:
-        if bad != 0:
-            tl.store(found_inf, 1.0)
+    # As a variable the tuple would lose what is known when this is compiled.
+    each_part(_axpby, rows, chunks, (tl.load(a), tl.load(b), found_inf, CHECK), DTYPES, BLOCK)
 
 
 def axpby_reference(
-    a: float | Tensor,
     xs: list[Tensor],
-    b: float | Tensor,
     ys: list[Tensor],
     outs: list[Tensor],
+    a: float | Tensor,
+    b: float | Tensor,
     found_inf: Tensor | None,
     check: Check,
 ) -> None:

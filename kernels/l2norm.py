@@ -24,26 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.language import (
-    ALIGNMENT,
-    STEP,
-    any_of,
-    dtype_of,
-    jit,
-    launch,
-    locate,
-    not_finite,
-    tl,
-    vector_length,
-    wide,
-)
-from amp.kernels.tables import Launch, flag_on, plan, to_device
+from amp.kernels.language import WARPS, each_part, jit, launch, not_finite, report, tl, wide
+from amp.kernels.tables import Launch, flag_on, number_on, plan, to_device
 from amp.kernels.tensor_lists import dense
 from amp.kernels.unscale import check_reference
 
 BLOCK = 16384
 FINISH_BLOCK = 4096
-WARPS = 8
 CLIP_EPS = 1e-6
 
 
@@ -133,54 +120,40 @@ def _launch(
         each.zero_()
     with flag_on(device, found_inf) as flag:
         for one, sums in zip(launches, of_launch, strict=True):
-            launch(
+            one.run(
                 squares_kernel,
-                len(one.chunks),
-                device,
-                one.rows,
-                one.chunks,
-                None if inv_scale is None else to_device(inv_scale, device),
-                sums,
-                flag,
-                TENSOR=dtype_of(one.dtypes[0]),
+                inv_scale=number_on(device, inv_scale),
+                sums=sums,
+                found_inf=flag,
                 BLOCK=BLOCK,
-                num_warps=WARPS,
             )
     for one, sums in zip(launches[:-1], of_launch, strict=False):
         norms_of_chunks(one, sums, each)
-    norms_of_chunks(launches[-1], of_launch[-1], each, Total(partials, total, clip, max_norm))
+    norms_of_chunks(launches[-1], of_launch[-1], each, (partials, total, clip), max_norm)
     return Norms(total, each, clip)
 
 
-class Total(NamedTuple):
-    """What the norm of all tensors together is made of, and where it goes.
-
-    Attributes:
-        partials: float32, the sums of squares of all chunks.
-        norm: float32 `[1]`, the norm.
-        clip: float32 `[1]`, the factor that brings it down to `max_norm`.
-        max_norm: None does not clip.
-    """
-
-    partials: Tensor
-    norm: Tensor
-    clip: Tensor
-    max_norm: float | None
-
-
-def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor, total: Total | None = None) -> None:
+def norms_of_chunks(
+    one: Launch,
+    sums: Tensor,
+    each: Tensor,
+    of_all: tuple[Tensor, Tensor, Tensor] | None = None,
+    max_norm: float | None = None,
+) -> None:
     """Write the norms of tensors from the sums of squares of their chunks. The host does not wait.
 
     Args:
         one: the launch that summed them up.
         sums: float32 `[chunks]`.
         each: float32, where the norm of each goes, at its index.
-        total: the norm of all together, too.
+        of_all: for the norm of several launches together: the sums of squares of all their chunks, and
+            where that norm and what clips it go, float32 `[1]` each.
+        max_norm: what to clip it to; None does not clip.
     """
-    partials, norm, clip, max_norm = total or Total(sums, sums, sums, None)
+    partials, total, clip = of_all or (sums, sums, sums)
     launch(
         norms_kernel,
-        len(one.indices) + (total is not None),
+        len(one.indices) + (of_all is not None),
         one.device,
         one.rows,
         one.firsts,
@@ -189,7 +162,7 @@ def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor, total: Total | None
         partials,
         len(partials),
         None if max_norm is None else float(max_norm),
-        norm,
+        total,
         clip,
         len(one.indices),
         COLUMNS=one.rows.shape[1],
@@ -200,34 +173,21 @@ def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor, total: Total | None
 
 
 @jit
-def _squares_block(tensor, i, mask, inv_scale):
-    x = wide(tl.load(tensor + i, mask=mask, other=0.0), tl.float32)
+def _squares(pointers, i, mask, arguments):
+    inv_scale, found_inf = arguments
+    x = wide(tl.load(pointers[0] + i, mask=mask, other=0.0), tl.float32)
     if inv_scale is not None:
         x *= tl.load(inv_scale)
     y = x.to(tl.float32)
-    return tl.sum(y * y, axis=0), any_of(not_finite(x))
+    total = tl.sum(y * y, axis=0)
+    report(found_inf, not_finite(x))
+    return total
 
 
 @jit(do_not_specialize=["inv_scale", "sums", "found_inf"])
-def squares_kernel(rows, chunks, inv_scale, sums, found_inf, TENSOR: tl.constexpr, BLOCK: tl.constexpr):
-    row, start, length = locate(chunks, rows, 1, BLOCK)
-    tensor = tl.load(row)
-    vectors = vector_length(tensor, length)
-    i = tl.arange(0, BLOCK)
-    total, bad = _squares_block(
-        tl.multiple_of(tensor.to(tl.pointer_type(TENSOR)), ALIGNMENT) + start, i, i < vectors, inv_scale
-    )
-    for first in range(vectors, length, STEP):
-        j = first + tl.arange(0, STEP)
-        more, also_bad = _squares_block(
-            tensor.to(tl.pointer_type(TENSOR)) + start, j, j < length, inv_scale
-        )
-        total += more
-        bad |= also_bad
+def squares_kernel(rows, chunks, inv_scale, sums, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    total = each_part(_squares, rows, chunks, (inv_scale, found_inf), DTYPES, BLOCK)
     tl.store(sums + tl.program_id(0), total)
-    if found_inf is not None:
-        if bad != 0:
-            tl.store(found_inf, 1.0)
 
 
 @jit

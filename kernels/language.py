@@ -5,7 +5,7 @@ program each (`amp.kernels.tables`). Of its chunk a program does the elements th
 at a time in one go, and what remains in a loop, STEP elements a turn: the last few of an odd size,
 or everything where an address is not a multiple of 16. The mask of the first part ends at a multiple
 of VECTOR elements, which is how the compiler knows that neighbours share their fate. That an address
-is a multiple of 16 has to be said where it becomes a pointer: said in a function, it is forgotten.
+is a multiple of 16 has to be said where it becomes a pointer: said of an argument, it is forgotten.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def jit(function: Any = None, **options: Any) -> Any:
     return function or (lambda undecorated: undecorated)
 
 
+def plain(function: Any) -> Any:
+    """Return the Python function that a kernel's function was made of."""
+    return getattr(function, "fn", function)
+
+
 def constant(value: float) -> Any:
     """Return a number that kernels may read from their module."""
     return value if triton is None else tl.constexpr(value)
@@ -48,6 +53,8 @@ VECTOR = constant(8)
 STEP = constant(1024)
 ALIGNMENT = constant(16)
 OPTIONS = {"enable_fp_fusion": False}
+WARPS = 8
+"""How many warps a program has."""
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
@@ -70,16 +77,16 @@ def dtype_of(dtype: torch.dtype) -> Any:
 
 
 @jit
-def locate(chunks, rows, LISTS: tl.constexpr, BLOCK: tl.constexpr):
+def locate(chunks, rows, ADDRESSES: tl.constexpr, BLOCK: tl.constexpr):
     """Return the table row of this program's tensor, and its chunk's start and length.
 
-    See `amp.kernels.tables.Launch` for the tables. LISTS: how many addresses a row begins with.
+    See `amp.kernels.tables.Launch` for the tables. ADDRESSES: how many a row begins with.
     """
     program = tl.program_id(0)
-    row = rows + tl.load(chunks + 2 * program) * (LISTS + 2)
+    row = rows + tl.load(chunks + 2 * program) * (ADDRESSES + 2)
     # Multiplied here: a loaded start would have no known alignment.
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * BLOCK
-    length = tl.minimum(tl.load(row + LISTS) - start, BLOCK).to(tl.int32)
+    length = tl.minimum(tl.load(row + ADDRESSES) - start, BLOCK).to(tl.int32)
     return row, start, length
 
 
@@ -87,6 +94,56 @@ def locate(chunks, rows, LISTS: tl.constexpr, BLOCK: tl.constexpr):
 def vector_length(addresses, length):
     """Return how many of `length` elements move 128 bits at a time, given the addresses' bitwise or."""
     return tl.where(addresses % ALIGNMENT == 0, length // VECTOR, 0) * VECTOR
+
+
+@jit
+def load_all(pointer, N: tl.constexpr):
+    """Return a tuple of N numbers, from a pointer on."""
+    numbers = ()
+    for k in tl.static_range(N):
+        numbers = numbers + (tl.load(pointer + k),)  # type: ignore[assignment]  # noqa: RUF005
+    return numbers
+
+
+@jit
+def pointers_to(addresses, start, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to a chunk's elements in each list, given where its tensors begin.
+
+    ALIGNED says that the addresses are multiples of 16, as those of the vector part are.
+    """
+    pointers = ()
+    for k in tl.static_range(len(DTYPES)):
+        pointer = addresses[k].to(tl.pointer_type(DTYPES[k]))
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, ALIGNMENT)
+        pointers = pointers + (pointer + start,)  # type: ignore[assignment]  # noqa: RUF005
+    return pointers
+
+
+@jit
+def chunk_addresses(row, length, LISTS: tl.constexpr):
+    """Return where the tensors of a row begin, and the length of a chunk's vector part."""
+    addresses = load_all(row, LISTS)
+    together = addresses[0]
+    for k in tl.static_range(1, LISTS):
+        together |= addresses[k]
+    return addresses, vector_length(together, length)
+
+
+@jit
+def each_part(DO: tl.constexpr, rows, chunks, arguments, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    """Do this program's chunk, and return the sum of what DO returns for each part of it.
+
+    DO: a function of pointers to the chunk in each list, offsets, their mask, and `arguments`.
+    """
+    row, start, length = locate(chunks, rows, len(DTYPES), BLOCK)
+    addresses, vectors = chunk_addresses(row, length, len(DTYPES))
+    i = tl.arange(0, BLOCK)
+    result = DO(pointers_to(addresses, start, DTYPES, True), i, i < vectors, arguments)
+    for first in range(vectors, length, STEP):
+        j = first + tl.arange(0, STEP)
+        result += DO(pointers_to(addresses, start, DTYPES, False), j, j < length, arguments)
+    return result
 
 
 @jit
@@ -119,6 +176,8 @@ def not_finite(x):
 
 
 @jit
-def any_of(mask):
-    """Return 1 if an element of a mask is true, else 0."""
-    return tl.max(mask.to(tl.int32), axis=0)
+def report(found_inf, mask):
+    """Set a flag, if there is one, where an element of a mask is true."""
+    if found_inf is not None:
+        if tl.max(mask.to(tl.int32), axis=0) != 0:
+            tl.store(found_inf, 1.0)

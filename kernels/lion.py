@@ -10,32 +10,17 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.plainstep import Numbers
-from amp.kernels.stepping import Rule, in_double
-
-
-class LionNumbers(NamedTuple):
-    """What the kernel reads, in its order; 1 - beta comes from the host, in FP64."""
-
-    lr: float | Tensor
-    beta1: float | Tensor
-    beta2: float | Tensor
-    one_minus_beta1: float | Tensor
-    one_minus_beta2: float | Tensor
-    decay: float | Tensor
+from amp.kernels.rule import Numbers, Prepared, Rule, in_double
 
 
 def lion_numbers(
-    lr: float | Tensor,
-    betas: tuple[float | Tensor, float | Tensor],
-    weight_decay: float | Tensor,
-) -> LionNumbers:
+    lr: float | Tensor, betas: tuple[float | Tensor, float | Tensor], weight_decay: float | Tensor
+) -> Numbers:
     """Return the numbers of `LION`. The host does not wait for the device.
 
     Args:
@@ -44,42 +29,32 @@ def lion_numbers(
         weight_decay: decoupled, as in AdamW.
     """
     beta1, beta2 = map(in_double, betas)
-    return LionNumbers(lr, beta1, beta2, 1 - beta1, 1 - beta2, weight_decay)
+    return lr, beta1, beta2, 1 - beta1, 1 - beta2, weight_decay
 
 
 @jit
 def _prepare(numbers, t, of_tensor, n):
-    lr = tl.load(numbers)
-    return (
-        lr,
-        1.0 - lr * tl.load(numbers + 5),
-        tl.load(numbers + 1),
-        tl.load(numbers + 3),
-        tl.load(numbers + 2),
-        tl.load(numbers + 4),
-    )
+    lr, beta1, beta2, new1, new2, decay = numbers
+    return lr, 1.0 - lr * decay, beta1, new1, beta2, new2
 
 
-@jit
-def _update(p, g, m, v, prepared):
-    lr, keep, beta1, new1, beta2, new2 = prepared
-    direction = beta1 * m + new1 * g
-    p = p * keep - lr * ((direction > 0.0).to(tl.float32) - (direction < 0.0).to(tl.float32))
-    m = beta2 * m + new2 * g
-    return p, m, v
-
-
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     lr, beta1, beta2, new1, new2, decay = numbers
     return lr, 1 - lr * decay, beta1, new1, beta2, new2
 
 
-def _formula(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    lr, keep, beta1, new1, beta2, new2 = numbers
+@jit
+def _update(p, g, m, v, prepared, sqrt):
+    lr, keep, beta1, new1, beta2, new2 = prepared
+    direction = beta1 * m + new1 * g
+    sign = (direction > 0.0).to(tl.float32) - (direction < 0.0).to(tl.float32)
+    return p * keep - lr * sign, beta2 * m + new2 * g, v
+
+
+def _plain_update(p: Tensor, g: Tensor, m: Tensor, v: Any, prepared: Any, sqrt: Any) -> Any:
+    lr, keep, beta1, new1, beta2, new2 = prepared
     return p * keep - lr * (beta1 * m + new1 * g).sign(), beta2 * m + new2 * g, v
 
 
-LION = Rule(1, _prepare, _update, _at, _formula)
+LION = Rule(1, _prepare, _at, _update, plain_update=_plain_update)
 """Lion: its moment is the running mean of gradients."""

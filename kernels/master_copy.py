@@ -15,25 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.language import (
-    ALIGNMENT,
-    STEP,
-    dtype_of,
-    jit,
-    launch,
-    locate,
-    narrow,
-    tl,
-    vector_length,
-)
-from amp.kernels.tables import plan
-from amp.kernels.tensor_lists import dense, were_written
+from amp.kernels.elementwise import run
+from amp.kernels.language import each_part, jit, narrow, tl
 
 BLOCK = 8192
-WARPS = 8
 
 
-@torch.no_grad()
 def master_copy(
     sources: Sequence[Tensor], targets: Sequence[Tensor], *, backend: str | None = None
 ) -> None:
@@ -43,48 +30,22 @@ def master_copy(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    inputs, outputs = dense(sources), dense(targets)
-    todo = plan(inputs, outputs, block=BLOCK, backend=backend)
-    were_written(targets)
-    for each in todo.launches:
-        launch(
-            copy_kernel,
-            len(each.chunks),
-            each.device,
-            each.rows,
-            each.chunks,
-            SOURCE=dtype_of(each.dtypes[0]),
-            TARGET=dtype_of(each.dtypes[1]),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
-    for same in todo.fallback:
-        torch._foreach_copy_([outputs[i] for i in same], [inputs[i] for i in same])
+    run(copy_kernel, copy_reference, (sources, targets), writes=1, block=BLOCK, backend=backend)
 
 
 @jit
-def _copy_block(source, target, i, mask):
+def _copy(pointers, i, mask, arguments):
+    source, target = pointers
     x = tl.load(source + i, mask=mask, other=0.0)
     tl.store(target + i, narrow(x, target.dtype.element_ty), mask=mask)
+    return 0
 
 
 @jit
-def copy_kernel(rows, chunks, SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    row, start, length = locate(chunks, rows, 2, BLOCK)
-    source, target = tl.load(row), tl.load(row + 1)
-    vectors = vector_length(source | target, length)
-    i = tl.arange(0, BLOCK)
-    _copy_block(
-        tl.multiple_of(source.to(tl.pointer_type(SOURCE)), ALIGNMENT) + start,
-        tl.multiple_of(target.to(tl.pointer_type(TARGET)), ALIGNMENT) + start,
-        i,
-        i < vectors,
-    )
-    for first in range(vectors, length, STEP):
-        j = first + tl.arange(0, STEP)
-        _copy_block(
-            source.to(tl.pointer_type(SOURCE)) + start,
-            target.to(tl.pointer_type(TARGET)) + start,
-            j,
-            j < length,
-        )
+def copy_kernel(rows, chunks, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    each_part(_copy, rows, chunks, (), DTYPES, BLOCK)
+
+
+def copy_reference(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Do `master_copy` in plain torch."""
+    torch._foreach_copy_(targets, sources)

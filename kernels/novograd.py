@@ -16,29 +16,11 @@ Source: Ginsburg et al. 2019; NVIDIA apex's FusedNovoGrad, which has both forms.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amp.kernels.adam import log_of
 from amp.kernels.language import jit, tl
-from amp.kernels.plainstep import Numbers
-from amp.kernels.stepping import Rule, bias_correction, in_double
-
-
-class NovoGradNumbers(NamedTuple):
-    """What the kernel reads, in its order; see `AdamNumbers`."""
-
-    lr: float | Tensor
-    beta1: float | Tensor
-    fresh: float | Tensor
-    log_beta1: float | Tensor
-    log_beta2: float | Tensor
-    eps: float | Tensor
-    decay: float | Tensor
-    corrects_bias: float
-    inside: float
+from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, in_double, log_of
 
 
 def novograd_numbers(
@@ -50,7 +32,7 @@ def novograd_numbers(
     bias_correction: bool,
     averages: bool,
     inside: bool,
-) -> NovoGradNumbers:
+) -> Numbers:
     """Return the numbers of `NOVOGRAD`. The host does not wait for the device.
 
     Args:
@@ -63,47 +45,30 @@ def novograd_numbers(
         inside: whether norm and weight decay are inside the moment.
     """
     beta1, beta2 = map(in_double, betas)
-    return NovoGradNumbers(
-        lr,
-        beta1,
-        1 - beta1 if averages else 1.0,
-        log_of(beta1),
-        log_of(beta2),
-        eps,
-        weight_decay,
-        float(bias_correction),
-        float(inside),
-    )
+    fresh = 1 - beta1 if averages else 1.0
+    logs = log_of(beta1), log_of(beta2)
+    return lr, beta1, fresh, *logs, eps, weight_decay, float(bias_correction), float(inside)
 
 
 @jit
 def _prepare(numbers, t, of_tensor, n):
-    lr = tl.load(numbers)
-    decay = tl.load(numbers + 6)
-    corrects_bias = tl.load(numbers + 7)
-    inside = tl.load(numbers + 8) != 0.0
-    correction1 = bias_correction(t, tl.load(numbers + 3), corrects_bias)
-    correction2 = bias_correction(t, tl.load(numbers + 4), corrects_bias)
-    factor = 1.0 / (tl.load(of_tensor) / tl.sqrt_rn(correction2) + tl.load(numbers + 5))
+    lr, beta1, fresh, log_beta1, log_beta2, eps, decay, corrects_bias, is_inside = numbers
+    inside = is_inside != 0.0
+    correction1 = bias_correction(t, log_beta1, corrects_bias)
+    correction2 = bias_correction(t, log_beta2, corrects_bias)
+    factor = 1.0 / (tl.load(of_tensor) / tl.sqrt_rn(correction2) + eps)
     size = lr / correction1
     return (
         tl.where(inside, factor, 1.0),
         tl.where(inside, decay, 0.0),
-        tl.load(numbers + 1),
-        tl.load(numbers + 2),
+        beta1,
+        fresh,
         tl.where(inside, size, size * factor),
         tl.where(inside, 1.0, 1.0 - lr * decay),
     )
 
 
-@jit
-def _update(p, g, m, v, prepared):
-    factor, decay, beta1, fresh, size, keep = prepared
-    m = beta1 * m + fresh * (g * factor + decay * p)
-    return p * keep - size * m, m, v
-
-
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     assert of_tensor is not None
     lr, beta1, fresh, log_beta1, log_beta2, eps, decay, corrects_bias, inside = numbers
     correction1, correction2 = [
@@ -116,13 +81,12 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
     return 1.0, 0.0, beta1, fresh, size * factor, 1 - lr * decay
 
 
-def _formula(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    factor, decay, beta1, fresh, size, keep = numbers
+@jit
+def _update(p, g, m, v, prepared, sqrt):
+    factor, decay, beta1, fresh, size, keep = prepared
     m = beta1 * m + fresh * (g * factor + decay * p)
     return p * keep - size * m, m, v
 
 
-NOVOGRAD = Rule(1, _prepare, _update, _at, _formula)
+NOVOGRAD = Rule(1, _prepare, _at, _update)
 """NovoGrad: its moment is the running mean of gradients, over their norm or not."""

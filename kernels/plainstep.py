@@ -9,27 +9,30 @@ all small ones are gathered into one.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
 from amp.kernels.inductor import compile_for_cpu
+from amp.kernels.language import plain
+from amp.kernels.rule import Prepared, Settings
 from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat, numbers_on
 from amp.kernels.tensor_lists import are_plain
 
-Formula = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Sequence[Any]], tuple[Tensor, Tensor | None, Tensor | None]
-]
-"""From a parameter, gradient, two moments and the rule's numbers for this step to the new parameter and
-moments; a moment that the rule does not have comes as an empty tensor, and its result is not used. A
-number that is None belongs to a term that is left out."""
+Streams = dict[str, Any]
+"""What a step works on, tensors of one shape or lists of them: `param`, `grad`, and what there is of
+`first` and `second` (the moments), `model` (16-bit weights to write) and `low` (the low half of a
+parameter that is the high half of a master)."""
 
-Numbers = tuple[float | None, ...]
+Formula = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""A rule's update in plain torch; see `amp.kernels.rule.Rule`."""
 
 WORTH_COMPILING = 2**20
 """Elements from which a compiled step soon saves more time than its compilation takes."""
@@ -39,119 +42,100 @@ SLICE = 2**16
 """Elements whose FP32 temporaries stay in a core's cache."""
 
 
-class Streams(NamedTuple):
-    """What a step works on: tensors of one shape each, or lists of them.
-
-    Attributes:
-        param: what is stepped.
-        grad: the gradient.
-        moments: at most two.
-        model: 16-bit weights to write.
-        low: the low half of a parameter that is the high half of a master.
-    """
-
-    param: Any
-    grad: Any
-    moments: tuple[Any, ...]
-    model: Any
-    low: Any
-
-    def map(self, function: Callable[[Any], Any]) -> Streams:
-        """Return the streams with a function applied to each that there is."""
-        return self.of(*map(function, self.all()))
-
-    def of(self, param: Any, grad: Any, *others: Any) -> Streams:
-        """Return streams of other things, given in the order of `all`."""
-        moments, rest = others[: len(self.moments)], list(others[len(self.moments) :])
-        model = None if self.model is None else rest.pop(0)
-        return Streams(param, grad, moments, model, rest.pop(0) if rest else None)
-
-    def all(self) -> list[Any]:
-        """Return the streams that there are."""
-        return [
-            x for x in (self.param, self.grad, *self.moments, self.model, self.low) if x is not None
-        ]
-
-    def written(self) -> list[Any]:
-        """Return those that a step writes to."""
-        return [x for x in (self.param, *self.moments, self.model, self.low) if x is not None]
-
-
+@torch.no_grad()
 def step_plainly(
-    formula: Formula,
-    lists: Streams,
-    numbers: Sequence[Numbers],
-    scale: float,
-    *,
-    steps: Sequence[float],
-    seed: int | None,
-    whole: bool,
-    backend: str | None,
+    settings: Settings, lists: Streams, steps: Sequence[Tensor], groups: Sequence[Sequence[int]]
 ) -> None:
-    """Step lists of tensors of one device and combination of dtypes, in FP32 or FP64.
+    """Step some of the tensors of lists, in FP32 or FP64, and count their steps.
 
     Args:
-        formula: of the rule.
-        lists: the tensors.
-        numbers: the rule's numbers for each tensor.
-        scale: what to multiply gradients by.
-        steps: which step of each tensor this is.
-        seed: for stochastic rounding of moments in bfloat16.
-        whole: whether the formula has to see each tensor as a whole.
-        backend: see `amp.kernels.backend`.
+        settings: how.
+        lists: plain tensors.
+        steps: how many steps each tensor has taken.
+        groups: the tensors to step, those of one device and combination of dtypes together.
     """
-    flat = [are_flat(tensors) for tensors in zip(*lists.all(), strict=True)]
-    compiles = not whole and seed is None and _is_worth_compiling(lists, backend)
-    alike: dict[tuple[Numbers, int | None], list[int]] = {}
-    for i in range(len(flat)):
-        if compiles and flat[i]:
-            vectors = lists.map(lambda tensors, i=i: _as_vector(tensors[i]))  # type: ignore[misc]
-            if _step_compiled(formula, vectors, (scale, *numbers[i])):
-                continue
-        alone = i if whole or not flat[i] else None
-        alike.setdefault((numbers[i], alone), []).append(i)
-    for (of_tensor, alone), same in alike.items():
-        if alone is not None:
-            one = lists.map(operator.itemgetter(alone))
-            _step(formula, one, scale, of_tensor, _noise(seed, alone, steps[alone]))
-            continue
-        some = lists.map(lambda tensors, same=same: [tensors[i] for i in same])  # type: ignore[misc]
+    torch._foreach_add_([steps[i] for i in itertools.chain.from_iterable(groups)], 1.0)
+    rule, of_tensor, seed = settings.rule, settings.of_tensor, settings.seed
+    scale = math.prod(float(x) for x in (settings.inv_scale, settings.clip) if x is not None)
+    own = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
+    at = functools.cache(functools.partial(rule.at, list(map(float, settings.numbers))))
+    for number, group in enumerate(groups):
+        # What is written by way of `.data` has no version: autograd is told of the whole step once.
+        of_group = _map(lambda tensors: [tensors[i].data for i in group], lists)  # noqa: B023
+        ts = [float(steps[i]) for i in group]
+        prepared = [at(t, own[i]) for t, i in zip(ts, group, strict=True)]
+        new = settings._replace(seed=None if seed is None else seed + number)
+        _step_group(new, of_group, prepared, -scale if settings.maximize else scale, ts)
+
+
+def _map(function: Callable[[Any], Any], streams: Streams) -> Streams:
+    return {name: function(stream) for name, stream in streams.items()}
+
+
+def _step_group(
+    settings: Settings, lists: Streams, prepared: Sequence[Prepared], scale: float, ts: Sequence[float]
+) -> None:
+    """Step lists of tensors of one device and combination of dtypes.
+
+    Args:
+        settings: how.
+        lists: the tensors.
+        prepared: what the rule's update needs, for each tensor.
+        scale: what to multiply gradients by.
+        ts: which step of each tensor this is.
+    """
+    rule, seed = settings.rule, settings.seed
+    formula = rule.plain_update or plain(rule.update)
+    is_whole = rule.direction is not None  # a norm is one of all of a tensor
+    compiles = not is_whole and seed is None and _is_worth_compiling(lists, settings.backend)
+    alike: dict[Prepared, list[int]] = {}
+    for i, own in enumerate(prepared):
+        one = _map(operator.itemgetter(i), lists)
+        if is_whole or not are_flat(list(one.values())):
+            _step(formula, one, scale, own, _noise(seed, i, ts[i]))
+        elif not (compiles and _step_compiled(formula, _map(_as_vector, one), (scale, *own))):
+            alike.setdefault(own, []).append(i)
+    for own, same in alike.items():
+        some = _map(lambda tensors: [tensors[i] for i in same], lists)  # noqa: B023
         for piece, vectors in enumerate(_pieces(some)):
-            _step(formula, vectors, scale, of_tensor, _noise(seed, same[0] + piece, steps[same[0]]))
+            _step(formula, vectors, scale, own, _noise(seed, same[0] + piece, ts[same[0]]))
 
 
 def _is_worth_compiling(lists: Streams, backend: str | None) -> bool:
     return (
-        sum(map(Tensor.numel, lists.param)) >= WORTH_COMPILING
-        and lists.param[0].device.type == "cpu"
-        and torch.float64 not in {tensors[0].dtype for tensors in lists.all()}
-        and all(map(are_plain, lists.all()))
-        and not any(map(Tensor.is_neg, lists.grad))  # whose memory holds other numbers
+        sum(map(Tensor.numel, lists["param"])) >= WORTH_COMPILING
+        and lists["param"][0].device.type == "cpu"
+        and torch.float64 not in {tensors[0].dtype for tensors in lists.values()}
+        and all(map(are_plain, lists.values()))
+        and not any(map(Tensor.is_neg, lists["grad"]))  # whose memory holds other numbers
         and not requested(backend)[0]
     )
 
 
-def _step_compiled(formula: Formula, streams: Streams, numbers: Numbers) -> bool:
-    """Step vectors by the compiled formula, if it can be compiled. `numbers` begins with the scale."""
+def _step_compiled(formula: Formula, streams: Streams, numbers: Prepared) -> bool:
+    """Step vectors by the compiled update, if it can be compiled. `numbers` begins with the scale."""
     there = tuple([number is not None for number in numbers])
-    run = _compiled(formula, streams.map(operator.attrgetter("dtype")), there)
+    dtypes = tuple([(name, vector.dtype) for name, vector in streams.items()])
+    run = _compiled(formula, dtypes, there)
     if run is None:
         return False
     present = tuple([number for number in numbers if number is not None])
-    run(*streams.all(), numbers_on(torch.device("cpu"), 0, present, torch.float32))
+    run(*streams.values(), numbers_on(torch.device("cpu"), present))
     return True
 
 
 @functools.cache
-def _compiled(formula: Formula, dtypes: Streams, there: Sequence[bool]) -> Any:
+def _compiled(
+    formula: Formula, dtypes: Sequence[tuple[str, torch.dtype]], there: Sequence[bool]
+) -> Any:
     def run(*arguments: Tensor) -> list[Tensor]:
         *tensors, present = arguments
         left = list(present.unbind())
         scale, *numbers = [left.pop(0) if is_there else None for is_there in there]
-        _step(formula, dtypes.of(*tensors), scale, numbers, None)
+        _step(formula, dict(zip(dict(dtypes), tensors, strict=True)), scale, numbers, None)
         return []
 
-    examples = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes.all()]
+    examples = [torch.zeros(64, dtype=dtype, device="cpu") for _, dtype in dtypes]
     return compile_for_cpu(run, [*examples, torch.ones(sum(there), device="cpu", dtype=torch.float32)])
 
 
@@ -162,19 +146,20 @@ def _noise(seed: int | None, piece: int, t: float) -> int | None:
 
 def _pieces(lists: Streams) -> Iterator[Streams]:
     """Yield 1-d tensors to step: slices of large tensors, and all small ones together."""
-    sizes = [param.numel() for param in lists.param]
-    small = [i for i, size in enumerate(sizes) if size < LARGE]
+    sizes = [param.numel() for param in lists["param"]]
     for i, size in enumerate(sizes):
         if size >= LARGE:
-            vectors = lists.map(lambda tensors, i=i: _as_vector(tensors[i]))  # type: ignore[misc]
+            vectors = _map(lambda tensors: _as_vector(tensors[i]), lists)  # noqa: B023
             for first in range(0, size, SLICE):
-                yield vectors.map(operator.itemgetter(slice(first, first + SLICE)))
+                yield _map(operator.itemgetter(slice(first, first + SLICE)), vectors)
+    small = [i for i, size in enumerate(sizes) if size < LARGE]
     if small:
-        few = lists.map(lambda tensors: [_as_vector(tensors[i]) for i in small])
-        together = few.map(torch.cat)
+        few = _map(lambda tensors: [_as_vector(tensors[i]) for i in small], lists)
+        together = _map(torch.cat, few)
         yield together
-        for tensors, result in zip(few.written(), together.written(), strict=True):
-            torch._foreach_copy_(tensors, result.split([sizes[i] for i in small]))
+        for name in few:
+            if name != "grad":
+                torch._foreach_copy_(few[name], together[name].split([sizes[i] for i in small]))
 
 
 def _as_vector(tensor: Tensor) -> Tensor:
@@ -183,17 +168,17 @@ def _as_vector(tensor: Tensor) -> Tensor:
 
 
 def _step(
-    formula: Formula, streams: Streams, scale: Any, numbers: Sequence[Any], seed: int | None
+    formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any], seed: int | None
 ) -> None:
     """Step tensors of one shape, in eager torch."""
-    param, grad, moments, model, low = streams
-    to = torch.float64 if torch.float64 in {x.dtype for x in streams.all()} else torch.float32
-    empty = param.new_empty(0)
+    dtypes = {tensor.dtype for tensor in streams.values()}
+    to = torch.float64 if torch.float64 in dtypes else torch.float32
+    param, model, low = streams["param"], streams.get("model"), streams.get("low")
     p = param.to(to) if low is None else decode(param, low)
-    m, v, *_ = *[x.to(to) for x in moments], empty, empty
-    p, *new = formula(p, grad.to(to) * scale, m, v, numbers)
+    moments = [streams[name] for name in ("first", "second") if name in streams]
+    m, v, *_ = [*(moment.to(to) for moment in moments), None, None]
+    p, *new = formula(p, streams["grad"].to(to) * scale, m, v, prepared, torch.sqrt)
     for i, (moment, result) in enumerate(zip(moments, new, strict=False)):
-        assert result is not None
         if seed is not None and moment.dtype is torch.bfloat16:
             round_stochastically(result, moment, seed + i)
         else:

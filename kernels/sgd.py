@@ -12,25 +12,10 @@ decay after momentum: NVIDIA apex `FusedSGD`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.plainstep import Numbers
-from amp.kernels.stepping import Rule
-
-
-class SGDNumbers(NamedTuple):
-    """What the kernel reads, in its order."""
-
-    lr: float | Tensor
-    before: float | Tensor
-    after: float | Tensor
-    momentum: float | Tensor
-    fresh: float | Tensor
-    nesterov: float
+from amp.kernels.rule import Numbers, Prepared, Rule
 
 
 def sgd_numbers(
@@ -41,7 +26,7 @@ def sgd_numbers(
     *,
     nesterov: bool,
     after_momentum: bool,
-) -> SGDNumbers:
+) -> Numbers:
     """Return the numbers of `SGD` and `MOMENTUM_SGD`. The host does not wait for the device.
 
     Args:
@@ -52,87 +37,53 @@ def sgd_numbers(
         nesterov: whether to look ahead.
         after_momentum: whether the weight decay stays out of the momentum.
     """
-    return SGDNumbers(
-        lr,
-        0.0 if after_momentum else weight_decay,
-        weight_decay if after_momentum else 0.0,
-        momentum,
-        1 - dampening,
-        float(nesterov),
-    )
+    before, after = (0.0, weight_decay) if after_momentum else (weight_decay, 0.0)
+    return lr, before, after, momentum, 1 - dampening, float(nesterov)
 
 
 @jit
 def _prepare(numbers, t, of_tensor, n):
-    lr = tl.load(numbers)
-    momentum = tl.load(numbers + 3)
-    nesterov = tl.load(numbers + 5) != 0.0
-    return (
-        tl.load(numbers + 1),
-        tl.where(t == 1.0, 0.0, momentum),
-        tl.where(t == 1.0, 1.0, tl.load(numbers + 4)),
-        1.0 - lr * tl.load(numbers + 2),
-        tl.where(nesterov, lr, 0.0),
-        tl.where(nesterov, lr * momentum, lr),
-    )
+    lr, before, after, momentum, fresh, nesterov = numbers
+    keep = tl.where(t == 1.0, 0.0, momentum)
+    along_g = tl.where(nesterov != 0.0, lr, 0.0)
+    along_m = tl.where(nesterov != 0.0, lr * momentum, lr)
+    return before, keep, tl.where(t == 1.0, 1.0, fresh), 1.0 - lr * after, along_g, along_m
 
 
-@jit
-def _update(p, g, m, v, prepared):
-    before, momentum, fresh, keep, along_g, along_m = prepared
-    g += before * p
-    m = momentum * m + fresh * g
-    return p * keep - along_g * g - along_m * m, m, v
-
-
-@jit
-def _prepare_without_momentum(numbers, t, of_tensor, n):
-    lr = tl.load(numbers)
-    return lr, tl.load(numbers + 1) + tl.load(numbers + 2)
-
-
-@jit
-def _update_without_momentum(p, g, m, v, prepared):
-    lr, decay = prepared
-    return p - lr * (g + decay * p), m, v
-
-
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     lr, before, after, momentum, fresh, nesterov = numbers
     keep, fresh = (0.0, 1.0) if t == 1 else (momentum, fresh)
     along_g, along_m = (lr, lr * momentum) if nesterov else (0.0, lr)
     return before, keep, fresh, 1 - lr * after, along_g, along_m
 
 
-def _formula(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    before, momentum, fresh, keep, along_g, along_m = numbers
+@jit
+def _update(p, g, m, v, prepared, sqrt):
+    before, momentum, fresh, keep, along_g, along_m = prepared
     g = g + before * p
     m = momentum * m + fresh * g
     return p * keep - along_g * g - along_m * m, m, v
 
 
-def _at_without_momentum(numbers: list[float], t: float, of_tensor: float | None) -> Numbers:
+@jit
+def _prepare_without_momentum(numbers, t, of_tensor, n):
     lr, before, after, _, _, _ = numbers
     return lr, before + after
 
 
-def _formula_without_momentum(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    lr, decay = numbers
+def _at_without_momentum(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
+    lr, before, after, _, _, _ = numbers
+    return lr, before + after
+
+
+@jit
+def _update_without_momentum(p, g, m, v, prepared, sqrt):
+    lr, decay = prepared
     return p - lr * (g + decay * p), m, v
 
 
-SGD = Rule(
-    0,
-    _prepare_without_momentum,
-    _update_without_momentum,
-    _at_without_momentum,
-    _formula_without_momentum,
-)
+SGD = Rule(0, _prepare_without_momentum, _at_without_momentum, _update_without_momentum)
 """SGD without momentum."""
 
-MOMENTUM_SGD = Rule(1, _prepare, _update, _at, _formula)
+MOMENTUM_SGD = Rule(1, _prepare, _at, _update)
 """SGD whose moment is the momentum."""

@@ -21,31 +21,16 @@ rounding; here the sign of the low bits does it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from amp.kernels.language import (
-    ALIGNMENT,
-    STEP,
-    constant,
-    dtype_of,
-    jit,
-    launch,
-    locate,
-    narrow,
-    not_finite,
-    tl,
-    vector_length,
-)
-from amp.kernels.tables import Launch, plan
-from amp.kernels.tensor_lists import dense, were_written
+from amp.kernels.elementwise import run
+from amp.kernels.language import constant, each_part, jit, narrow, not_finite, tl
 
 BLOCK = 4096
-WARPS = 8
 
 _FP16_TO_FP32 = 112 << 23
 """What a normal float16, shifted to where FP32 has its exponent, lacks of being one."""
@@ -61,7 +46,6 @@ def low_dtype(kind: Kind, weight_dtype: torch.dtype) -> torch.dtype:
     return weight_dtype if kind == "kahan" else torch.int16
 
 
-@torch.no_grad()
 def join(
     weights: Sequence[Tensor],
     lows: Sequence[Tensor],
@@ -77,17 +61,10 @@ def join(
         masters: float32.
         backend: see `amp.kernels.backend`.
     """
-    lists = [dense(tensors) for tensors in (weights, lows, masters)]
-    todo = plan(*lists, block=BLOCK, backend=backend)
-    for each in todo.launches:
-        _launch(join_kernel, each)
-    for i in itertools.chain.from_iterable(todo.fallback):
-        weight, low, master = [tensors[i] for tensors in lists]
-        master.copy_(decode(weight, low))
-    were_written(masters)
+    lists = weights, lows, masters
+    run(join_kernel, join_reference, lists, writes=1, block=BLOCK, backend=backend)
 
 
-@torch.no_grad()
 def split(
     masters: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -99,31 +76,8 @@ def split(
 
     Arguments are those of `join`.
     """
-    lists = [dense(tensors) for tensors in (weights, lows, masters)]
-    todo = plan(*lists, block=BLOCK, backend=backend)
-    for each in todo.launches:
-        _launch(split_kernel, each)
-    for i in itertools.chain.from_iterable(todo.fallback):
-        weight, low, master = [tensors[i] for tensors in lists]
-        high, rest = encode(master, weight.dtype, low.dtype)
-        weight.copy_(high)
-        low.copy_(rest)
-    were_written([*weights, *lows])
-
-
-def _launch(kernel: Any, each: Launch) -> None:
-    weight, low, _ = map(dtype_of, each.dtypes)
-    launch(
-        kernel,
-        len(each.chunks),
-        each.device,
-        each.rows,
-        each.chunks,
-        WEIGHT=weight,
-        LOW=low,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    lists = masters, weights, lows
+    run(split_kernel, split_reference, lists, writes=2, block=BLOCK, backend=backend)
 
 
 @jit
@@ -136,9 +90,8 @@ def decode_block(weight, low):
         rest = low.to(tl.int32)
         if weight.dtype == tl.bfloat16:
             whole = high << 16
-            is_zero = (
-                high & 0x7FFF
-            ) == 0  # and perhaps written by hand: no bits of before may make it NaN
+            # A zero may have been written by hand: no bits of before may make it NaN.
+            is_zero = (high & 0x7FFF) == 0
             bits = tl.where(is_zero & (rest < 0), whole, whole + rest)
             master = bits.to(tl.float32, bitcast=True)
         else:
@@ -185,54 +138,45 @@ def encode_block(master, WEIGHT: tl.constexpr, LOW: tl.constexpr):
 
 
 @jit
-def _join_some(weight, low, master, i, mask):
+def _join(pointers, i, mask, arguments):
+    weight, low, master = pointers
     joined = decode_block(tl.load(weight + i, mask=mask), tl.load(low + i, mask=mask))
     tl.store(master + i, joined, mask=mask)
+    return 0
 
 
 @jit
-def _split_some(weight, low, master, i, mask):
-    high, rest = encode_block(
-        tl.load(master + i, mask=mask, other=0.0), weight.dtype.element_ty, low.dtype.element_ty
-    )
+def join_kernel(rows, chunks, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    each_part(_join, rows, chunks, (), DTYPES, BLOCK)
+
+
+@jit
+def _split(pointers, i, mask, arguments):
+    master, weight, low = pointers
+    values = tl.load(master + i, mask=mask, other=0.0)
+    high, rest = encode_block(values, weight.dtype.element_ty, low.dtype.element_ty)
     tl.store(weight + i, high, mask=mask)
     tl.store(low + i, rest, mask=mask)
+    return 0
 
 
 @jit
-def _each_block(
-    rows, chunks, DO: tl.constexpr, WEIGHT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr
-):
-    row, start, length = locate(chunks, rows, 3, BLOCK)
-    weight, low, master = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    vectors = vector_length(weight | low | master, length)
-    i = tl.arange(0, BLOCK)
-    DO(
-        tl.multiple_of(weight.to(tl.pointer_type(WEIGHT)), ALIGNMENT) + start,
-        tl.multiple_of(low.to(tl.pointer_type(LOW)), ALIGNMENT) + start,
-        tl.multiple_of(master.to(tl.pointer_type(tl.float32)), ALIGNMENT) + start,
-        i,
-        i < vectors,
-    )
-    for first in range(vectors, length, STEP):
-        j = first + tl.arange(0, STEP)
-        DO(
-            weight.to(tl.pointer_type(WEIGHT)) + start,
-            low.to(tl.pointer_type(LOW)) + start,
-            master.to(tl.pointer_type(tl.float32)) + start,
-            j,
-            j < length,
-        )
+def split_kernel(rows, chunks, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    each_part(_split, rows, chunks, (), DTYPES, BLOCK)
 
 
-@jit
-def join_kernel(rows, chunks, WEIGHT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
-    _each_block(rows, chunks, _join_some, WEIGHT, LOW, BLOCK)
+def join_reference(weights: list[Tensor], lows: list[Tensor], masters: list[Tensor]) -> None:
+    """Do `join` in plain torch."""
+    for weight, low, master in zip(weights, lows, masters, strict=True):
+        master.copy_(decode(weight, low))
 
 
-@jit
-def split_kernel(rows, chunks, WEIGHT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
-    _each_block(rows, chunks, _split_some, WEIGHT, LOW, BLOCK)
+def split_reference(masters: list[Tensor], weights: list[Tensor], lows: list[Tensor]) -> None:
+    """Do `split` in plain torch."""
+    for master, weight, low in zip(masters, weights, lows, strict=True):
+        high, rest = encode(master, weight.dtype, low.dtype)
+        weight.copy_(high)
+        low.copy_(rest)
 
 
 def decode(weight: Tensor, low: Tensor) -> Tensor:

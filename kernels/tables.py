@@ -20,17 +20,18 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from amp.kernels.backend import uses_triton
+from amp.kernels.language import WARPS, dtype_of, launch
 from amp.kernels.tensor_lists import TensorList, dense
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_TAKEN = {*FLOATING, torch.int16}  # the low bits of masters, see amp.kernels.split
+_TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_TAKEN |= {torch.int16}  # the low bits of masters, see amp.kernels.split
 _CACHE_SIZE = 64
 _PLACES = 4
 """How many plans of one kind are cached, each with other addresses."""
@@ -71,6 +72,17 @@ class Launch(NamedTuple):
     firsts: Tensor
     rows_on_host: Tensor
 
+    def run(self, kernel: Any, **arguments: Any) -> None:
+        """Run a kernel, a program for each chunk. The host does not wait for the device.
+
+        Args:
+            kernel: takes `rows`, `chunks` and `DTYPES`; see `amp.kernels.language`.
+            **arguments: what else it takes.
+        """
+        dtypes = tuple(map(dtype_of, self.dtypes))
+        tables = {"rows": self.rows, "chunks": self.chunks, "DTYPES": dtypes}
+        launch(kernel, len(self.chunks), self.device, **tables, **arguments, num_warps=WARPS)
+
     def at(self, addresses: Tensor) -> Launch:
         """Return this launch for tensors that lie elsewhere: int64 `[tensors of the lists, lists]`."""
         rows = self.rows_on_host.clone()
@@ -103,12 +115,18 @@ def is_capturing() -> bool:
 
 
 def cached(make: Callable[..., T]) -> Callable[..., T]:
-    """Cache the latest results of a function, except while a CUDA graph is captured."""
-    cache = functools.lru_cache(maxsize=_CACHE_SIZE)(make)
+    """Cache the latest results of a function of a device for its current stream.
+
+    What is made while a CUDA graph is captured is not cached.
+    """
+
+    @functools.lru_cache(maxsize=_CACHE_SIZE)
+    def cache(stream: int, device: torch.device, *args: Any) -> T:
+        return make(device, *args)
 
     @functools.wraps(make)
-    def get(*args: Any) -> T:
-        return make(*args) if is_capturing() else cache(*args)
+    def get(device: torch.device, *args: Any) -> T:
+        return make(device, *args) if is_capturing() else cache(stream_of(device), device, *args)
 
     get.cache_clear = cache.cache_clear  # type: ignore[attr-defined]
     return get
@@ -157,9 +175,7 @@ def plan(
 
 
 def _make_plan(columns: Sequence[TensorList], lists: int, block: int, backend: str | None) -> Plan:
-    check_lists(*columns[:lists])
-    if lists < len(columns):
-        _check_numbers(columns[lists], columns[0])
+    _check(columns[:lists], columns[lists:])
     groups: defaultdict[Any, list[int]] = defaultdict(list)
     fallback: defaultdict[Any, list[int]] = defaultdict(list)
     for i, tensors in enumerate(zip(*columns[:lists], strict=True)):
@@ -174,14 +190,13 @@ def _make_plan(columns: Sequence[TensorList], lists: int, block: int, backend: s
         addresses = [[column.addresses[i] for i in indices] for column in columns]
         table = torch.tensor([*addresses, sizes, indices], dtype=torch.int64, device="cpu").t()
         rows = table.contiguous()
-        chunks, firsts = _chunks(sizes, block, device, stream_of(device))
-        tables = upload(rows, device), chunks, firsts, rows
+        tables = upload(rows, device), *_chunks(device, sizes, block), rows
         launches.append(Launch(tuple(indices), device, dtypes, *tables))
     return Plan(tuple(launches), tuple(map(tuple, fallback.values())))
 
 
-def check_lists(*lists: Sequence[Tensor]) -> None:
-    """Raise what `plan` raises for lists that no operation takes."""
+def _check(lists: Sequence[TensorList], numbers: Sequence[TensorList]) -> None:
+    """Raise what `plan` raises."""
     if len({len(tensors) for tensors in lists}) > 1:
         raise ValueError(f"the lists have {', '.join(str(len(t)) for t in lists)} tensors")
     for i, tensors in enumerate(zip(*lists, strict=True)):
@@ -193,15 +208,11 @@ def check_lists(*lists: Sequence[Tensor]) -> None:
                     i,
                 )
         if len({tensor.shape for tensor in tensors}) > 1:
-            raise ValueError(
-                f"tensors {i} have shapes {', '.join(str(list(t.shape)) for t in tensors)}"
-            )
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+            raise ValueError(f"tensors {i} have shapes {shapes}")
         if len({tensor.device for tensor in tensors}) > 1:
             raise ValueError(f"tensors {i} are on {', '.join(str(t.device) for t in tensors)}")
-
-
-def _check_numbers(numbers: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    for i, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
+    for i, (number, tensor) in enumerate(zip(*numbers, lists[0], strict=True) if numbers else ()):
         if number.dtype is not torch.float32 or number.device != tensor.device:
             raise ValueError(
                 f"number {i} is {number.dtype} on {number.device}; it must be float32 on the tensor's "
@@ -222,9 +233,7 @@ def are_flat(tensors: Sequence[Tensor]) -> bool:
 
 
 @cached
-def _chunks(
-    sizes: tuple[int, ...], block: int, device: torch.device, stream: int
-) -> tuple[Tensor, Tensor]:
+def _chunks(device: torch.device, sizes: tuple[int, ...], block: int) -> tuple[Tensor, Tensor]:
     counts = (torch.tensor(sizes, device="cpu") + block - 1) // block
     firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     tensor = torch.repeat_interleave(counts)
@@ -234,9 +243,9 @@ def _chunks(
 
 @cached
 def numbers_on(
-    device: torch.device, stream: int, numbers: tuple[float, ...], dtype: torch.dtype
+    device: torch.device, numbers: tuple[float, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return numbers as a tensor `[n]` that was sent to a device on its stream; not to be written."""
+    """Return numbers as a tensor `[n]` on a device; not to be written."""
     return upload(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
@@ -257,15 +266,19 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def flag_on(device: torch.device, flag: Tensor | None) -> AbstractContextManager[Any]:
-    """Give a block a flag, float32 `[1]`, on a device, and merge it into `flag` afterwards."""
-    if flag is None or flag.device == device:
-        return nullcontext(flag)
-    return _merged_flag(device, flag)
+def number_on(device: torch.device, number: float | Tensor | None) -> Tensor | None:
+    """Return a number, or a tensor of one, as a tensor on a device, not to be written; None is None."""
+    if number is None or isinstance(number, Tensor):
+        return None if number is None else to_device(number, device)
+    return numbers_on(device, (float(number),))
 
 
 @contextmanager
-def _merged_flag(device: torch.device, flag: Tensor) -> Iterator[Tensor]:
-    local = torch.zeros(1, dtype=torch.float32, device=device)
-    yield local
-    torch.maximum(flag, to_device(local, flag.device), out=flag)
+def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
+    """Give a block a flag, float32 `[1]`, on a device, and merge it into `flag` afterwards."""
+    if flag is None or flag.device == device:
+        yield flag
+    else:
+        local = torch.zeros(1, dtype=torch.float32, device=device)
+        yield local
+        torch.maximum(flag, to_device(local, flag.device), out=flag)

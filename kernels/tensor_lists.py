@@ -11,7 +11,7 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,12 +86,6 @@ class TensorList(Sequence[Tensor]):
             self.kind = Kind(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
         if known is not None and self._ids == known.ids and self.addresses == known.addresses:
             _, self.addresses, self.kind, self.device = known  # the same objects compare at once
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
@@ -185,9 +179,6 @@ def local_shards(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [getattr(t, "_local_tensor", t) for t in tensors]  # to_local() would be differentiable
 
 
-def were_written(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that kernels wrote to tensors: a graph may have saved them.
-
-    The version of each goes up by one.
-    """
-    torch.autograd.graph.increment_version(list(tensors))
+def were_written(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd that kernels wrote to tensors: the version of each goes up by one."""
+    torch.autograd.graph.increment_version(tensors)

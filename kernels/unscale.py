@@ -20,29 +20,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.language import (
-    ALIGNMENT,
-    STEP,
-    any_of,
-    dtype_of,
-    jit,
-    launch,
-    locate,
-    narrow,
-    not_finite,
-    tl,
-    vector_length,
-    wide,
-)
-from amp.kernels.tables import flag_on, plan, to_device
-from amp.kernels.tensor_lists import dense, were_written
+from amp.kernels.elementwise import run
+from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
+from amp.kernels.tables import flag_on, to_device
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
-WARPS = 8
 
 
-@torch.no_grad()
 def unscale(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
@@ -64,27 +49,16 @@ def unscale(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    inputs = dense(sources)
-    outputs = inputs if targets is sources else dense(targets)
-    todo = plan(inputs, outputs, block=BLOCK, backend=backend)
-    were_written(targets)
-    for each in todo.launches:
-        with flag_on(each.device, found_inf) as flag:
-            launch(
-                unscale_kernel,
-                len(each.chunks),
-                each.device,
-                each.rows,
-                each.chunks,
-                to_device(inv_scale, each.device),
-                flag,
-                SOURCE=dtype_of(each.dtypes[0]),
-                TARGET=dtype_of(each.dtypes[1]),
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
-    for same in todo.fallback:
-        unscale_reference([inputs[i] for i in same], [outputs[i] for i in same], inv_scale, found_inf)
+    run(
+        unscale_kernel,
+        unscale_reference,
+        (sources, targets),
+        writes=1,
+        block=BLOCK,
+        backend=backend,
+        inv_scale=inv_scale,
+        found_inf=found_inf,
+    )
 
 
 def check(
@@ -99,83 +73,45 @@ def check(
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
     `unscale`.
     """
-    inputs = dense(sources)
-    todo = plan(inputs, block=CHECK_BLOCK, backend=backend)
-    for each in todo.launches:
-        with flag_on(each.device, found_inf) as flag:
-            launch(
-                check_kernel,
-                len(each.chunks),
-                each.device,
-                each.rows,
-                each.chunks,
-                to_device(inv_scale, each.device),
-                flag,
-                SOURCE=dtype_of(each.dtypes[0]),
-                BLOCK=CHECK_BLOCK,
-                num_warps=WARPS,
-            )
-    for same in todo.fallback:
-        check_reference([inputs[i] for i in same], inv_scale, found_inf)
+    run(
+        check_kernel,
+        check_reference,
+        (sources,),
+        writes=0,
+        block=CHECK_BLOCK,
+        backend=backend,
+        inv_scale=inv_scale,
+        found_inf=found_inf,
+    )
 
 
 @jit
-def _unscale_block(source, target, i, mask, inv_scale):
+def _unscale(pointers, i, mask, arguments):
+    source, target = pointers
+    inv_scale, found_inf = arguments
     x = tl.load(source + i, mask=mask, other=0.0)
     y = narrow(wide(x, target.dtype.element_ty) * inv_scale, target.dtype.element_ty)
     tl.store(target + i, y, mask=mask)
-    return any_of(not_finite(y))
+    report(found_inf, not_finite(y))
+    return 0
 
 
 @jit(do_not_specialize=["inv_scale", "found_inf"])
-def unscale_kernel(
-    rows, chunks, inv_scale, found_inf, SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr
-):
-    row, start, length = locate(chunks, rows, 2, BLOCK)
-    source, target = tl.load(row), tl.load(row + 1)
-    scale = tl.load(inv_scale)
-    vectors = vector_length(source | target, length)
-    i = tl.arange(0, BLOCK)
-    bad = _unscale_block(
-        tl.multiple_of(source.to(tl.pointer_type(SOURCE)), ALIGNMENT) + start,
-        tl.multiple_of(target.to(tl.pointer_type(TARGET)), ALIGNMENT) + start,
-        i,
-        i < vectors,
-        scale,
-    )
-    for first in range(vectors, length, STEP):
-        j = first + tl.arange(0, STEP)
-        bad |= _unscale_block(
-            source.to(tl.pointer_type(SOURCE)) + start,
-            target.to(tl.pointer_type(TARGET)) + start,
-            j,
-            j < length,
-            scale,
-        )
-    if found_inf is not None:
-        if bad != 0:
-            tl.store(found_inf, 1.0)
+def unscale_kernel(rows, chunks, inv_scale, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    each_part(_unscale, rows, chunks, (tl.load(inv_scale), found_inf), DTYPES, BLOCK)
+
+
+@jit
+def _check(pointers, i, mask, arguments):
+    inv_scale, found_inf = arguments
+    x = tl.load(pointers[0] + i, mask=mask, other=0.0)
+    report(found_inf, not_finite(wide(x, x.dtype) * inv_scale))
+    return 0
 
 
 @jit(do_not_specialize=["inv_scale", "found_inf"])
-def check_kernel(rows, chunks, inv_scale, found_inf, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
-    row, start, length = locate(chunks, rows, 1, BLOCK)
-    source = tl.load(row)
-    scale = tl.load(inv_scale)
-    vectors = vector_length(source, length)
-    i = tl.arange(0, BLOCK)
-    x = tl.load(
-        tl.multiple_of(source.to(tl.pointer_type(SOURCE)), ALIGNMENT) + start + i,
-        mask=i < vectors,
-        other=0.0,
-    )
-    bad = any_of(not_finite(wide(x, SOURCE) * scale))
-    for first in range(vectors, length, STEP):
-        j = first + tl.arange(0, STEP)
-        y = tl.load(source.to(tl.pointer_type(SOURCE)) + start + j, mask=j < length, other=0.0)
-        bad |= any_of(not_finite(wide(y, SOURCE) * scale))
-    if bad != 0:
-        tl.store(found_inf, 1.0)
+def check_kernel(rows, chunks, inv_scale, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    each_part(_check, rows, chunks, (tl.load(inv_scale), found_inf), DTYPES, BLOCK)
 
 
 def unscale_reference(

@@ -22,15 +22,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp.kernels import scale_state
 from amp.kernels.backend import has_float64, uses_triton
-from amp.kernels.language import jit, launch, tl
-from amp.kernels.tables import numbers_on, stream_of
-
-LAYOUT = {
-    name: getattr(scale_state, name)
-    for name in ("SCALE", "INVERSE", "GOOD_STEPS", "HYSTERESIS", "FOUND_INF", "OVERFLOWS")
-}
+from amp.kernels.language import jit, launch, load_all, tl
+from amp.kernels.tables import numbers_on
 
 
 def widest(tensor: Tensor) -> Tensor:
@@ -64,9 +58,8 @@ def update_scale(
             1,
             state.device,
             state,
-            numbers_on(state.device, stream_of(state.device), floats, torch.float64),
+            numbers_on(state.device, floats, torch.float64),
             RESET_EACH_STEP=reset_each_step,
-            **LAYOUT,
             num_warps=1,
         )
     else:
@@ -74,46 +67,34 @@ def update_scale(
 
 
 @jit(do_not_specialize=["state", "factors"])
-def update_kernel(
-    state,
-    factors,
-    RESET_EACH_STEP: tl.constexpr,
-    SCALE: tl.constexpr,
-    INVERSE: tl.constexpr,
-    GOOD_STEPS: tl.constexpr,
-    HYSTERESIS: tl.constexpr,
-    FOUND_INF: tl.constexpr,
-    OVERFLOWS: tl.constexpr,
-):
-    full_hysteresis = tl.load(factors + 3).to(tl.float32)
-    scale = tl.load(state + SCALE)
+def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
+    growth, backoff, interval, hysteresis, floor, ceiling = load_all(factors, 6)
+    scale, _, good, left, found_inf, overflows = load_all(state, 6)
+    full = hysteresis.to(tl.float32)
     wide_scale = scale.to(tl.float64)
-    good = tl.load(state + GOOD_STEPS)
-    left = tl.load(state + HYSTERESIS)
-    overflows = tl.load(state + OVERFLOWS)
-    if tl.load(state + FOUND_INF) > 0.0:
+    if found_inf > 0.0:
         good = 0.0
         left = tl.maximum(left - 1.0, 0.0)
         overflows += 1.0
         if left <= 0.0:
-            lower = tl.maximum(wide_scale * tl.load(factors + 1), tl.load(factors + 4))
+            lower = tl.maximum(wide_scale * backoff, floor)
             scale = tl.minimum(lower.to(tl.float32), scale)
     else:
         good += 1.0
         overflows = 0.0
         if RESET_EACH_STEP:
-            left = full_hysteresis
-        if good >= tl.load(factors + 2).to(tl.float32):
-            higher = tl.minimum(wide_scale * tl.load(factors), tl.load(factors + 5))
+            left = full
+        if good >= interval.to(tl.float32):
+            higher = tl.minimum(wide_scale * growth, ceiling)
             scale = tl.maximum(higher.to(tl.float32), scale)
             good = 0.0
-            left = full_hysteresis
-    tl.store(state + SCALE, scale)
-    tl.store(state + INVERSE, tl.div_rn(1.0, scale))
-    tl.store(state + GOOD_STEPS, good)
-    tl.store(state + HYSTERESIS, left)
-    tl.store(state + FOUND_INF, 0.0)
-    tl.store(state + OVERFLOWS, overflows)
+            left = full
+    tl.store(state, scale)
+    tl.store(state + 1, tl.div_rn(1.0, scale))
+    tl.store(state + 2, good)
+    tl.store(state + 3, left)
+    tl.store(state + 4, 0.0)
+    tl.store(state + 5, overflows)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from amp.optimizers.one_step import step_batches
 from amp.optimizers.state_dicts import as_own_state, as_tensor
 
 if TYPE_CHECKING:
-    from amp.kernels.stepping import Rule
+    from amp.kernels.rule import Rule
 
 
 class FusedOptimizer(torch.optim.Optimizer):

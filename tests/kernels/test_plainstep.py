@@ -18,8 +18,9 @@ from amp.kernels.adam import ADAM, adam_numbers
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION, lion_numbers
 from amp.kernels.novograd import NOVOGRAD, novograd_numbers
+from amp.kernels.rule import Rule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
-from amp.kernels.stepping import Rule, step
+from amp.kernels.stepping import step
 
 if INTERPRETED:
     pytest.skip("plain torch needs no interpreter", allow_module_level=True)

@@ -15,9 +15,10 @@ from amp.kernels.lamb import LAMB, lamb_numbers
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION, lion_numbers
 from amp.kernels.novograd import NOVOGRAD, novograd_numbers
+from amp.kernels.rule import Rule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
 from amp.kernels.split import Kind, join, low_dtype, split
-from amp.kernels.stepping import Rule, step
+from amp.kernels.stepping import step
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LR = 1e-2

@@ -1,0 +1,93 @@
+"""What the formula of an optimizer is made of; `adam.py`, `sgd.py` and the others are such formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from amp.kernels.language import jit, tl
+from amp.kernels.update_scale import widest
+
+Numbers = Sequence[float | Tensor]
+"""Hyper-parameters, in a rule's order: each on the host, or a tensor of one element."""
+
+Prepared = tuple[float | None, ...]
+"""What an update needs of the numbers, the same for all of a tensor. None leaves a term out."""
+
+
+class Rule(NamedTuple):
+    """The formula of one optimizer.
+
+    Attributes:
+        moments: how many moments it has, at most 2.
+        prepare: for Triton, in FP32: from the numbers, t, a pointer to the tensor's own numbers and how
+            far apart they are to what `update` needs of them.
+        at: the same for plain torch, on the host in FP64: from the numbers, t and the tensor's own.
+        update: from a parameter, its gradient, two moments, what was prepared and a square root to the
+            new parameter and moments. Triton and plain torch both run it. A moment that the rule does
+            not have comes and goes as it is.
+        direction: as `update`, to the direction of the step in place of the parameter. A rule that has
+            it goes by the norms of parameters and directions: they are the tensor's own numbers.
+        plain_update: for plain torch instead of `update`, where that is of Triton's alone.
+    """
+
+    moments: int
+    prepare: Any
+    at: Callable[[list[float], float, float | None], Prepared]
+    update: Any
+    direction: Any = None
+    plain_update: Any = None
+
+
+class Settings(NamedTuple):
+    """The arguments of `amp.kernels.stepping.step` that are not lists of tensors; see there."""
+
+    rule: Rule
+    numbers: Numbers
+    of_tensor: Tensor | None
+    seed: int | None
+    inv_scale: Tensor | None
+    clip: Tensor | None
+    found_inf: Tensor | None
+    maximize: bool
+    backend: str | None
+
+
+def in_double(number: float | Tensor) -> float | Tensor:
+    """Return a hyper-parameter in FP64; a tensor on a device without FP64 in FP32."""
+    return widest(number) if isinstance(number, Tensor) else float(number)
+
+
+def log_of(beta: float | Tensor) -> float | Tensor:
+    """Return the logarithm of a beta, -inf for 0."""
+    if isinstance(beta, Tensor):
+        return beta.log()
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+@jit
+def square_root(x):
+    """Return a root, rounded to nearest even; tl.sqrt would take subnormal squares for 0."""
+    return tl.sqrt_rn(x)
+
+
+@jit
+def bias_correction(t, log_beta, corrects_bias):
+    """Return 1 - beta^t, or 1 if there is nothing to correct."""
+    return tl.where(corrects_bias == 0.0, 1.0, -_expm1_of_negative(t * log_beta))
+
+
+@jit
+def _expm1_of_negative(x):
+    """Return e^x - 1 for x <= 0, to a few units in the last place, also near 0."""
+    near = 1.0 + x / 8.0
+    near = 1.0 + x / 7.0 * near
+    near = 1.0 + x / 6.0 * near
+    near = 1.0 + x / 5.0 * near
+    near = 1.0 + x / 4.0 * near
+    near = 1.0 + x / 3.0 * near
+    near = 1.0 + x / 2.0 * near
+    return tl.where(x > -0.4, x * near, tl.exp(x) - 1.0)
