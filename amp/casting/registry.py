@@ -72,6 +72,11 @@ def register_uncast_function(module: Any, name: str) -> None:
     _register(module, name, "cast", None)
 
 
+def unregister_function(module: Any, name: str) -> None:
+    """Forget what was registered for `module.name`, from the next session on."""
+    _registered.pop((id(module), name), None)
+
+
 def half_function(function: F) -> F:
     """Decorate a function that runs in half precision at O1 and O4; see `register_half_function`."""
     decorated: F = _decorate(function, "half", None)

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,14 @@ def loop(call: Call) -> float:
     return (time.perf_counter() - start) / LOOP * 1e6
 
 
+def without_amp(session: amp.Session) -> AbstractContextManager[None]:
+    """Give torch its functions back for the block."""
+    (by_op,) = session._strategies
+    caster: Any = by_op._caster  # type: ignore[attr-defined]
+    lifted: AbstractContextManager[None] = caster._patches.lifted()
+    return lifted
+
+
 class Contenders:
     """Ways to time a call: by torch alone, by torch.autocast, by a session in and out of a forward."""
 
@@ -59,21 +67,14 @@ class Contenders:
         self.model: Any = self.session.initialize(Forward())
         self.dtype = dtype
 
-    @contextmanager
-    def without_amp(self) -> Iterator[None]:
-        """Give torch its functions back for the block."""
-        caster: Any = self.session._caster
-        with caster._patches.lifted():
-            yield
-
     def plain(self, call: Call) -> float:
         """Time torch alone."""
-        with self.without_amp():
+        with without_amp(self.session):
             return loop(call)
 
     def autocast(self, call: Call) -> float:
         """Time torch in an autocast region, weights cast before."""
-        with self.without_amp(), torch.autocast("cpu", self.dtype):
+        with without_amp(self.session), torch.autocast("cpu", self.dtype):
             call()
             return loop(call)
 
@@ -173,7 +174,6 @@ def step_rows(level: str, dtype: torch.dtype, activation: str) -> Iterator[list[
     session = amp.Session(level, verbosity=0)
     session.initialize(ours, optimizers[0])
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
-    caster: Any = session._caster
 
     def reamp() -> None:
         loss = F.cross_entropy(ours(x).flatten(0, 1), y.flatten())
@@ -192,10 +192,10 @@ def step_rows(level: str, dtype: torch.dtype, activation: str) -> Iterator[list[
 
     times: dict[str, list[float]] = {"reamp": [], "autocast": []}
     for i in range(46):
-        turns = [("reamp", reamp, nullcontext), ("autocast", autocast, caster._patches.lifted)]
+        turns = [("reamp", reamp, nullcontext()), ("autocast", autocast, without_amp(session))]
         random.shuffle(turns)
         for name, run, context in turns:
-            with context():
+            with context:
                 start = time.process_time()
                 run()
                 if i >= 6:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp import compat
+from amp.casting.registry import registered
 
 
 @pytest.fixture
@@ -154,3 +155,4 @@ def test_edits_of_the_lists_are_heeded(amp: Any) -> None:
     assert nn.Softmax(-1)(half).dtype is torch.float32
     assert torch.abs(half).dtype is torch.float16
     handle._deactivate()
+    assert not registered(), "the lists are as they were, and so is every later session"

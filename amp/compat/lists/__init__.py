@@ -13,6 +13,7 @@ from amp.casting.registry import (
     register_half_function,
     register_promote_function,
     register_uncast_function,
+    unregister_function,
 )
 from amp.compat.lists import functional_overrides, tensor_overrides, torch_overrides
 
@@ -35,19 +36,24 @@ def _listed(module: ModuleType) -> dict[str, str]:
     )
 
 
-_known = {module: _listed(module) for module in _MODULES}
+_tables = {module: _listed(module) for module in _MODULES}
+_known = dict(_tables)
 
 
 def heed() -> None:
-    """Register what has been edited since the last call.
+    """Register what has been edited since the last call, and unregister what has been put back.
 
     Raises:
         AmpValueError: a name in a list is no function.
     """
     for module, before in _known.items():
         now = _listed(module)
-        for function in [*before, *(name for name in now if name not in before)]:
-            if before.get(function) != now.get(function):
+        for function in before | now:
+            if now.get(function) == before.get(function):
+                continue
+            if now.get(function) == _tables[module].get(function):
+                unregister_function(module.MODULE, function)
+            else:
                 register = _REGISTER.get(now.get(function, ""), register_uncast_function)
                 register(module.MODULE, function)
         _known[module] = now
