@@ -16,13 +16,7 @@ class AmpError(Exception):
 
 
 class AmpRuntimeError(AmpError, RuntimeError):
-    """A call out of order, or properties that do not fit together.
-
-    Attributes:
-        property_name: the property that does not fit, where it is one.
-    """
-
-    property_name: str | None = None
+    """A call out of order, or properties that do not fit together."""
 
 
 class AmpValueError(AmpError, ValueError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -15,19 +16,12 @@ from amp import checkpoint
 from amp.arguments import as_optimizers_of_a_loss, foreign_optimizer
 from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
 from amp.profiles.loss_scaling import LossScaling
-from amp.profiles.properties import OVERRIDE_KEYS
-from amp.profiles.rules import Rule
+from amp.profiles.properties import OVERRIDE_KEYS, OverridesBeyondApex
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_APEX_MAX_LOSS_SCALE = 2.0**24
-_ARGUMENTS = (
-    *("models", "optimizers", "opt_level", "num_losses", "verbosity", "process_group"),
-    "allow_incoming_model_not_fp32",
-)
 
 
 class _Default:
@@ -37,7 +31,7 @@ class _Default:
     waiting_state: Mapping[str, Any] | None = None
 
 
-def initialize(
+def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,
@@ -51,87 +45,40 @@ def initialize(
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
-    max_loss_scale: float | None = _APEX_MAX_LOSS_SCALE,
+    max_loss_scale: float | None = None,
     *,
-    patch_torch_functions_type: torch.dtype | str | None = None,
-    keep_norm_fp32: bool | str | None = None,
-    state_dtype: torch.dtype | str | None = None,
-    rules: Sequence[Mapping[str, Any] | Rule] | None = None,
     process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
     allow_incoming_model_not_fp32: bool = False,
-    **unknown: Any,
+    **others: Unpack[OverridesBeyondApex],
 ) -> Any:
-    """Prepare models and optimizers for mixed-precision training.
+    """Prepare models and optimizers for mixed-precision training, and return them.
 
-    Models and optimizers stay the same objects: the model is cast in place, and the optimizer's
-    methods are wrapped. Call it after the model is on its device and before it is wrapped in
-    `DistributedDataParallel` or `DataParallel`.
-
-    Calling it again is legal and makes another session: the optimizers of the earlier one go on
-    working, and functions are cast from then on as the new session says. If it raises, nothing was
-    changed.
+    They stay the same objects: models are cast in place, and methods of optimizers are wrapped. Call
+    it when models are on their device and not yet in `DistributedDataParallel`. A second call makes
+    another session: functions cast as it says then, and the first one's optimizers go on working.
 
     Args:
         models: a module, a list of modules, or None.
-        optimizers: an optimizer, a list of optimizers, or None.
+        optimizers: an optimizer, a list of optimizers, or None; then `models` alone is returned.
         enabled: False makes this and `scale_loss` do nothing.
-        opt_level: `"O0"` to `"O5"`, an alias, or a path to a YAML profile.
-        cast_model_type: the dtype to cast weights and inputs to; False casts nothing.
-        patch_torch_functions: whether torch's functions cast their arguments (O1, O4).
-        keep_batchnorm_fp32: whether norms with running statistics stay FP32.
-        master_weights: whether the optimizer steps FP32 copies of 16-bit weights, which cost 4 bytes
-            per parameter, and 4 more for gradients between `scale_loss` and `step` unless the optimizer
-            is a fused one. `"split16"` and `"kahan"` keep them in 2; see docs/optimizers.md.
-        loss_scale: `"dynamic"`, a number, or a mapping; see `amp.LossScaling`.
-        cast_model_outputs: the dtype of the model's outputs, FP32 if None and the model is cast.
-        num_losses: how many losses have a scale of their own, by `loss_id`.
-        verbosity: 0 logs nothing, 1 logs on rank 0 to the logger `amp`.
-        min_loss_scale: the floor of a dynamic loss scale.
-        max_loss_scale: the ceiling of a dynamic loss scale; a profile's own `max` wins over the
-            default here.
-        patch_torch_functions_type: the dtype that functions cast to, as in ROCm's apex.
-        keep_norm_fp32: whether all norms stay FP32 in a cast model.
-        state_dtype: `bfloat16` keeps the moments of a fused optimizer in 16 bits.
-        rules: a list of `{op: name, cast: dtype}` and `{module: name, cast: dtype}`, on top of the
-            profile's; see docs/profiles.md.
-        process_group: whose ranks skip a step together; see `amp.Session`.
-        allow_incoming_model_not_fp32: whether a model may hold 16-bit weights already, which are then
-            taken as they are; apex had it in `_amp_state`.
-        **unknown: refused, with the nearest name that exists.
-
-    Returns:
-        `models` if `optimizers` is None, else `(models, optimizers)`, each as it was passed.
+        opt_level: a level such as `"O2"`, an alias, or a path to a YAML profile. The arguments that
+            are not listed here change single properties of it, unless they are None; see
+            docs/profiles.md.
+        num_losses, verbosity, process_group: see `amp.Session`.
+        allow_incoming_model_not_fp32: take 16-bit weights as they are instead of refusing them.
 
     Raises:
         AmpRuntimeError: an unknown level, properties that do not fit together, a model that is
-            wrapped or 16-bit already, an optimizer of a live session.
+            wrapped or 16-bit already, an optimizer of a live session. Nothing was changed.
         AmpTypeError: something that is no model or optimizer, or an unknown argument.
         AmpValueError: a value that a property does not take.
     """
-    for name in unknown:
-        hint = did_you_mean(name, (*_ARGUMENTS, *OVERRIDE_KEYS))
-        raise AmpTypeError(
-            f"initialize() got an unexpected keyword argument '{name}'"
-            f"{hint or '; leave it out. It takes ' + ', '.join((*_ARGUMENTS, *OVERRIDE_KEYS))}"
-        )
+    _refuse_unknown(others)
+    enabled, min_loss_scale = _as_bool(enabled), min_loss_scale or None
+    given: dict[str, Any] = {key: value for key, value in locals().items() if key in OVERRIDE_KEYS}
+    given |= others
     session = Session(
-        opt_level,
-        num_losses=num_losses,
-        verbosity=verbosity,
-        process_group=process_group,
-        enabled=_as_bool(enabled),
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        patch_torch_functions_type=patch_torch_functions_type,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        keep_norm_fp32=keep_norm_fp32,
-        master_weights=master_weights,
-        state_dtype=state_dtype,
-        rules=rules,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        min_loss_scale=min_loss_scale or None,
-        max_loss_scale=None if max_loss_scale == _APEX_MAX_LOSS_SCALE else max_loss_scale,
+        opt_level, num_losses=num_losses, verbosity=verbosity, process_group=process_group, **given
     )
     if _Default.waiting_state is not None:
         session.load_state_dict(_Default.waiting_state)
@@ -143,6 +90,16 @@ def initialize(
         _Default.session.stop_casting_ops()
     _Default.session = session
     return result
+
+
+def _refuse_unknown(others: Mapping[str, Any]) -> None:
+    for name in others.keys() - OVERRIDE_KEYS.keys():
+        takes = dict.fromkeys([*inspect.signature(initialize).parameters, *OVERRIDE_KEYS])
+        del takes["others"]
+        raise AmpTypeError(
+            f"initialize() got an unexpected keyword argument '{name}'"
+            f"{did_you_mean(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
+        )
 
 
 def _as_bool(enabled: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 import torch
 
 import amp
-from amp.profiles.levels import resolve
+from amp.profiles.keys import shown
+from amp.profiles.levels import LEVELS, aliases, resolve
+from amp.profiles.loss_scaling import SCALING_KEYS
+from amp.profiles.properties import (
+    OVERRIDE_KEYS,
+    PROPERTY_KEYS,
+    Overrides,
+    OverridesBeyondApex,
+)
 from tests.models import linear, sgd
 
 TABLE = {
@@ -23,6 +32,10 @@ TABLE = {
     "O4": (None, True, torch.bfloat16, None, None, 1.0),
     "O5": (torch.bfloat16, False, None, True, True, 1.0),
 }
+
+
+def test_there_are_no_other_levels() -> None:
+    assert list(LEVELS) == list(TABLE)
 
 
 @pytest.mark.parametrize("level", TABLE)
@@ -75,7 +88,7 @@ def test_o_zero_in_every_confusion(wrong: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["O9", "fast", None, 3.5, b"O1", ["O1"]])
 def test_unknown_levels_are_refused_with_what_is_allowed(wrong: Any) -> None:
-    with pytest.raises(RuntimeError, match="is not one of O0, O1, O2, O3, O4, O5"):
+    with pytest.raises(RuntimeError, match=f"is not one of {', '.join(LEVELS)}"):
         amp.load_profile(wrong)
 
 
@@ -132,11 +145,11 @@ def test_overrides_are_honoured(
         ("O4", {"master_weights": False}, RuntimeError, "master_weights=False does not fit O4"),
         ("O1", {"master_weights": True}, RuntimeError, "take opt_level='O2'"),
         ("O1", {"keep_norm_fp32": True}, RuntimeError, "keep_norm_fp32=True does not fit O1"),
-        ("O0", {"patch_torch_functions": True}, RuntimeError, "only O1 and O4 cast functions"),
+        ("O0", {"patch_torch_functions": True}, RuntimeError, "functions cast only at opt_level='O1'"),
         ("O2", {"patch_torch_functions": True}, RuntimeError, "does not fit O2"),
         ("O3", {"patch_torch_functions": "yes"}, RuntimeError, "does not fit O3"),
         ("O2", {"patch_torch_functions_type": torch.float16}, RuntimeError, "does not fit O2"),
-        ("O1", {"patch_torch_functions_type": "bfloat16"}, RuntimeError, "O4 for bfloat16"),
+        ("O1", {"patch_torch_functions_type": "bfloat16"}, RuntimeError, r"or 'O4' \(bfloat16\)"),
         ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "not one of True, False, None"),
         ("O2", {"keep_batchnorm_fp32": 1}, AssertionError, "not one of True, False, None"),
         ("O2", {"master_weights": "maybe"}, ValueError, "master_weights='maybe' is not one of"),
@@ -168,9 +181,15 @@ def test_overrides_are_honoured(
         ("O2", {"loss_scale": {"min": 4, "min_loss_scale": 4}}, ValueError, "keep one"),
         ("O2", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min=8.0 is above max=4.0"),
         ("O2", {"min_loss_scale": -1.0}, ValueError, "min_loss_scale=-1.0 must be"),
-        ("O2", {"cast_model_type": "float8"}, ValueError, "cast_model_type: 'float8' is not one of"),
-        ("O2", {"cast_model_type": torch.int8}, ValueError, "cast_model_type: torch.int8"),
-        ("O2", {"cast_model_type": 16}, TypeError, "cast_model_type: 16 is a int"),
+        (
+            "O2",
+            {"cast_model_type": "float8"},
+            ValueError,
+            "cast_model_type='float8' is not one of float16, ",
+        ),
+        ("O2", {"cast_model_type": torch.int8}, ValueError, "cast_model_type=torch.int8 is not one of"),
+        ("O2", {"cast_model_type": 16}, TypeError, "cast_model_type=16 is not one of"),
+        ("O2", {"loss_scale": {"growth_interval": float("inf")}}, ValueError, "must be an integer"),
         ("O2", {"keep_batchnorm": True}, TypeError, "did you mean 'keep_batchnorm_fp32'"),
     ],
 )
@@ -329,6 +348,48 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         amp.load_profile(str(tmp_path / "none.yaml"))
 
 
+# What follows from the fields' metadata.
+
+
+def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
+    columns = header.count("|") - 1
+    return "\n".join([header, "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def test_the_tables_of_keys_in_the_docs_are_the_metadata() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "profiles.md").read_text()
+    rows = [(f"`{k.name}`", k.values or str(k.parse), k.doc) for k in PROPERTY_KEYS.values()]
+    assert table("| key | values | meaning |", rows) in page
+    scaling = amp.LossScaling()
+    more = []
+    for k in SCALING_KEYS.values():
+        default = getattr(scaling, k.field)
+        shown = f"{default:.15g}" if isinstance(default, float) else str(default).lower()
+        more.append((f"`{k.name}`", shown, ", ".join(f"`{name}`" for name in k.aliases), k.doc))
+    assert table("| key | default | also known as | meaning |", more) in page
+
+
+def test_the_table_of_levels_in_the_docs_is_what_they_resolve_to() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "profiles.md").read_text()
+    shown_keys = ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+    for level in LEVELS:
+        p = amp.load_profile(level)
+        names = ", ".join(f"`{name}`" for name, its_level in aliases().items() if its_level == level)
+        cells = [shown(getattr(p, key)) for key in shown_keys]
+        patches = f"{p.patch_torch_functions}"
+        if p.patch_torch_functions_type:
+            patches += f" ({shown(p.patch_torch_functions_type)})"
+        row = (level, names, cells[0], patches, *cells[1:])
+        assert f"| {' | '.join(row)} |".replace("|  |", "| |") in page
+
+
+def test_type_checkers_and_the_keys_agree_on_what_may_be_overridden() -> None:
+    """`Overrides` is for type checkers: all else follows from the metadata."""
+    assert Overrides.__annotations__.keys() == OVERRIDE_KEYS.keys()
+    arguments = inspect.signature(amp.initialize).parameters
+    assert OVERRIDE_KEYS.keys() - arguments.keys() == OverridesBeyondApex.__annotations__.keys()
+
+
 # Through initialize.
 
 
@@ -366,6 +427,6 @@ def test_scale_bounds_of_a_call_win_over_the_profile_and_defaults_do_not(profile
 
 def test_an_unknown_argument_names_the_nearest() -> None:
     with pytest.raises(TypeError, match="'loss_scal'; did you mean 'loss_scale'"):
-        amp.initialize(linear(), loss_scal=128)
+        amp.initialize(linear(), loss_scal=128)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'optimizer'; did you mean 'optimizers'"):
-        amp.initialize(linear(), optimizer=None)
+        amp.initialize(linear(), optimizer=None)  # type: ignore[call-arg]

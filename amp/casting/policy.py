@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from amp.dtypes import dtype_name, parse_dtype
+from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.levels import CONFIGS
 from amp.profiles.rules import Rule
@@ -91,7 +91,6 @@ def load_policy(dtype: torch.dtype) -> OpPolicy:
     closed = {
         (place, name) for place, names in tables.pop("closed", ({}, {}))[0].items() for name in names
     }
-    dtype = parse_dtype(tables.pop("dtype")[0])
     rules = tuple(
         OpRule(
             category,  # type: ignore[arg-type]
@@ -114,13 +113,13 @@ def _load(path: Path) -> dict[str, tuple[Any, dict[Any, str]]]:
     for entry in read_mapping(path):
         if entry.key == "extends":
             tables = _load(path.with_name(f"{entry.value}.yaml"))
-        elif entry.key == "dtype" or entry.key in _KEYS:
+        elif entry.key in _KEYS:
             file = f"configs/ops/{path.name}"
             sources = {inner: f"{file}:{line}" for inner, line in entry.lines.items()}
             tables[entry.key] = (entry.value, sources)
         else:
             raise AmpValueError(
-                f"{path}:{entry.line}: '{entry.key}' is not one of extends, dtype, "
+                f"{path}:{entry.line}: '{entry.key}' is not one of extends, "
                 f"{', '.join(_KEYS)}{did_you_mean(entry.key, _KEYS)}"
             )
     return tables

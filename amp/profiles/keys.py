@@ -1,20 +1,19 @@
 """The keys of profiles and overrides, each described in one place: the metadata of a dataclass's field.
 
-From it follow what a profile and an override may set, how a value is read, what an error says, and the
+From it follow what profiles and overrides may set, how a value is read, what an error says, and the
 tables of docs/profiles.md.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat
 
 import torch
 
-from amp.dtypes import is_none, parse_dtype
-from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.dtypes import DTYPES, dtype_name
+from amp.errors import AmpError, AmpTypeError, AmpValueError, did_you_mean
 
 Parser = Callable[[str, Any], Any]
 """From a key's name and a value to what the field holds. Raises an AmpError that names the key."""
@@ -26,8 +25,8 @@ class Key:
 
     Attributes:
         parse: reads a value.
-        doc: what the key means, for people.
-        values: what it takes, for people.
+        doc: what the key means, for the table in docs/profiles.md.
+        values: what it takes, for that table; by default what `parse` prints as.
         name: how it is written, if not as the field.
         aliases: other ways to write it.
         field: the field that holds the value; `keys_of` fills it in.
@@ -66,6 +65,11 @@ def find_key(name: str, keys: Mapping[str, Key], what: str, others: tuple[str, .
     raise AmpTypeError(f"{what} '{name}'; allowed: {allowed}{did_you_mean(name, spellings)}")
 
 
+def shown(value: object) -> str:
+    """Return a value as errors and logs show it."""
+    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
+
+
 # Parsers.
 
 SMALLEST_SCALE = 2.0**-126
@@ -74,36 +78,54 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 """The reciprocal of `SMALLEST_SCALE`: growth stops here, so that no inverse is a denormal."""
 
-_LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    **dict.fromkeys(("none", "null")),
+    **DTYPES,
+}
 
 
-def optional(parse: Parser) -> Parser:
-    """Return a parser that takes None, and words for it, too."""
-    return lambda name, value: None if is_none(value) else parse(name, value)
+class OneOf:
+    """A parser of values that can be listed. Names of dtypes, and words such as `yes`, are understood.
+
+    Args:
+        allowed: True, False, None, dtypes and words.
+        means: what some of these are read as, where not as themselves.
+        error: what is raised for anything else. The default is AmpValueError, and AmpTypeError for a
+            value of another type where dtypes are allowed.
+    """
+
+    def __init__(
+        self,
+        *allowed: Any,
+        means: Mapping[Any, Any] | None = None,
+        error: type[AmpError] | None = None,
+    ) -> None:
+        self._allowed = allowed
+        self._means = means or {}
+        self._error = error
+
+    def __call__(self, name: str, value: object) -> Any:
+        """Return the allowed value that `value` is or names."""
+        word = value.strip().lower().removeprefix("torch.") if isinstance(value, str) else ""
+        found = _WORDS.get(word, word) if word else value
+        for each in self._allowed:
+            if found is each or (word and found == each):
+                return self._means.get(each, each)
+        takes_dtypes = any(isinstance(each, torch.dtype) for each in self._allowed)
+        is_typed = isinstance(value, (str, torch.dtype)) or not takes_dtypes
+        error = self._error or (AmpValueError if is_typed else AmpTypeError)
+        names = [shown(each) for each in self._allowed]
+        raise error(f"{name}={value!r} is not one of {', '.join(names)}{did_you_mean(word, names)}")
+
+    def __str__(self) -> str:
+        return ", ".join(shown(each).lower() for each in self._allowed)
 
 
-def is_false(value: object) -> bool:
-    """Whether a value is False or a word for it."""
-    return value is False or (
-        isinstance(value, str) and value.strip().lower() in ("false", "no", "off")
-    )
-
-
-def parse_bool(name: str, value: object) -> bool:
-    """Return a bool; `"True"`, `"no"`, `"off"` and their like are read."""
-    if is_false(value):
-        return False
-    if value is True or (isinstance(value, str) and value.strip().lower() in ("true", "yes", "on")):
-        return True
-    raise AmpValueError(f"{name}={value!r} is not one of True, False")
-
-
-def parse_castable(name: str, value: object) -> torch.dtype:
-    """Return float16, bfloat16 or float32."""
-    try:
-        return parse_dtype(value)
-    except (AmpValueError, AmpTypeError) as error:
-        raise type(error)(f"{name}: {error}") from None
+def is_none(value: object) -> bool:
+    """Whether `value` is None or the word for it."""
+    return str(value).strip().lower() in ("none", "null")
 
 
 def parse_number(name: str, value: object) -> float:
@@ -119,7 +141,7 @@ def parse_number(name: str, value: object) -> float:
 def parse_positive(name: str, value: object) -> float:
     """Return a float that a loss scale can be."""
     number = parse_number(name, value)
-    if not SMALLEST_SCALE <= number <= _LARGEST_FLOAT32:
+    if not SMALLEST_SCALE <= number <= torch.finfo(torch.float32).max:
         hint = "; DeepSpeed's 0 is 'dynamic' here" if name == "loss_scale" and number == 0 else ""
         raise AmpValueError(f"{name}={value!r} must be a finite number above 0{hint}")
     return number
@@ -128,6 +150,6 @@ def parse_positive(name: str, value: object) -> float:
 def parse_count(name: str, value: object) -> int:
     """Return an integer of at least 1."""
     number = parse_number(name, value)
-    if isinstance(value, bool) or not number >= 1 or number != math.floor(number):
+    if isinstance(value, bool) or number < 1 or not number.is_integer():
         raise AmpValueError(f"{name}={value!r} must be an integer of at least 1")
     return int(number)

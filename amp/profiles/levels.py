@@ -1,7 +1,8 @@
-"""Levels, aliases and files of the user's own, as properties.
+"""Levels, aliases and files of the user's own, with overrides on top of them, as properties.
 
 A level is a file in `configs/`, named as it is: nothing else lists them. Its `aliases` are other
-names for it.
+names for it. Whether properties fit together is checked of the whole, and not of one field after
+another as in apex, so that no legal combination depends on the order in which its parts are given.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from amp.dtypes import LOW_PRECISION
 from amp.errors import (
     AmpError,
     AmpRuntimeError,
@@ -21,8 +27,8 @@ from amp.errors import (
     ProfileNotFoundError,
     did_you_mean,
 )
-from amp.profiles.keys import find_key
-from amp.profiles.properties import PROPERTY_KEYS, Properties, changed, override
+from amp.profiles.keys import find_key, shown
+from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, SCALE_BOUNDS, Properties
 from amp.profiles.rules import parse_rules
 from amp.profiles.yamlfile import Entry, read_mapping
 
@@ -43,6 +49,16 @@ def aliases() -> dict[str, str]:
     }
 
 
+def levels_with(name: str) -> str:
+    """Return the levels where a property is true, for people: `'O2' (float16) or 'O5' (bfloat16)`."""
+    profiles = [load_profile(level) for level in LEVELS]
+    return " or ".join(
+        f"'{p.opt_level}' ({shown(p.patch_torch_functions_type or p.cast_model_type)})"
+        for p in profiles
+        if getattr(p, name)
+    )
+
+
 def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
     """Return what a level, an alias or a YAML file resolves to.
 
@@ -59,27 +75,43 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
 
 
 def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> Properties:
-    """Return the profile's properties with the overrides on top.
+    """Return the profile's properties with every override that is not None on top.
+
+    `rules` come on top of the profile's; `min_loss_scale` and `max_loss_scale` bound whatever loss
+    scaling results.
 
     Raises:
         AmpTypeError: an override that does not exist.
-        AmpError: whatever `load_profile` and the check of the whole raise.
+        AmpError: whatever `load_profile`, the parsers of values and the check of the whole raise.
     """
-    return override(load_profile(opt_level), overrides)
+    properties = load_profile(opt_level)
+    changes: dict[str, Any] = {}
+    for name, value in overrides.items():
+        key = find_key(name, OVERRIDE_KEYS, "there is no property")
+        if value is not None:
+            changes[key.field] = key.parse(key.name, value)
+    if "rules" in changes:
+        changes["rules"] = properties.rules + changes["rules"]
+    bounds = {SCALE_BOUNDS[name]: changes.pop(name) for name in SCALE_BOUNDS if name in changes}
+    if bounds:
+        scaling = changes.get("loss_scaling", properties.loss_scaling)
+        changes["loss_scaling"] = replace(scaling, **bounds)
+    return _changed(properties, changes)
+
+
+# Files.
 
 
 def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path:
     """Return the file of a level, an alias or a path, which may be relative to the file `beside`."""
     if isinstance(name_or_path, str):
-        if name_or_path in LEVELS:
-            return LEVELS[name_or_path]
-        if name_or_path in aliases():
-            return LEVELS[aliases()[name_or_path]]
+        level = aliases().get(name_or_path, name_or_path)
+        if level in LEVELS:
+            return LEVELS[level]
     if isinstance(name_or_path, (str, os.PathLike)):
         path = Path(name_or_path)
         if path.suffix or len(path.parts) > 1:
-            if beside is not None:
-                path = beside.parent / path
+            path = beside.parent / path if beside else path
             if not path.is_file():
                 raise ProfileNotFoundError(
                     f"{what}={str(name_or_path)!r}: there is no file {path.absolute()}"
@@ -108,50 +140,117 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Properties:
     chain = (*chain, path.resolve())
     entries = {entry.key: entry for entry in read_mapping(path)}
     base = Properties()
-    if "extends" in entries:
-        entry = entries.pop("extends")
-        try:
+    if entry := entries.pop("extends", None):
+        with _errors_at(path, entry):
             parent = _locate(entry.value, "extends", path)
-        except (AmpRuntimeError, ProfileNotFoundError) as error:
-            raise type(error)(f"{path}:{entry.line}: {error}") from None
-        if parent.resolve() in chain:
-            names = " -> ".join(p.name for p in (*chain, parent))
-            raise AmpValueError(f"{path}:{entry.line}: 'extends' goes in a circle: {names}")
+            if parent.resolve() in chain:
+                names = " -> ".join(p.name for p in (*chain, parent))
+                raise AmpValueError(f"'extends' goes in a circle: {names}")
         base = _load(parent, chain)
     changes: dict[str, Any] = {"brief": ""}
     if path in LEVELS.values():
         changes["opt_level"] = path.stem
         entries.pop("aliases", None)
     for entry in entries.values():
-        try:
+        with _errors_at(path, entry):
             changes |= _fields(entry, path, base)
-        except AmpError as error:
-            line = _line_of(entry, str(error))
-            where = "" if str(error).startswith(f"{path}:") else f"{path}:{line}: "
-            raise type(error)(f"{where}{error}") from None
     try:
-        return changed(base, changes)
-    except AmpRuntimeError as error:
-        culprit = entries.get(error.property_name or "")
+        return _changed(base, changes)
+    except AmpRuntimeError as error:  # it begins with the name of the property
+        culprit = entries.get(str(error).partition("=")[0])
         raise AmpRuntimeError(f"{path}:{culprit.line if culprit else 1}: {error}") from None
 
 
+@contextmanager
+def _errors_at(path: Path, entry: Entry) -> Iterator[None]:
+    """Let errors say where in the file the entry is, or the inner key that they name."""
+    try:
+        yield
+    except AmpError as error:
+        message = str(error)
+        if message.startswith(f"{path}:"):
+            raise
+        line = entry.line
+        for keys, inner in entry.lines.items():
+            if re.search(rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])", message.partition(";")[0]):
+                line = inner
+                break
+        raise type(error)(f"{path}:{line}: {message}") from None
+
+
 def _fields(entry: Entry, path: Path, base: Properties) -> dict[str, Any]:
+    """Return the field that an entry of a profile sets."""
     if entry.key == "brief":
         return {"brief": str(entry.value)}
     if entry.key == "rules":
-        sources = [f"{path}:{line}" for line in entry.item_lines]
-        return {"rules": base.rules + parse_rules(entry.value, sources)}
+        sources = [f"{path}:{line}" for keys, line in entry.lines.items() if len(keys) == 1]
+        return {"rules": base.rules + parse_rules("rules", entry.value, sources)}
     if entry.key == "opt_level":
         raise AmpTypeError("there is no property 'opt_level'; did you mean 'extends'?")
     key = find_key(entry.key, PROPERTY_KEYS, "there is no property", ("extends", "brief"))
     return {key.field: key.parse(key.name, entry.value)}
 
 
-def _line_of(entry: Entry, message: str) -> int:
-    """Return the line of the inner key that the message names, or else the entry's own."""
-    for keys, line in entry.lines.items():
-        key = keys[-1]
-        if re.search(rf"(?<![\w-]){re.escape(key)}(?![\w-])", message.partition(";")[0]):
-            return line
-    return entry.line
+# What fits together.
+
+
+def _changed(base: Properties, changes: Mapping[str, Any]) -> Properties:
+    """Return properties with some fields changed.
+
+    Raises:
+        AmpRuntimeError: the result does not fit together.
+    """
+    properties = replace(base, **changes)
+    by_op = base.patch_torch_functions_type if base.opt_level else properties.patch_torch_functions
+    where = properties.opt_level or "a profile with patch_torch_functions"
+    for name, value, remedy in _by_op_misfits(properties, base) if by_op else _misfits(properties):
+        raise AmpRuntimeError(f"{name}={shown(value)} does not fit {where}: {remedy}")
+    return properties
+
+
+Misfit = tuple[str, object, str]
+"""A property, its value that does not fit the others, and what to do."""
+
+
+def _by_op_misfits(p: Properties, base: Properties) -> Iterator[Misfit]:
+    """Yield what does not fit a profile that casts functions, made of `base`."""
+    if p.cast_model_type not in (None, False, torch.float32):
+        take = f"Take opt_level={levels_with('master_weights')} instead."
+        yield "cast_model_type", p.cast_model_type, f"weights stay FP32 there. {take}"
+    if p.keep_batchnorm_fp32 is not None:
+        remedy = "batch norm is FP32 there already. Leave it out."
+        yield "keep_batchnorm_fp32", p.keep_batchnorm_fp32, remedy
+    if p.keep_norm_fp32 is not None:
+        yield "keep_norm_fp32", p.keep_norm_fp32, "norms are FP32 there already. Leave it out."
+    if p.master_weights is not None:
+        take = f"Leave it out, or take opt_level={levels_with('master_weights')}."
+        yield "master_weights", p.master_weights, f"the weights are FP32 themselves there. {take}"
+    dtype = p.patch_torch_functions_type
+    if base.opt_level and dtype not in (None, base.patch_torch_functions_type):
+        take = f"Take opt_level={levels_with('patch_torch_functions')}."
+        yield "patch_torch_functions_type", dtype, f"each level casts to its own dtype. {take}"
+    if p.patch_torch_functions and dtype not in LOW_PRECISION:
+        yield "patch_torch_functions_type", dtype, "say float16 or bfloat16."
+    for rule in p.rules:
+        if rule.kind == "module" and rule.dtype is not torch.float32:
+            remedy = "weights are FP32 there, so modules can be cast to float32 only; ops to anything."
+            yield "rules", rule, remedy
+
+
+def _misfits(p: Properties) -> Iterator[Misfit]:
+    """Yield what does not fit a profile that leaves functions alone."""
+    for name in ("patch_torch_functions", "patch_torch_functions_type"):
+        if getattr(p, name):
+            yield name, getattr(p, name), _functions_cast_only_there()
+    for rule in p.rules:
+        if rule.kind == "op":
+            yield "rules", rule, _functions_cast_only_there()
+        elif rule.dtype is None:
+            dtypes = "Say float32, float16 or bfloat16."
+            yield "rules", rule, f"a module's weights have to have some dtype. {dtypes}"
+
+
+def _functions_cast_only_there() -> str:
+    return (
+        f"functions cast only at opt_level={levels_with('patch_torch_functions')}. Take one of these."
+    )

@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
-from amp.dtypes import is_none
 from amp.errors import AmpTypeError, AmpValueError
-from amp.profiles import keys
-from amp.profiles.keys import SMALLEST_SCALE, key, parse_count, parse_number, parse_positive
-
-
-def _parse_mode(name: str, value: object) -> str:
-    if value not in ("dynamic", "static"):
-        raise AmpValueError(f"{name}={value!r} is not one of dynamic, static")
-    return str(value)
+from amp.profiles.keys import (
+    SMALLEST_SCALE,
+    OneOf,
+    find_key,
+    is_none,
+    key,
+    keys_of,
+    parse_count,
+    parse_number,
+    parse_positive,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +32,39 @@ class LossScaling:
         AmpValueError: a field is not in its range, or two do not fit together.
     """
 
-    mode: Literal["dynamic", "static"] = key("dynamic", _parse_mode, "or static, with `init` as scale")
+    mode: Literal["dynamic", "static"] = key(
+        "dynamic", OneOf("dynamic", "static"), "dynamic, or static with `init` as the scale"
+    )
     init: float = key(
-        2.0**16, parse_positive, "first scale", aliases=("init_scale", "initial_loss_scale")
+        2.0**16,
+        parse_positive,
+        "first scale; `initial_scale_power` is its exponent of 2",
+        aliases=("init_scale", "initial_loss_scale"),
     )
     growth_factor: float = key(
         2.0, parse_positive, "factor after `growth_interval` good iterations", aliases=("scale_factor",)
     )
     backoff_factor: float = key(0.5, parse_positive, "factor after an overflow")
     growth_interval: int = key(
-        2000, parse_count, "good iterations in a row", aliases=("scale_window", "loss_scale_window")
+        2000,
+        parse_count,
+        "good iterations in a row before growth",
+        aliases=("scale_window", "loss_scale_window"),
     )
     hysteresis: int = key(
         1,
         parse_count,
-        "overflows since the last growth before it backs off",
+        "overflows since the last growth before the scale backs off",
         aliases=("delayed_shift",),
     )
     consecutive_hysteresis: bool = key(
-        False, keys.parse_bool, "a good iteration gives the spent hysteresis back"
+        False, OneOf(True, False), "a good iteration gives the spent hysteresis back"
     )
     min: float | None = key(
-        None, keys.optional(parse_positive), "floor; none is 2^-126", aliases=("min_loss_scale",)
+        None,
+        lambda name, value: None if is_none(value) else parse_positive(name, value),
+        "floor; none is 2^-126",
+        aliases=("min_loss_scale",),
     )
     max: float = key(2.0**24, parse_positive, "ceiling", aliases=("max_loss_scale",))
     overflow_patience: int = key(
@@ -59,7 +72,7 @@ class LossScaling:
     )
 
     def __post_init__(self) -> None:
-        for each in keys.keys_of(type(self)).values():
+        for each in SCALING_KEYS.values():
             parsed = each.parse(each.name, getattr(self, each.field))
             object.__setattr__(self, each.field, parsed)
         if self.growth_factor < 1:
@@ -85,8 +98,7 @@ class LossScaling:
         return min(self.init, self.max) if self.dynamic else self.init
 
 
-SCALING_KEYS = keys.keys_of(LossScaling)
-_OF_OTHERS = ("initial_scale_power", "loss_scale")
+SCALING_KEYS = keys_of(LossScaling)
 
 
 def parse_loss_scale(name: str, value: object) -> LossScaling:
@@ -117,29 +129,14 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
 def _from_mapping(mapping: Mapping[Any, Any]) -> LossScaling:
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-
-    def put(name: str, written: str, value: Any) -> None:
-        if name in found:
-            raise AmpValueError(
-                f"loss_scale has both '{spelled[name]}' and '{written}', which are one thing; keep one"
-            )
-        found[name], spelled[name] = value, written
-
     for written, value in mapping.items():
-        name = str(written).replace("-", "_")
-        if name == "initial_scale_power":
-            put("init", str(written), math.ldexp(1.0, min(parse_count(str(written), value), 1000)))
-        elif name == "loss_scale":
-            # DeepSpeed: 0 means dynamic. Megatron: None does.
-            if is_none(value) or value == "dynamic" or parse_number(str(written), value) == 0:
-                put("mode", str(written), "dynamic")
-            else:
-                put("mode", str(written), "static")
-                put("init", str(written), value)
-        else:
-            field = keys.find_key(name, SCALING_KEYS, "loss_scale has no key", _OF_OTHERS).field
-            if value is not None or field == "min":
-                put(field, str(written), value)
+        for field, each in _fields(str(written), value).items():
+            if field in found:
+                raise AmpValueError(
+                    f"loss_scale has both '{spelled[field]}' and '{written}', which are one thing; "
+                    "keep one"
+                )
+            found[field], spelled[field] = each, str(written)
     if found.get("mode") == "static":
         idle = [spelled[name] for name in found if name not in ("mode", "init")]
         if "init" not in found:
@@ -147,3 +144,17 @@ def _from_mapping(mapping: Mapping[Any, Any]) -> LossScaling:
         if idle:
             raise AmpValueError(f"loss_scale has mode: static, where {', '.join(idle)} does nothing")
     return LossScaling(**found)
+
+
+def _fields(written: str, value: Any) -> dict[str, Any]:
+    """Return the fields that an item of a mapping sets."""
+    name = written.replace("-", "_")
+    if name == "initial_scale_power":
+        return {"init": math.ldexp(1.0, min(parse_count(written, value), 1000))}
+    if name == "loss_scale":  # DeepSpeed: 0 means dynamic. Megatron: None does.
+        if is_none(value) or value == "dynamic" or parse_number(written, value) == 0:
+            return {"mode": "dynamic"}
+        return {"mode": "static", "init": value}
+    others = ("initial_scale_power", "loss_scale")
+    field = find_key(name, SCALING_KEYS, "loss_scale has no key", others).field
+    return {} if value is None and field != "min" else {field: value}

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from amp.dtypes import dtype_name, is_none, parse_dtype
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.profiles.keys import OneOf, shown
 
-_KEYS = ("op", "module", "cast")
+Kind = Literal["op", "module"]
+_KEYS = (*get_args(Kind), "cast")
+_parse_cast = OneOf(torch.float16, torch.bfloat16, torch.float32, None)
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,13 @@ class Rule:
         source: where the rule was written, for people.
     """
 
-    kind: Literal["op", "module"]
+    kind: Kind
     pattern: str
     dtype: torch.dtype | None
     source: str = "rules"
 
     def __str__(self) -> str:
-        cast = "none" if self.dtype is None else dtype_name(self.dtype)
-        return f"{self.kind} {self.pattern}: {cast}"
+        return f"{self.kind} {self.pattern}: {shown(self.dtype).lower()}"
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule is for this module, which has this name in its model."""
@@ -61,11 +62,12 @@ def _public_name(cls: type) -> str:
     return f"torch.nn.{cls.__name__}" if public else cls.__qualname__
 
 
-def parse_rules(value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
+def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
     """Return the rules that a profile's or a caller's list holds.
 
     Args:
-        value: a list of mappings with `cast` and one of `op` and `module`, or of `Rule`; or None.
+        name: of the key, for errors.
+        value: a list of mappings with `cast` and one of `op` and `module`, or of `Rule`.
         sources: where each of them was written.
 
     Raises:
@@ -76,46 +78,39 @@ def parse_rules(value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
         return ()
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         raise AmpTypeError(
-            f"rules={value!r} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} and "
+            f"{name}={value!r} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} and "
             "{module: ..., cast: ...}"
         )
-    return tuple(
-        _parse(item, sources[i] if i < len(sources) else f"rules[{i}]") for i, item in enumerate(value)
-    )
+    rules = []
+    for i, item in enumerate(value):
+        source = sources[i] if i < len(sources) else f"{name}[{i}]"
+        try:
+            rules.append(item if isinstance(item, Rule) else _parse(item, source))
+        except (AmpTypeError, AmpValueError) as error:
+            raise type(error)(f"{source}: {error}") from None
+    return tuple(rules)
 
 
 def _parse(item: Any, source: str) -> Rule:
-    if isinstance(item, Rule):
-        return item
     if not isinstance(item, Mapping):
         raise AmpTypeError(
-            f"{source}: {item!r} is a {type(item).__name__}; a rule is a mapping such as "
+            f"{item!r} is a {type(item).__name__}; a rule is a mapping such as "
             "{op: torch.nn.functional.softmax, cast: float32}"
         )
     for key in item:
         if key not in _KEYS:
             raise AmpTypeError(
-                f"{source}: a rule has no key '{key}'; allowed: {', '.join(_KEYS)}"
-                f"{did_you_mean(str(key), _KEYS)}"
+                f"a rule has no key '{key}'; allowed: {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}"
             )
-    kinds = [kind for kind in ("op", "module") if item.get(kind) is not None]
+    kinds = [kind for kind in get_args(Kind) if item.get(kind) is not None]
     if len(kinds) != 1 or "cast" not in item:
         raise AmpValueError(
-            f"{source}: {dict(item)!r} must have 'cast' and one of 'op' and 'module', "
+            f"{dict(item)!r} must have 'cast' and one of 'op' and 'module', "
             "such as {op: torch.fft.*, cast: float32}"
         )
     kind, pattern = kinds[0], item[kinds[0]]
     if not isinstance(pattern, str) or not pattern.strip():
-        raise AmpTypeError(f"{source}: {kind}={pattern!r} is not a name")
+        raise AmpTypeError(f"{kind}={pattern!r} is not a name")
     if kind == "op" and any(letter in pattern.rpartition(".")[0] for letter in "*?["):
-        raise AmpValueError(f"{source}: op '{pattern}': only the last part of an op may be a glob")
-    return Rule(kind, pattern.strip(), _parse_cast(item["cast"], source), source)  # type: ignore[arg-type]
-
-
-def _parse_cast(value: object, source: str) -> torch.dtype | None:
-    if is_none(value):
-        return None
-    try:
-        return parse_dtype(value)
-    except (AmpValueError, AmpTypeError) as error:
-        raise type(error)(f"{source}: cast: {error}, none") from None
+        raise AmpValueError(f"op '{pattern}': only the last part of an op may be a glob")
+    return Rule(kind, pattern.strip(), _parse_cast("cast", item["cast"]), source)
