@@ -1,16 +1,15 @@
 """Replacing attributes so that they can be given back, in whatever order their owners leave.
 
-A `Patches` is an undo stack. What it adds to a plain list of `(target, name, old)` is that several
-owners may patch the same attribute and close in any order: the first one puts a `_Site` there,
-which remembers the original, and each owner has one layer of it. The newest layer is what callers
-see; when the last layer goes, the attribute is the original object again.
+Several owners may patch the same attribute and close in any order. The first one puts a `_Site` there,
+which remembers the original, and each owner has one layer on it. Callers see the newest layer; when
+the last layer goes, the attribute is the original object again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 _SITE = "__amp_site__"
@@ -71,6 +70,18 @@ class Patches:
         self._sites.append(site)
         return site.original
 
+    def surround(self, target: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace `target.name`, so that calls of it go to `function(original, *args, **kwargs)`."""
+
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return function(original, *args, **kwargs)
+
+            return wrapper
+
+        self.wrap(target, name, make)
+
     def undo(self) -> None:
         """Take this owner's layers away, newest first.
 
@@ -99,10 +110,5 @@ class Patches:
     def __enter__(self) -> Patches:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.undo()

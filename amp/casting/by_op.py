@@ -8,7 +8,7 @@ from torch import nn
 from amp.casting.module_rules import restore_classes, run_in_float32
 from amp.casting.op_caster import OpCaster
 from amp.casting.policy import load_policy
-from amp.casting.regions import DEVICE_TYPES
+from amp.casting.regions import DEVICE_TYPES, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy, Undo
 from amp.profiles.properties import Properties
@@ -47,7 +47,7 @@ class CastOps(Strategy):
     @property
     def casts_ops(self) -> bool:
         """Whether functions cast their arguments, here and now."""
-        return self._caster is not None and any(map(self._caster.casts, DEVICE_TYPES))
+        return self._caster is not None and any(casts(self._caster, kind) for kind in DEVICE_TYPES)
 
     def stop(self) -> None:
         """Give torch its functions back."""

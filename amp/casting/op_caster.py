@@ -15,7 +15,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp.casting import regions
 from amp.casting.policy import OpPolicy, OpRule, resolve
-from amp.casting.regions import DEVICE_TYPES, disable_casts, forwards
+from amp.casting.regions import DEVICE_TYPES, Function, casts, disable_casts, forwards
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpNotImplementedError, AmpRuntimeError, AmpWarning
 from amp.patching import Patches
@@ -34,7 +34,6 @@ from amp.patching import Patches
 _SCALARS = frozenset({type(None), bool, int, float, str, torch.Size})
 """Arguments in which there is nothing to cast."""
 
-Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -72,8 +71,8 @@ class OpCaster:
         for rule in self.policy.rules:
             if rule.category != "calls" and rule.op not in missing:
                 self.patch(rule, resolve(rule.place))
-        self._patches.wrap(nn.RNNBase, "check_input", functools.partial(_make_rnn_check, self))
-        self._patches.wrap(torch.jit, "script", functools.partial(_make_script, self._patches))
+        self._patches.surround(nn.RNNBase, "check_input", functools.partial(_check_rnn_input, self))
+        self._patches.surround(torch.jit, "script", functools.partial(_script, self._patches))
         for rule, target in registered:
             self.patch(rule, target)
         self.replace_names()
@@ -98,16 +97,13 @@ class OpCaster:
         if target is Tensor and rule.name in vars(FunctionalTensor):
             self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
         in_place = f"{rule.name}_"
-        if rule.place == "torch.nn.functional" or rule.name.startswith("__"):
-            return
-        if rule.category == "float" and hasattr(target, in_place):
-            self._patches.wrap(target, in_place, functools.partial(_make_in_place_refusal, self, rule))
-        elif rule.category in ("native", "half", "promote") and hasattr(target, in_place):
-            self._patches.wrap(target, in_place, functools.partial(_make_in_place_match, self, rule))
-
-    def _rule_of(self, value: Any) -> OpRule | None:
-        """Return the rule of a function that was taken from torch before this caster came."""
-        return self._patched[id(value)][1] if id(value) in self._patched else None
+        if (
+            rule.category in ("native", "half", "promote", "float")
+            and rule.place != "torch.nn.functional"
+            and not rule.name.startswith("__")
+            and hasattr(target, in_place)
+        ):
+            self._patches.wrap(target, in_place, functools.partial(_make_in_place, self, rule))
 
     def replace_names(self) -> None:
         """Patch what modules got by name, as in `from torch.nn.functional import linear`."""
@@ -119,21 +115,13 @@ class OpCaster:
 
         What is held in a way that cannot be patched gets a warning that names it.
         """
-        held: dict[str, None] = {}
+        held: dict[str, None] = {}  # in the order in which they were found
         for name, module in model.named_modules():
             _rename(module, self._patched)
             self._watched.append(weakref.ref(module))
-            for key, value in vars(module).items():
-                where = f"{name or type(module).__name__}.{key}"
-                if (rule := self._rule_of(getattr(value, "func", None))) is not None:
-                    held[f"{where} is a partial of {rule.op}"] = None
-                for item in _items(value):
-                    if (rule := self._rule_of(item)) is not None:
-                        held[f"{where} holds {rule.op}"] = None
-            for cls in type(module).__mro__:
-                for key, value in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
-                    if (rule := self._rule_of(getattr(value, "__func__", value))) is not None:
-                        held[f"{cls.__qualname__}.{key} is {rule.op}"] = None
+            for where, value in _held_by(module, name or type(module).__name__):
+                if id(value) in self._patched:
+                    held[f"{where} {self._patched[id(value)][1].op}"] = None
         if held:
             warnings.warn(
                 "some functions were taken from torch before amp.initialize and will not cast their "
@@ -142,10 +130,6 @@ class OpCaster:
                 stacklevel=2,
             )
         return regions.watch(model, self)
-
-    def casts(self, device_type: str) -> bool:
-        """Whether functions cast tensors of this device type, here and now."""
-        return regions.casts(self, device_type)
 
     def close(self) -> None:
         """Give every function back, also where it was imported by name meanwhile. Idempotent."""
@@ -168,11 +152,16 @@ def _rename(holder: Any, table: dict[int, tuple[Any, OpRule, Any]]) -> None:
             setattr(holder, name, getattr(target, rule.name))
 
 
-def _items(value: Any) -> Iterable[Any]:
-    """Return what is in a plain list, tuple or dictionary."""
-    if type(value) is dict:
-        return value.values()
-    return value if type(value) in (list, tuple) else ()
+def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a module holds in ways that cannot be patched, each with words that say how."""
+    for key, value in vars(module).items():
+        yield f"{name}.{key} is a partial of", getattr(value, "func", None)
+        if type(value) in (list, tuple, dict):
+            items = value.values() if type(value) is dict else value
+            yield from ((f"{name}.{key} holds", item) for item in items)
+    for cls in type(module).__mro__:
+        for key, value in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
+            yield f"{cls.__qualname__}.{key} is", getattr(value, "__func__", value)
 
 
 def _modules_of_others() -> Iterator[ModuleType]:
@@ -228,7 +217,7 @@ def call_with_casts(
     if kwargs and (kwargs.get("out") is not None or kwargs.get(leave_alone) is not None):
         return original(*args, **kwargs)
     kind = _device_type(args, kwargs)
-    if not caster.casts(kind):
+    if not casts(caster, kind):
         return original(*args, **kwargs)
     on_gpu = rule.category == "recurrent" and kind != "cpu" and kind in DEVICE_TYPES
     if on_gpu and caster.dtype is torch.float16:
@@ -271,7 +260,7 @@ def _make_wrapper(caster: OpCaster, rule: OpRule, original: Function) -> Functio
         return original(*args, **kwargs)
 
     def native(*args: Any, **kwargs: Any) -> Any:
-        if forwards.depth:
+        if forwards.modules:
             return original(*args, **kwargs)
         return nothing_to_cast(*args, **kwargs)
 
@@ -308,11 +297,18 @@ def _convert(
         case "promote":
             return _cast_to_widest(args, kwargs)
         case "sequence":
-            return _cast_first_to_widest(args, kwargs)
+            first, _ = _cast_to_widest(args[:1], {})
+            return (*first, *args[1:]), kwargs
         case "padding":
-            return _widen_where_values_repeat(args, kwargs)
+            mode = args[2] if len(args) > 2 else kwargs.get("mode")
+            repeats_values = mode in ("reflect", "replicate")
+            return _cast_to(torch.float32, args, kwargs) if repeats_values else (args, kwargs)
         case "banned":
-            return _refuse(rule, args, kwargs)
+            for tensor in _tensors([*args, *kwargs.values()]):
+                if tensor.dtype in LOW_PRECISION:
+                    raise AmpNotImplementedError(
+                        f"{rule.op} was given a {tensor.dtype} tensor: {rule.note}."
+                    )
     return (args, kwargs) if rule.dtype is None else _cast_to(rule.dtype, args, kwargs)
 
 
@@ -360,88 +356,53 @@ def _cast_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return _cast_to(widest, args, kwargs)
 
 
-def _cast_first_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    if args:
-        return (*_cast_to_widest(args[:1], {})[0], *args[1:]), kwargs
-    return args, kwargs
+def _check_rnn_input(
+    caster: OpCaster, original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
+) -> None:
+    """Check an input whose dtype need not be the weights': both are cast."""
+    weight = module._flat_weights[0]
+    if casts(caster, input.device.type) and isinstance(weight, Tensor) and input.dtype in CASTABLE:
+        input = torch.empty_like(input, dtype=weight.dtype, device="meta")
+    with regions.plain_torch():
+        original(module, input, batch_sizes)
 
 
-def _widen_where_values_repeat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    mode = args[2] if len(args) > 2 else kwargs.get("mode")
-    if mode in ("reflect", "replicate"):
-        return _cast_to(torch.float32, args, kwargs)
-    return args, kwargs
+def _script(patches: Patches, original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.jit.script`, which can compile torch's functions and no wrapper of them."""
+    for module in args[0].modules() if args and isinstance(args[0], nn.Module) else ():
+        if regions.is_watched(module):
+            raise AmpRuntimeError(
+                f"torch.jit.script cannot compile this {type(module).__name__}: its functions "
+                "cast as they are called, which its source does not say. Use "
+                "torch.jit.trace, torch.export or torch.compile, or script it after "
+                "amp.get_session().close()."
+            )
+    with patches.lifted():
+        return original(*args, _frames_up=kwargs.pop("_frames_up", 0) + 2, **kwargs)
 
 
-def _refuse(rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    for tensor in _tensors([*args, *kwargs.values()]):
-        if tensor.dtype in LOW_PRECISION:
-            raise AmpNotImplementedError(f"{rule.op} was given a {tensor.dtype} tensor: {rule.note}.")
-    return args, kwargs
+def _make_in_place(caster: OpCaster, rule: OpRule, original: Function) -> Function:
+    """Return an in-place form, whose other arguments are cast to the dtype that it writes to.
 
-
-def _make_rnn_check(caster: OpCaster, original: Function) -> Function:
-    """Return `RNNBase.check_input` for inputs whose dtype need not be the weights': both are cast."""
-
-    @functools.wraps(original)
-    def check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        weight = module._flat_weights[0]
-        if caster.casts(input.device.type) and isinstance(weight, Tensor) and input.dtype in CASTABLE:
-            input = torch.empty_like(input, dtype=weight.dtype, device="meta")
-        with regions.plain_torch():
-            original(module, input, batch_sizes)
-
-    return check_input
-
-
-def _make_script(patches: Patches, original: Function) -> Function:
-    """Return `torch.jit.script`, which can compile torch's functions and no wrapper of them."""
-
-    @functools.wraps(original)
-    def script(*args: Any, **kwargs: Any) -> Any:
-        for module in args[0].modules() if args and isinstance(args[0], nn.Module) else ():
-            if regions.is_watched(module):
-                raise AmpRuntimeError(
-                    f"torch.jit.script cannot compile this {type(module).__name__}: at O1 and O4 its "
-                    "functions cast as they are called, which its source does not say. Use "
-                    "torch.jit.trace, torch.export or torch.compile, or script it after "
-                    "amp.get_session().close()."
-                )
-        with patches.lifted():
-            return original(*args, _frames_up=kwargs.pop("_frames_up", 0) + 1, **kwargs)
-
-    return script
-
-
-def _make_in_place_refusal(caster: OpCaster, rule: OpRule, original: Function) -> Function:
-    """Return the in-place form of a function that gives FP32, for targets that are FP32."""
+    That of a function that gives FP32 casts nothing, and raises where it would write to a half tensor.
+    """
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         target = args[0] if args else None
         if (
             isinstance(target, Tensor)
-            and target.dtype in LOW_PRECISION
-            and caster.casts(target.device.type)
+            and target.dtype in CASTABLE
+            and casts(caster, target.device.type)
         ):
-            raise AmpNotImplementedError(
-                f"{rule.name}_ runs in FP32 and cannot write to a {target.dtype} tensor in place. "
-                f"Call {rule.name}, which returns an FP32 tensor, or use "
-                "amp.disable_casts() around it."
-            )
-        return original(*args, **kwargs)
-
-    return wrapper
-
-
-def _make_in_place_match(caster: OpCaster, rule: OpRule, original: Function) -> Function:
-    """Return an in-place form whose other arguments are cast to the dtype of what it writes to."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        target = args[0] if args else None
-        if isinstance(target, Tensor) and target.dtype in CASTABLE and caster.casts(target.device.type):
-            args, kwargs = _cast_to(target.dtype, args, kwargs)
+            if rule.category != "float":
+                args, kwargs = _cast_to(target.dtype, args, kwargs)
+            elif target.dtype in LOW_PRECISION:
+                raise AmpNotImplementedError(
+                    f"{rule.name}_ runs in FP32 and cannot write to a {target.dtype} tensor in place. "
+                    f"Call {rule.name}, which returns an FP32 tensor, or use "
+                    "amp.disable_casts() around it."
+                )
         return original(*args, **kwargs)
 
     return wrapper

@@ -37,27 +37,25 @@ DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator.type)
 """The device types whose tensors are cast: the CPU, and the accelerator that torch is built for."""
 
 
+Function = Callable[..., Any]
+
 _NO_CASTS = {_OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
 
 
 class Caster(Protocol):
-    """What casts functions: see `amp.opcast.OpCaster`."""
+    """What casts functions: see `amp.casting.op_caster.OpCaster`."""
 
     dtype: torch.dtype
     live: bool
 
 
-_casters: list[Caster] = []
+live_casters: list[Any] = []
+"""The casters of open sessions, newest last."""
 
 
 def newest_caster() -> Any:
-    """Return the caster that applies: the one installed last of those still live, or None."""
-    return _casters[-1] if _casters else None
-
-
-def all_casters() -> list[Any]:
-    """Return the live casters, newest last."""
-    return list(_casters)
+    """Return the caster that applies, the newest one, or None."""
+    return live_casters[-1] if live_casters else None
 
 
 def casts(caster: Caster, device_type: str) -> bool:
@@ -123,7 +121,6 @@ class _Forwards(threading.local):
     """The forwards of sessions' models that this thread is in, outermost first."""
 
     def __init__(self) -> None:
-        self.depth = 0
         self.modules: list[nn.Module] = []
         self.regions = ExitStack()
 
@@ -131,8 +128,7 @@ class _Forwards(threading.local):
         if self.modules and self.modules[0] is module:
             self.leave_all()  # an interrupt, which calls no hooks, ended its last forward
         self.modules.append(module)
-        self.depth = len(self.modules)
-        if self.depth > 1:
+        if len(self.modules) > 1:
             return
         # A region around the forward is the caller's own. Only in DataParallel's threads it is torch's,
         # which tells them that autocast is on and not in which dtype.
@@ -146,13 +142,11 @@ class _Forwards(threading.local):
     def leave(self, module: nn.Module) -> None:
         if self.modules and self.modules[-1] is module:
             self.modules.pop()
-            self.depth = len(self.modules)
-            if not self.depth:
+            if not self.modules:
                 self.regions.close()
 
     def leave_all(self) -> None:
         self.modules.clear()
-        self.depth = 0
         self.regions.close()
 
 
@@ -216,109 +210,81 @@ def is_watched(module: nn.Module) -> bool:
 
 def open_for(caster: Caster, patches: Patches) -> None:
     """Make `caster` the newest, and let torch's own regions know of casts outside of them."""
-    _casters.append(caster)
+    live_casters.append(caster)
     forwards.leave_all()
     torch.set_autocast_enabled(_OFF, False)
-    patches.wrap(torch.autocast, "__enter__", functools.partial(_make_enter, caster))
-    patches.wrap(torch.autocast, "__exit__", _make_exit)
-    patches.wrap(PreDispatchTorchFunctionMode, "__torch_function__", _make_recorder)
-    patches.wrap(PreDispatchTorchFunctionMode, "__exit__", _make_recorder_exit)
-    patches.wrap(
-        torch.utils.checkpoint,
-        "_get_autocast_kwargs",
-        functools.partial(_make_checkpoint_state, caster),
-    )
-    patches.wrap(nn.DataParallel, "parallel_apply", functools.partial(_make_parallel_apply, caster))
+    recording = PreDispatchTorchFunctionMode
+    for target, name, function in (
+        (torch.autocast, "__enter__", functools.partial(_enter_region, caster)),
+        (torch.autocast, "__exit__", _exit_region),
+        (recording, "__torch_function__", _record),
+        (recording, "__exit__", _exit_region),
+        (torch.utils.checkpoint, "_get_autocast_kwargs", functools.partial(_autocast_kwargs, caster)),
+        (nn.DataParallel, "parallel_apply", functools.partial(_parallel_apply, caster)),
+    ):
+        patches.surround(target, name, function)
 
 
 def close_for(caster: Caster) -> None:
     """Forget `caster`, and end forwards that an interrupt left open in this thread."""
-    if caster in _casters:
-        _casters.remove(caster)
+    if caster in live_casters:
+        live_casters.remove(caster)
     forwards.leave_all()
 
 
-def _make_enter(caster: Caster, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.autocast.__enter__` that marks a region where it alone says what is cast."""
-
-    @functools.wraps(original)
-    def enter(region: Any) -> Any:
-        region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
-        result = original(region)
-        ours = region._enabled and region.fast_dtype is caster.dtype
-        foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
-        torch.set_autocast_enabled(_OFF, was_off or foreign)
-        if region.fast_dtype is not region.prev_fastdtype:
-            torch.clear_autocast_cache()  # whose casts it would find in whatever dtype they are
-        return result
-
-    return enter
+def _enter_region(caster: Caster, original: Function, region: Any) -> Any:
+    """Enter a `torch.autocast` region, and mark one where it alone says what is cast."""
+    region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
+    result = original(region)
+    ours = region._enabled and region.fast_dtype is caster.dtype
+    foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
+    torch.set_autocast_enabled(_OFF, was_off or foreign)
+    _clear_cache_of_another_dtype(region)
+    return result
 
 
-def _make_exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def exit(region: Any, *exception: Any) -> Any:
-        was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
-        if was_off is not None:
-            torch.set_autocast_enabled(_OFF, was_off)
-        if region.fast_dtype is not region.prev_fastdtype:
-            torch.clear_autocast_cache()
-        return original(region, *exception)
-
-    return exit
+def _exit_region(original: Function, region: Any, *exception: Any) -> Any:
+    """Exit a `torch.autocast` region, or the mode that `_record` is of: an error may end it in one."""
+    was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
+    if was_off is not None:
+        torch.set_autocast_enabled(_OFF, was_off)
+    if isinstance(region, torch.autocast):
+        _clear_cache_of_another_dtype(region)
+    return original(region, *exception)
 
 
-def _make_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return how `torch.export.export(strict=True)` records functions, regions among them.
+def _clear_cache_of_another_dtype(region: Any) -> None:
+    """Clear torch's cache of casts if the region has another dtype: it does not look at their dtype."""
+    if region.fast_dtype is not region.prev_fastdtype:
+        torch.clear_autocast_cache()
+
+
+def _record(original: Function, mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a function for `torch.export.export(strict=True)`, regions among them.
 
     It does not enter the regions: in them casts are off, and the exported program enters them.
     """
-
-    @functools.wraps(original)
-    def record(mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        recorded = original(mode, function, *args, **kwargs)
-        if function in (autocast_mode._enter_autocast, autocast_mode._exit_autocast):
-            if not hasattr(mode, "_amp_was_off"):
-                mode._amp_was_off = torch.is_autocast_enabled(_OFF)
-            torch.set_autocast_enabled(_OFF, mode._amp_was_off or bool(mode.enter_autocast_nodes))
-        return recorded
-
-    return record
+    recorded = original(mode, function, *args, **kwargs)
+    if function in (autocast_mode._enter_autocast, autocast_mode._exit_autocast):
+        if not hasattr(mode, "_amp_was_off"):
+            mode._amp_was_off = torch.is_autocast_enabled(_OFF)
+        torch.set_autocast_enabled(_OFF, mode._amp_was_off or bool(mode.enter_autocast_nodes))
+    return recorded
 
 
-def _make_recorder_exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def exit(mode: Any, *exception: Any) -> Any:
-        if hasattr(mode, "_amp_was_off"):  # an error may have ended the export in a region
-            torch.set_autocast_enabled(_OFF, mode._amp_was_off)
-        return original(mode, *exception)
-
-    return exit
-
-
-def _make_checkpoint_state(caster: Caster, original: Callable[..., Any]) -> Callable[..., Any]:
+def _autocast_kwargs(caster: Caster, original: Function, device_type: str = "cuda") -> Any:
     """Return what checkpoints keep of autocast's state, so that they recompute as the forward did."""
-
-    @functools.wraps(original)
-    def _get_autocast_kwargs(device_type: str = "cuda") -> Any:
-        states = original(device_type)
-        for kind, state in zip((device_type, "cpu"), states, strict=True):
-            if state is not None and kind in DEVICE_TYPES and casts(caster, kind):
-                state |= {"enabled": True, "dtype": caster.dtype}
-        return states
-
-    return _get_autocast_kwargs
+    states = original(device_type)
+    for kind, state in zip((device_type, "cpu"), states, strict=True):
+        if state is not None and kind in DEVICE_TYPES and casts(caster, kind):
+            state |= {"enabled": True, "dtype": caster.dtype}
+    return states
 
 
-def _make_parallel_apply(caster: Caster, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `DataParallel.parallel_apply`, whose threads are told whether this one casts."""
-
-    @functools.wraps(original)
-    def parallel_apply(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as regions:
-            for kind in DEVICE_TYPES:
-                if _is_available(kind) and casts(caster, kind):
-                    regions.enter_context(torch.autocast(kind, caster.dtype))
-            return original(*args, **kwargs)
-
-    return parallel_apply
+def _parallel_apply(caster: Caster, original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Run DataParallel's threads, which are told whether this one casts."""
+    with ExitStack() as regions:
+        for kind in DEVICE_TYPES:
+            if _is_available(kind) and casts(caster, kind):
+                regions.enter_context(torch.autocast(kind, caster.dtype))
+        return original(*args, **kwargs)

@@ -129,7 +129,7 @@ def _register(module: Any, name: str, category: Category, dtype: torch.dtype | N
         place = f"{module.__module__}.{module.__qualname__}"
     rule = OpRule(category, place, name, dtype, closed=category == "cast", source="registered")
     _registered[id(module), name] = (rule, module)
-    for caster in regions.all_casters():
+    for caster in list(regions.live_casters):
         caster.patch(rule, module)
         caster.replace_names()
 
