@@ -1,4 +1,4 @@
-"""What `initialize` and `scale_loss` are given: read, and refused before anything is touched."""
+"""What `initialize` and `scale_loss` are given: read, or refused before anything is touched."""
 
 from __future__ import annotations
 
@@ -27,44 +27,34 @@ def is_optimizer(value: Any) -> bool:
 
 
 def as_optimizers_of_a_loss(optimizers: Any) -> list[Any]:
-    """Return the optimizers of a `scale_loss`, each once.
-
-    Raises:
-        AmpTypeError: there is none, or something else among them.
-    """
+    """Return the optimizers of a `scale_loss`, each once; at least one."""
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    wrong = [value for value in given if not is_optimizer(value)]
+    wrong = [type(value).__name__ for value in given if not is_optimizer(value)]
     if wrong or not given:
         raise AmpTypeError(
             "amp.scale_loss needs the optimizer, or the list of optimizers, whose gradients the loss "
-            f"makes; got {type(wrong[0]).__name__ if wrong else 'an empty list'}"
+            f"makes; got {wrong[0] if wrong else 'an empty list'}"
         )
-    steppers = list(map(innermost, given))
-    return [value for i, value in enumerate(given) if not _is_among(steppers[i], steppers[:i])]
+    unique: dict[int, Any] = {}
+    for optimizer in given:
+        unique.setdefault(id(innermost(optimizer)), optimizer)
+    return list(unique.values())
 
 
 def as_optimizers(optimizers: Any) -> list[Any]:
-    """Return the optimizers of an `initialize`.
-
-    Raises:
-        AmpTypeError: something else is among them.
-        AmpRuntimeError: one is in the list twice, or is in a live session.
-    """
+    """Return the optimizers of an `initialize`, each of which is new to amp and in the list once."""
     given = _as_list(optimizers, is_optimizer, "optimizers", "a torch.optim.Optimizer")
-    steppers = list(map(innermost, given))
-    for i, optimizer in enumerate(steppers):
-        if _is_among(optimizer, steppers[:i]):
+    seen: set[int] = set()
+    for i, optimizer in enumerate(given):
+        if id(innermost(optimizer)) in seen:
             raise AmpRuntimeError(f"optimizers[{i}] is in the list twice; pass each optimizer once")
-        _check_unattached(i, given[i])
+        seen.add(id(innermost(optimizer)))
+        _check_unattached(i, optimizer)
     return given
 
 
 def as_models(models: Any) -> list[nn.Module]:
-    """Return the models of an `initialize`.
-
-    Raises:
-        AmpTypeError: something else is among them.
-    """
+    """Return the models of an `initialize`."""
     return _as_list(models, lambda m: isinstance(m, nn.Module), "models", "a torch.nn.Module")
 
 
@@ -77,9 +67,9 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
                 f"the bare model first, and wrap what it returns: model, optimizer = "
                 f"amp.initialize(model, optimizer); model = {type(module).__name__}(model)"
             )
-    named = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
-    for kind, (name, tensor) in chain.from_iterable(((k, x) for x in each) for k, each in named):
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.dtype in LOW_PRECISION and not allow_low_precision:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise AmpRuntimeError(
                 f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
                 "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
@@ -120,9 +110,7 @@ def foreign_optimizer(optimizer: Any) -> AmpRuntimeError:
 
 
 def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -> list[Any]:
-    if value is None:
-        return []
-    items = value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
         if not accepts(item):
             hint = f"; make it a list: list({name})" if isinstance(value, (tuple, set)) else ""
@@ -136,17 +124,11 @@ def _check_unattached(i: int, optimizer: Any) -> None:
     attached = AttachedOptimizer.of(optimizer)
     if attached is None:
         return
-    if attached.optimizer is not innermost(optimizer):
-        raise AmpRuntimeError(
-            f"optimizers[{i}] ({type(optimizer).__name__}) keeps masters and scales losses itself. "
-            f"Pass the {type(attached.optimizer).__name__} that it was made of to amp.initialize"
-        )
-    raise AmpRuntimeError(
-        f"optimizers[{i}] ({type(optimizer).__name__}) has been through amp.initialize and its "
-        "session is live. Make a new optimizer, or close that session first: "
-        "amp.get_session(optimizer).close()"
+    why = (
+        "has been through amp.initialize and its session is live. Make a new optimizer, or close that "
+        "session first: amp.get_session(optimizer).close()"
     )
-
-
-def _is_among(value: object, others: Sequence[object]) -> bool:
-    return any(value is other for other in others)
+    if attached.optimizer is not innermost(optimizer):
+        kind = type(attached.optimizer).__name__
+        why = f"has masters and scales losses itself. Pass the {kind} that it was made of"
+    raise AmpRuntimeError(f"optimizers[{i}] ({type(optimizer).__name__}) {why}")

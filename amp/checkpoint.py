@@ -51,16 +51,12 @@ def check(state: object) -> None:
             'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
         )
     for key, entry in state.items():
-        if key == _LEVEL_KEY:
-            continue
-        optional = ("hysteresis_left", "overflows_in_a_row") if isinstance(entry, Mapping) else ()
-        for name in ("loss_scale", "unskipped", *(key for key in optional if key in entry)):
-            value = entry.get(name) if isinstance(entry, Mapping) else None
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 <= value < math.inf
-            ):
+        numbers = entry if isinstance(entry, Mapping) else {}
+        optional = {"hysteresis_left", "overflows_in_a_row"} & numbers.keys()
+        for name in ("loss_scale", "unskipped", *optional) if key != _LEVEL_KEY else ():
+            value: Any = numbers.get(name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf:
                 raise AmpValueError(
                     f"state_dict['{key}'] has no usable '{name}': {entry!r}; expected a mapping with "
                     "numbers for loss_scale and unskipped"
@@ -74,17 +70,13 @@ def load(state: Mapping[str, Any], scalers: Sequence[LossScaler], opt_level: str
         for key, entry in state.items()
         if (match := _SCALER_KEY.fullmatch(str(key)))
     }
+    message = f"the state_dict contains {len(entries)} loss scalers, and num_losses is {len(scalers)}"
+    if surplus := [f"loss_scaler{i}" for i in sorted(entries) if i >= len(scalers)]:
+        message += f"; skipping {', '.join(surplus)}"
+    if missing := [f"loss_scaler{i}" for i in range(len(scalers)) if i not in entries]:
+        message += f"; {', '.join(missing)} start anew"
     if len(entries) != len(scalers):
-        surplus = [f"loss_scaler{i}" for i in sorted(entries) if i >= len(scalers)]
-        missing = [f"loss_scaler{i}" for i in range(len(scalers)) if i not in entries]
-        parts = [
-            f"the state_dict contains {len(entries)} loss scalers, and num_losses is {len(scalers)}"
-        ]
-        if surplus:
-            parts.append(f"skipping {', '.join(surplus)}")
-        if missing:
-            parts.append(f"{', '.join(missing)} start anew")
-        warnings.warn("; ".join(parts), AmpWarning, stacklevel=3)
+        warnings.warn(message, AmpWarning, stacklevel=3)
     saved_level = state.get(_LEVEL_KEY, opt_level)
     if saved_level != opt_level:
         warnings.warn(

@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
-
-from amp.casting.policy import OpPolicy, OpRule, load_policy, resolve, spellings
+from amp.casting.policy import OpPolicy, OpRule, policy_of, resolve, spellings
 from amp.compat.run import runner
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpValueError, did_you_mean
-from amp.profiles.levels import load_profile
+from amp.profiles.keys import shown
+from amp.profiles.levels import levels_with, load_profile
 from amp.profiles.properties import Properties
 
 
@@ -109,17 +108,17 @@ def explain(op: str, properties: Properties) -> str:
     level = properties.opt_level or "this profile"
     if not properties.patch_torch_functions:
         return (
-            f"{op} at {level}: runs in the dtype of its arguments. Functions cast at O1 and O4 only; "
-            f"here the model's weights and inputs are {_weights(properties)}."
+            f"{op} at {level}: runs in the dtype of its arguments. Functions cast only at "
+            f"{levels_with('patch_torch_functions')}; here the model's weights and inputs are "
+            f"{shown(properties.cast_model_type) if properties.casts_model else 'what they were'}."
         )
-    table = load_policy(properties.patch_torch_functions_type or torch.float16)
-    policy = table.with_rules(rule for rule in properties.rules if rule.kind == "op")
+    policy = policy_of(properties)
     rules = {rule.op: rule for rule in policy.rules}
-    shown = [rules[op]] if op in rules else []
-    if shown and shown[0].category == "calls":
-        shown.append(rules[shown[0].note])
+    told = [rules[op]] if op in rules else []
+    if told and told[0].category == "calls":
+        told.append(rules[told[0].note])
     lines = [f"{op} at {level}: {_describe(rules.get(op), policy)}"]
-    lines += [f"{inner.op}: {_describe(inner, policy)}" for inner in shown[1:]]
+    lines += [f"{inner.op}: {_describe(inner, policy)}" for inner in told[1:]]
     others = [f"{p}.{n}" for p, n in spellings(place, name) if (p, n) != (place, name)]
     in_place = rules.get(op.removesuffix("_")) if op.endswith("_") else None
     if in_place is not None and in_place.category == "float":
@@ -128,17 +127,12 @@ def explain(op: str, properties: Properties) -> str:
         lines = [f"{op} at {level}: casts its other arguments to the dtype that it writes to."]
     if others:
         lines.append(f"other spellings: {', '.join(others)}")
-    told: set[str | None] = {rule.category for rule in shown}
+    categories: set[str | None] = {rule.category for rule in told} or {None}
     for other in others:
         rule = rules.get(other)
-        if (rule.category if rule else None) not in (told or {None}):
+        if (rule.category if rule else None) not in categories:
             lines.append(f"{other}: {_describe(rule, policy)}")
     return "\n".join(lines)
-
-
-def _weights(properties: Properties) -> str:
-    dtype = properties.cast_model_type
-    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else "what they were"
 
 
 def _describe(rule: OpRule | None, policy: OpPolicy) -> str:

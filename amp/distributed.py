@@ -25,12 +25,7 @@ def world_size() -> int:
 
 
 def as_process_groups(value: Any) -> tuple[ProcessGroup, ...]:
-    """Return the process groups that a user passed: one, several, or None.
-
-    Raises:
-        AmpRuntimeError: `torch.distributed` is not initialized.
-        AmpTypeError: something else.
-    """
+    """Return the process groups that a user passed: one, several, or None."""
     if value is None:
         return ()
     if not _initialized():
@@ -76,11 +71,9 @@ def check_placements(grad: Tensor) -> None:
 def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
     """Make an overflow on one rank an overflow on all ranks of the groups.
 
-    The one place where ranks agree on it, between the check and the decision. The host waits only
-    where the groups' backend makes it, as gloo does.
-
     Args:
-        found_inf: float32 `[1]`, changed in place.
+        found_inf: float32 `[1]`, changed in place. The host waits only where the groups' backend makes
+            it, as gloo does.
         groups: all ranks of each have to call this.
     """
     for group in groups:

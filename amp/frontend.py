@@ -147,27 +147,18 @@ def scale_loss(
         AmpIndexError: there is no such `loss_id`.
         AmpTypeError: `loss` or `optimizers` is something else.
     """
-    default = _Default.session
-    if default is not None and not default.properties.enabled and not _any_is_bound(optimizers):
-        return default.scale_loss(loss, optimizers)  # which does not look at them
-    session = _session_for(as_optimizers_of_a_loss(optimizers))
-    _Default.waiting_state = None
-    return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
-
-
-def _any_is_bound(optimizers: Any) -> bool:
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return any(AttachedOptimizer.of(optimizer) is not None for optimizer in given)
-
-
-def _session_for(optimizers: list[Any]) -> Session:
-    for optimizer in optimizers:
-        attached = AttachedOptimizer.of(optimizer)
-        if attached is not None:
-            owner: Session = attached.owner
-            return owner
-    _default("amp.scale_loss")
-    raise foreign_optimizer(optimizers[0])
+    attached = next(filter(None, map(AttachedOptimizer.of, given)), None)
+    default = _Default.session
+    if attached is None and default is not None and not default.properties.enabled:
+        return default.scale_loss(loss, optimizers)  # which does not look at them
+    given = as_optimizers_of_a_loss(optimizers)
+    if attached is None:
+        _default("amp.scale_loss")
+        raise foreign_optimizer(given[0])
+    _Default.waiting_state = None
+    session: Session = attached.owner
+    return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
 def _default(caller: str) -> Session:

@@ -8,8 +8,8 @@ the last layer goes, the attribute is the original object again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 _SITE = "__amp_site__"
@@ -26,16 +26,11 @@ class _Site:
         self.attribute = vars(target).get(name)  # of a class, perhaps a staticmethod of the original
         self.layers: list[tuple[Patches, Any]] = []
 
-    def show(self) -> None:
-        """Put the newest layer, or else the original, where callers look."""
-        if self.layers:
-            setattr(self.target, self.name, self.layers[-1][1])
-        else:
-            self.hide()
-
-    def hide(self) -> None:
-        """Put the original where callers look."""
-        if self.inherited:
+    def show(self, layers: Sequence[tuple[Patches, Any]]) -> None:
+        """Put the newest of these layers, or else the original, where callers look."""
+        if layers:
+            setattr(self.target, self.name, layers[-1][1])
+        elif self.inherited:
             delattr(self.target, self.name)
         else:
             setattr(self.target, self.name, self.attribute)
@@ -45,7 +40,7 @@ class _Site:
         return bool(self.layers) and vars(self.target).get(self.name) is self.layers[-1][1]
 
 
-class Patches:
+class Patches(AbstractContextManager["Patches"]):
     """The attributes that one owner has replaced. A context manager; `undo` is idempotent."""
 
     def __init__(self) -> None:
@@ -66,7 +61,7 @@ class Patches:
         setattr(getattr(new, "__func__", new), _SITE, site)
         site.layers = [layer for layer in site.layers if layer[0] is not self]
         site.layers.append((self, new))
-        site.show()
+        site.show(site.layers)
         self._sites.append(site)
         return site.original
 
@@ -93,22 +88,19 @@ class Patches:
             shown = site.is_shown()
             site.layers = [layer for layer in site.layers if layer[0] is not self]
             if shown:
-                site.show()
+                site.show(site.layers)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Run the block with the originals where this owner has patched, whoever else has too."""
         sites = [site for site in self._sites if site.is_shown()]
         for site in sites:
-            site.hide()
+            site.show(())
         try:
             yield
         finally:
             for site in sites:
-                site.show()
-
-    def __enter__(self) -> Patches:
-        return self
+                site.show(site.layers)
 
     def __exit__(self, *exception: object) -> None:
         self.undo()

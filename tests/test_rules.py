@@ -366,7 +366,7 @@ def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("torch.Tensor.exp_", "O1", ["raises on half tensors, because torch.Tensor.exp gives float32"]),
         ("torch.Tensor.addmm_", "O1", ["casts its other arguments"]),
         ("torch.nn.functional.binary_cross_entropy", "O1", ["raises on half", "BCEWithLogitsLoss"]),
-        ("torch.matmul", "O2", ["Functions cast at O1 and O4 only", "float16"]),
+        ("torch.matmul", "O2", ["Functions cast only at 'O1' (float16) or 'O4'", "inputs are float16"]),
         ("torch.matmul", "16-mixed", ["O1", "float16"]),
     ],
 )

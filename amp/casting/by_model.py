@@ -8,7 +8,7 @@ pickle, DataParallel and DDP see an ordinary module.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp.casting.containers import map_tensors
 from amp.casting.strategy import Contents, Strategy, Undo
-from amp.dtypes import CASTABLE, LOW_PRECISION
+from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
 from amp.errors import AmpRuntimeError
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -107,63 +107,43 @@ class CastModel(Strategy):
                 )
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Cast the model, and hook it."""
-        cast_weights(model, self.properties, undo.before)
-        for handle in install_hooks(model, self.properties):
+        """Cast the parameters, buffers and gradients of the model in place, and hook it."""
+        for tensor, dtype in dtypes_to_be(model, self.properties).items():
+            if tensor.dtype is not dtype:
+                undo.before[tensor] = held = Contents.of(tensor)
+                grad = None if held.grad is None else held.grad.to(dtype)
+                Contents(held.data.to(dtype), grad).put_into(tensor)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase) and self.properties.casts_model:
+                module.flatten_parameters()
+        for handle in self._hooks(model):
             undo.callbacks.callback(handle.remove)
 
+    def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Make the model cast its inputs and outputs, and its layers what they are given.
 
-def cast_weights(model: nn.Module, properties: Properties, before: dict[Tensor, Contents]) -> None:
-    """Cast the parameters, buffers and gradients of `model` in place, as `dtypes_to_be` says.
-
-    What each tensor that is cast held is put into `before`.
-    """
-    for tensor, dtype in dtypes_to_be(model, properties).items():
-        if tensor.dtype is not dtype:
-            before[tensor] = held = Contents.of(tensor)
-            grad = None if held.grad is None else held.grad.to(dtype)
-            Contents(held.data.to(dtype), grad).put_into(tensor)
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and isinstance(properties.cast_model_type, torch.dtype):
-            module.flatten_parameters()
-
-
-def install_hooks(model: nn.Module, properties: Properties) -> list[RemovableHandle]:
-    """Make the model cast its inputs and outputs, and its layers what they are given.
-
-    - The model casts floating inputs to its own dtype and floating outputs to FP32, or to
-      `cast_model_outputs`.
-    - A layer that needs its input in its weight's dtype casts it, so that a sub-module can be called
-      on its own and FP32 activations may appear inside the model.
-    - A norm kept in FP32 that cannot take half inputs casts them up and its output down again.
-    - A module that a rule speaks of casts its inputs to the rule's dtype, and gives what comes out.
-    """
-    dtype = properties.cast_model_type
-    outputs = properties.cast_model_outputs
-    if not isinstance(dtype, torch.dtype) or _is_float64(model):
-        return [] if outputs is None else [_cast_outputs(model, outputs)]
-    handles = []
-    ruled = _ruled_modules(model, properties.rules)
-    for module in model.modules():
-        if module in ruled:
-            handles.append(_cast_inputs(module, ruled[module]))
-            continue
-        needed = _needed_input_dtype(module, dtype)
-        if module is model or needed is None:
-            continue
-        handles.append(_cast_inputs(module, needed))
-        if needed is not dtype:
-            handles.append(_cast_outputs(module, dtype))
-    if model not in ruled:
-        handles.append(_cast_inputs(model, _needed_input_dtype(model, dtype) or dtype))
-    handles.append(_cast_outputs(model, outputs or torch.float32))
-    return handles
-
-
-def _is_float64(model: nn.Module) -> bool:
-    """Whether every floating weight is float64, so that there is nothing to cast for."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return dtypes == {torch.float64}
+        - The model casts floating inputs to its own dtype and floating outputs to FP32, or to
+          `cast_model_outputs`.
+        - A layer that needs its input in its weight's dtype casts it, so that a sub-module can be
+          called on its own and FP32 activations may appear inside the model.
+        - A norm kept in FP32 that cannot take half inputs casts them up and its output down again.
+        - A module that a rule speaks of casts its inputs to the rule's dtype, and gives what comes out.
+        """
+        dtype, outputs = self.properties.cast_model_type, self.properties.cast_model_outputs
+        weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if isinstance(dtype, torch.dtype) and weights != {torch.float64}:
+            outputs = outputs or torch.float32
+            ruled = _ruled_modules(model, self.properties.rules)
+            for module in model.modules():
+                needed = ruled.get(module) or _needed_input_dtype(module, dtype)
+                if needed is None and module is model:
+                    needed = dtype
+                if needed is not None:
+                    yield module.register_forward_pre_hook(CastInputs(needed), with_kwargs=True)
+                if needed not in (None, dtype) and module is not model and module not in ruled:
+                    yield _cast_outputs(module, dtype)
+        if outputs is not None:
+            yield _cast_outputs(model, outputs)
 
 
 def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype | None:
@@ -174,10 +154,6 @@ def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dt
     if isinstance(module, _NormBase) and dtype is model_dtype:  # wider statistics take any input
         return dtype
     return None
-
-
-def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    return module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
 
 
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:
@@ -196,8 +172,7 @@ class CastInputs:
         """Return the arguments, cast."""
 
         def cast(tensor: Tensor) -> Tensor:
-            wide = tensor.dtype is torch.float64
-            return tensor.to(self.dtype) if wide or tensor.dtype in CASTABLE else tensor
+            return tensor.to(self.dtype) if tensor.dtype in SCALABLE else tensor
 
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from amp.casting.module_rules import restore_classes, run_in_float32
 from amp.casting.op_caster import OpCaster
-from amp.casting.policy import load_policy
+from amp.casting.policy import policy_of
 from amp.casting.regions import DEVICE_TYPES, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy, Undo
@@ -19,8 +18,7 @@ class CastOps(Strategy):
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
-        table = load_policy(properties.patch_torch_functions_type or torch.float16)
-        self._policy = table.with_rules(rule for rule in properties.rules if rule.kind == "op")
+        self._policy = policy_of(properties)
         self._caster: OpCaster | None = None
 
     @staticmethod

@@ -26,7 +26,7 @@ def map_tensors(function: Function, value: Any) -> Any:
 
 
 def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    """Do it; `inside` holds the ids of the objects that `value` is an attribute of, if any."""
+    """Do so; `inside` holds the ids of the objects that `value` is an attribute of, if any."""
     if isinstance(value, Tensor):
         return function(value)
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
@@ -74,11 +74,10 @@ def _map_mapping(function: Function, value: Any, inside: frozenset[int]) -> Any:
 
 
 def _map_attributes(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    names += [name for name in getattr(value, "__dict__", {}) if name not in names]
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
-        names += [name for name in ([slots] if isinstance(slots, str) else slots) if name not in names]
+        names |= dict.fromkeys([slots] if isinstance(slots, str) else slots)
     changed = {}
     for name in names:
         old = getattr(value, name, None)

@@ -45,9 +45,8 @@ class OpCaster:
         self.dtype = policy.dtype
         self.live = False
         self._patches = Patches()
-        # By the id of a function, which is kept alive: the holder and the name that it is patched at.
-        self._patched: dict[int, tuple[Any, OpRule, Any]] = {}
-        self._wrappers: dict[int, tuple[Any, OpRule, Any]] = {}
+        # Originals and wrappers, by their ids: the function, its rule, and what holds it.
+        self._functions: dict[int, tuple[Any, OpRule, Any]] = {}
         self._watched: list[weakref.ref[nn.Module]] = []
 
     def install(self, registered: Iterable[tuple[OpRule, Any]] = ()) -> None:
@@ -90,10 +89,8 @@ class OpCaster:
             return staticmethod(wrapper) if isinstance(attribute, staticmethod) else wrapper
 
         original = self._patches.wrap(target, rule.name, make)
-        for function in (original, shown):
-            self._patched.setdefault(id(function), (function, rule, target))
-        wrapper = getattr(target, rule.name)
-        self._wrappers[id(wrapper)] = (wrapper, rule, target)
+        for function in (original, shown, getattr(target, rule.name)):
+            self._functions.setdefault(id(function), (function, rule, target))
         if target is Tensor and rule.name in vars(FunctionalTensor):
             self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
         in_place = f"{rule.name}_"
@@ -108,7 +105,7 @@ class OpCaster:
     def replace_names(self) -> None:
         """Patch what modules got by name, as in `from torch.nn.functional import linear`."""
         for module in _modules_of_others():
-            _rename(module, self._patched)
+            self._rename(module)
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
         """Let the model's forwards cast, and the functions that its modules hold as attributes.
@@ -117,11 +114,13 @@ class OpCaster:
         """
         held: dict[str, None] = {}  # in the order in which they were found
         for name, module in model.named_modules():
-            _rename(module, self._patched)
+            self._rename(module)
             self._watched.append(weakref.ref(module))
             for where, value in _held_by(module, name or type(module).__name__):
-                if id(value) in self._patched:
-                    held[f"{where} {self._patched[id(value)][1].op}"] = None
+                if id(value) in self._functions:
+                    _, rule, target = self._functions[id(value)]
+                    if getattr(target, rule.name) is not value:
+                        held[f"{where} {rule.op}"] = None
         if held:
             warnings.warn(
                 "some functions were taken from torch before amp.initialize and will not cast their "
@@ -140,16 +139,15 @@ class OpCaster:
         self._patches.undo()
         watched = [module for reference in self._watched if (module := reference()) is not None]
         for holder in (*_modules_of_others(), *watched):
-            _rename(holder, self._wrappers)
+            self._rename(holder)
         _forget_compiled()
 
-
-def _rename(holder: Any, table: dict[int, tuple[Any, OpRule, Any]]) -> None:
-    """Let the attributes of `holder` that `table` lists be what those functions are in torch now."""
-    for name, value in list(vars(holder).items()):
-        if id(value) in table:
-            _, rule, target = table[id(value)]
-            setattr(holder, name, getattr(target, rule.name))
+    def _rename(self, holder: Any) -> None:
+        """Let the attributes of `holder` that are patched functions be what those are in torch now."""
+        for name, value in list(vars(holder).items()):
+            if id(value) in self._functions:
+                _, rule, target = self._functions[id(value)]
+                setattr(holder, name, getattr(target, rule.name))
 
 
 def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

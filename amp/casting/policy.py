@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +16,14 @@ import torch
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.levels import CONFIGS
+from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.profiles.yamlfile import read_mapping
 
 Category = Literal[
     "native", "half", "recurrent", "float", "promote", "padding", "sequence", "banned", "calls", "cast"
 ]
-_TABLES: tuple[Category, ...] = tuple(name for name in get_args(Category) if name != "cast")
-_KEYS = (*_TABLES, "closed")
+_KEYS = ("closed", *(name for name in get_args(Category) if name != "cast"))
 
 
 @dataclass(frozen=True)
@@ -62,42 +62,38 @@ class OpPolicy:
     dtype: torch.dtype
     rules: tuple[OpRule, ...]
 
-    def with_rules(self, rules: Iterable[Rule]) -> OpPolicy:
-        """Return this policy with a user's rules for ops on top; later ones win.
-
-        Raises:
-            AmpValueError: a rule names no function of this torch or of what it imports.
-        """
-        table = {rule.op: rule for rule in self.rules}
-        for rule in rules:
-            for place, name in _functions(rule):
-                new = OpRule("cast", place, name, rule.dtype, closed=True, source=rule.source)
-                table[new.op] = new
-        return replace(self, rules=tuple(table.values()))
-
     def missing(self) -> list[str]:
         """Return the functions that the policy names and this torch does not have."""
         return [rule.op for rule in self.rules if not hasattr(resolve(rule.place), rule.name)]
 
 
-@functools.cache
-def load_policy(dtype: torch.dtype) -> OpPolicy:
-    """Return the table for `dtype`, float16 or bfloat16.
+def policy_of(properties: Properties) -> OpPolicy:
+    """Return the table of a profile that casts functions, with its rules for ops on top.
 
     Raises:
-        AmpValueError: a table has a key that is no category.
+        AmpValueError: a rule names no function of this torch or of what it imports.
     """
+    policy = load_policy(properties.patch_torch_functions_type or torch.float16)
+    table = {rule.op: rule for rule in policy.rules}
+    for rule in properties.rules:
+        for place, name in _functions(rule) if rule.kind == "op" else ():
+            new = OpRule("cast", place, name, rule.dtype, closed=True, source=rule.source)
+            table[new.op] = new
+    return OpPolicy(policy.dtype, tuple(table.values()))
+
+
+@functools.cache
+def load_policy(dtype: torch.dtype) -> OpPolicy:
+    """Return the table of `configs/ops` for `dtype`, float16 or bfloat16."""
     tables = _load(CONFIGS / "ops" / f"{dtype_name(dtype)}.yaml")
-    closed = {
-        (place, name) for place, names in tables.pop("closed", ({}, {}))[0].items() for name in names
-    }
+    closed_in, _ = tables.pop("closed", ({}, {}))
     rules = tuple(
         OpRule(
             category,  # type: ignore[arg-type]
             place,
             name,
             note=names[name] if isinstance(names, dict) else "",
-            closed=(place, name) in closed,
+            closed=name in closed_in.get(place, ()),
             source=sources[place, name],
         )
         for category, (table, sources) in tables.items()
@@ -116,7 +112,7 @@ def _load(path: Path) -> dict[str, tuple[Any, dict[Any, str]]]:
         elif entry.key in _KEYS:
             file = f"configs/ops/{path.name}"
             sources = {inner: f"{file}:{line}" for inner, line in entry.lines.items()}
-            tables[entry.key] = (entry.value, sources)
+            tables[entry.key] = entry.value, sources
         else:
             raise AmpValueError(
                 f"{path}:{entry.line}: '{entry.key}' is not one of extends, "
@@ -126,11 +122,7 @@ def _load(path: Path) -> dict[str, tuple[Any, dict[Any, str]]]:
 
 
 def resolve(place: str) -> Any:
-    """Return the module or class of a dotted name.
-
-    Raises:
-        ImportError, AttributeError: there is none.
-    """
+    """Return the module or class of a dotted name. Errors are Python's own."""
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError:
@@ -187,31 +179,27 @@ def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
 
 def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
     """Yield the functions that a user's rule is for, in all their spellings."""
-    pattern = rule.pattern
-    place, _, name = pattern.rpartition(".")
+    place, _, name = rule.pattern.rpartition(".")
     try:
-        holder = resolve(place) if place else None
-    except (ImportError, AttributeError):
+        holder = resolve(place)
+    except (ImportError, AttributeError, ValueError):
         holder = None
-    if holder is None:
-        raise AmpValueError(
-            f"{rule.source}: op '{pattern}': there is no '{place or pattern}'. "
-            "Write a full name, such as torch.nn.functional.softmax or torch.fft.*"
-        )
-    if is_immutable(holder):
-        raise AmpValueError(f"{rule.source}: op '{pattern}': {place} is a type of Python itself")
-    if place in ("torch", "torch.Tensor") and not name.strip("*?"):
-        raise AmpValueError(
-            f"{rule.source}: op '{pattern}' is too broad: casting needs some of {place}"
-        )
     public = [n for n in dir(holder) if _is_function(holder, n)]
     found = [n for n in public if fnmatchcase(n, name)]
     if not found and _is_function(holder, name, public=False):
         found = [name]
-    if not found:
-        raise AmpValueError(
-            f"{rule.source}: op '{pattern}': {place} has no such function{did_you_mean(name, public)}"
-        )
+    if holder is None:
+        why = f"there is no '{place or rule.pattern}'. Write a full name, such as torch.fft.*"
+    elif is_immutable(holder):
+        why = f"{place} is a type of Python itself"
+    elif place in ("torch", "torch.Tensor") and not name.strip("*?"):
+        why = f"it is too broad: casting needs some of {place}"
+    elif not found:
+        why = f"{place} has no such function{did_you_mean(name, public)}"
+    else:
+        why = ""
+    if why:
+        raise AmpValueError(f"{rule.source}: op '{rule.pattern}': {why}")
     for match in found:
         yield from spellings(place, match)
 

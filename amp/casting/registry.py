@@ -57,18 +57,12 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Let `module.name` have its floating arguments in the widest dtype among them.
-
-    See `register_half_function` for the arguments.
-    """
+    """Cast the floating arguments of `module.name` to the widest; see `register_half_function`."""
     _register(module, name, "promote", None)
 
 
 def register_uncast_function(module: Any, name: str) -> None:
-    """Let `module.name` have its arguments as they are, and all that it calls too, whatever was said.
-
-    See `register_half_function` for the arguments.
-    """
+    """Cast no argument of `module.name`, or of what it calls; see `register_half_function`."""
     _register(module, name, "cast", None)
 
 
@@ -79,26 +73,22 @@ def unregister_function(module: Any, name: str) -> None:
 
 def half_function(function: F) -> F:
     """Decorate a function that runs in half precision at O1 and O4; see `register_half_function`."""
-    decorated: F = _decorate(function, "half", None)
-    return decorated
+    return _decorate(function, "half", None)
 
 
 def bfloat16_function(function: F) -> F:
     """Decorate a function that runs in bfloat16; see `register_bfloat16_function`."""
-    decorated: F = _decorate(function, "cast", torch.bfloat16)
-    return decorated
+    return _decorate(function, "cast", torch.bfloat16)
 
 
 def float_function(function: F) -> F:
     """Decorate a function that runs in FP32 at O1 and O4; see `register_float_function`."""
-    decorated: F = _decorate(function, "cast", torch.float32)
-    return decorated
+    return _decorate(function, "cast", torch.float32)
 
 
 def promote_function(function: F) -> F:
     """Decorate a function whose arguments are promoted; see `register_promote_function`."""
-    decorated: F = _decorate(function, "promote", None)
-    return decorated
+    return _decorate(function, "promote", None)
 
 
 def registered() -> list[tuple[OpRule, Any]]:
@@ -144,9 +134,10 @@ def _check_ends_with_its_call(function: Any, name: str, dtype: torch.dtype | Non
         )
 
 
-def _decorate(function: Any, category: Category, dtype: torch.dtype | None) -> Any:
+def _decorate(function: F, category: Category, dtype: torch.dtype | None) -> F:
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(_decorate(function.__func__, category, dtype))
+        inner: Any = _decorate(function.__func__, category, dtype)
+        return type(function)(inner)
     if not callable(function) or isinstance(function, type):
         kind = type(function).__name__
         raise AmpTypeError(f"{function!r} of type {kind} is no function to decorate")
@@ -161,4 +152,4 @@ def _decorate(function: Any, category: Category, dtype: torch.dtype | None) -> A
             return function(*args, **kwargs)
         return call_with_casts(caster, rule, function, args, kwargs)
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]

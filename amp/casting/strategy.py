@@ -1,14 +1,5 @@
 """The steps by which a session gives models their precision, and the strategies that take them.
 
-A session takes every step of each of its strategies, in this order:
-
-    check_model      before anything is touched: raise for a model that cannot be prepared
-    begin            once for each `initialize`
-    prepare_model    cast, patch, hook; what is done goes onto the `Undo`
-    warn             when nothing can fail any more: say what does nothing
-    stop, casts_ops  of functions that cast while the session is open
-    state_dict, load_state_dict    what a checkpoint needs
-
 A strategy is one class in one file of this package, listed in `amp.casting.strategies`.
 """
 
@@ -61,7 +52,10 @@ class Undo:
 
 
 class Strategy:
-    """One way in which models get their precision. The steps of this class do nothing.
+    """One way in which models get their precision.
+
+    A session takes every step of each of its strategies, in the order in which they stand here. The
+    steps of this class do nothing.
 
     Args:
         properties: what the session's profile resolved to.
@@ -76,16 +70,16 @@ class Strategy:
         return False
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise an AmpError if the model cannot be prepared. Nothing is touched."""
+        """Raise an AmpError if the model cannot be prepared. Nothing has been touched yet."""
 
     def begin(self, undo: Undo) -> None:
-        """Prepare what all models share."""
+        """Prepare what all models share, once for each `initialize`."""
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Prepare a model."""
+        """Cast, patch and hook a model. How to take that back goes onto `undo`."""
 
     def warn(self, models: Sequence[nn.Module], log: Callable[..., None]) -> None:
-        """Say what a profile asks for that does nothing for these models."""
+        """Say what a profile asks for that does nothing for these models. Nothing can fail any more."""
 
     @property
     def casts_ops(self) -> bool:

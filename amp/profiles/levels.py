@@ -195,14 +195,10 @@ def _fields(entry: Entry, path: Path, base: Properties) -> dict[str, Any]:
 
 
 def _changed(base: Properties, changes: Mapping[str, Any]) -> Properties:
-    """Return properties with some fields changed.
-
-    Raises:
-        AmpRuntimeError: the result does not fit together.
-    """
+    """Return properties with some fields changed, if the result fits together."""
     properties = replace(base, **changes)
-    by_op = base.patch_torch_functions_type if base.opt_level else properties.patch_torch_functions
     where = properties.opt_level or "a profile with patch_torch_functions"
+    by_op = base.patch_torch_functions_type if base.opt_level else properties.patch_torch_functions
     for name, value, remedy in _by_op_misfits(properties, base) if by_op else _misfits(properties):
         raise AmpRuntimeError(f"{name}={shown(value)} does not fit {where}: {remedy}")
     return properties
@@ -217,11 +213,9 @@ def _by_op_misfits(p: Properties, base: Properties) -> Iterator[Misfit]:
     if p.cast_model_type not in (None, False, torch.float32):
         take = f"Take opt_level={levels_with('master_weights')} instead."
         yield "cast_model_type", p.cast_model_type, f"weights stay FP32 there. {take}"
-    if p.keep_batchnorm_fp32 is not None:
-        remedy = "batch norm is FP32 there already. Leave it out."
-        yield "keep_batchnorm_fp32", p.keep_batchnorm_fp32, remedy
-    if p.keep_norm_fp32 is not None:
-        yield "keep_norm_fp32", p.keep_norm_fp32, "norms are FP32 there already. Leave it out."
+    for name in ("keep_batchnorm_fp32", "keep_norm_fp32"):
+        if getattr(p, name) is not None:
+            yield name, getattr(p, name), "norms are FP32 there already. Leave it out."
     if p.master_weights is not None:
         take = f"Leave it out, or take opt_level={levels_with('master_weights')}."
         yield "master_weights", p.master_weights, f"the weights are FP32 themselves there. {take}"

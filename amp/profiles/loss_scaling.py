@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
 from amp.errors import AmpTypeError, AmpValueError
-from amp.profiles.keys import (
-    SMALLEST_SCALE,
-    OneOf,
-    find_key,
-    is_none,
-    key,
-    keys_of,
-    parse_count,
-    parse_number,
-    parse_positive,
-)
+from amp.profiles import keys
+from amp.profiles.keys import SMALLEST_SCALE, key, parse_count, parse_positive
+
+
+def _parse_floor(name: str, value: object) -> float | None:
+    return None if keys.is_none(value) else parse_positive(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +28,7 @@ class LossScaling:
     """
 
     mode: Literal["dynamic", "static"] = key(
-        "dynamic", OneOf("dynamic", "static"), "dynamic, or static with `init` as the scale"
+        "dynamic", keys.OneOf("dynamic", "static"), "dynamic, or static with `init` as the scale"
     )
     init: float = key(
         2.0**16,
@@ -58,14 +53,9 @@ class LossScaling:
         aliases=("delayed_shift",),
     )
     consecutive_hysteresis: bool = key(
-        False, OneOf(True, False), "a good iteration gives the spent hysteresis back"
+        False, keys.OneOf(True, False), "a good iteration gives the spent hysteresis back"
     )
-    min: float | None = key(
-        None,
-        lambda name, value: None if is_none(value) else parse_positive(name, value),
-        "floor; none is 2^-126",
-        aliases=("min_loss_scale",),
-    )
+    min: float | None = key(None, _parse_floor, "floor; none is 2^-126", aliases=("min_loss_scale",))
     max: float = key(2.0**24, parse_positive, "ceiling", aliases=("max_loss_scale",))
     overflow_patience: int = key(
         50, parse_count, "overflows in a row, at the floor or below 1, before a warning"
@@ -98,17 +88,13 @@ class LossScaling:
         return min(self.init, self.max) if self.dynamic else self.init
 
 
-SCALING_KEYS = keys_of(LossScaling)
+SCALING_KEYS = keys.keys_of(LossScaling)
 
 
 def parse_loss_scale(name: str, value: object) -> LossScaling:
-    """Return the loss scaling that a word, a number or a mapping asks for.
+    """Return the loss scaling that `"dynamic"`, a number or a mapping asks for.
 
     A mapping has the keys of `LossScaling`, or DeepSpeed's, Megatron's and torch.amp's names for them.
-
-    Raises:
-        AmpValueError: a word other than `dynamic`, or a number that cannot be a scale.
-        AmpTypeError: another type, or a mapping with an unknown key.
     """
     if isinstance(value, LossScaling):
         return value
@@ -152,9 +138,9 @@ def _fields(written: str, value: Any) -> dict[str, Any]:
     if name == "initial_scale_power":
         return {"init": math.ldexp(1.0, min(parse_count(written, value), 1000))}
     if name == "loss_scale":  # DeepSpeed: 0 means dynamic. Megatron: None does.
-        if is_none(value) or value == "dynamic" or parse_number(written, value) == 0:
+        if keys.is_none(value) or value == "dynamic" or keys.parse_number(written, value) == 0:
             return {"mode": "dynamic"}
         return {"mode": "static", "init": value}
     others = ("initial_scale_power", "loss_scale")
-    field = find_key(name, SCALING_KEYS, "loss_scale has no key", others).field
+    field = keys.find_key(name, SCALING_KEYS, "loss_scale has no key", others).field
     return {} if value is None and field != "min" else {field: value}

@@ -63,16 +63,12 @@ def _public_name(cls: type) -> str:
 
 
 def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules that a profile's or a caller's list holds.
+    """Return the rules that a list of mappings, or of `Rule`, holds.
 
     Args:
         name: of the key, for errors.
-        value: a list of mappings with `cast` and one of `op` and `module`, or of `Rule`.
+        value: the list, or None.
         sources: where each of them was written.
-
-    Raises:
-        AmpTypeError: it is no list of mappings, or a mapping has another key.
-        AmpValueError: a mapping lacks a key or has a value that it does not take.
     """
     if value is None:
         return ()

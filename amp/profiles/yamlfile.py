@@ -34,11 +34,7 @@ class Entry:
 
 
 def read_mapping(path: Path) -> list[Entry]:
-    """Read a YAML file whose top is a mapping, with the line of every key.
-
-    Raises:
-        AmpValueError: it is no such file; the message has file and line.
-    """
+    """Read a YAML file whose top is a mapping. AmpValueErrors begin with file and line."""
     import yaml
 
     try:
