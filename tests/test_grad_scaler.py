@@ -123,7 +123,7 @@ def test_the_trace_of_the_mixed_precision_chapter() -> None:
 def test_it_is_torchs_class_and_takes_either_order_of_arguments() -> None:
     for scaler in (
         amp.GradScaler("cpu", 1024.0, 3.0, 0.25, 7, True),
-        amp.GradScaler(1024.0, 3.0, 0.25, 7, True, device="cpu"),
+        amp.GradScaler(1024.0, 3.0, 0.25, 7, True, device="cpu"),  # pyright: ignore[reportCallIssue]
         amp.GradScaler(
             torch.device("cpu"),
             init_scale=1024,

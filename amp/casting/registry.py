@@ -137,7 +137,7 @@ def _check_ends_with_its_call(function: Any, name: str, dtype: torch.dtype | Non
 def _decorate(function: F, category: Category, dtype: torch.dtype | None) -> F:
     if isinstance(function, (staticmethod, classmethod)):
         inner: Any = _decorate(function.__func__, category, dtype)
-        return type(function)(inner)
+        return type(function)(inner)  # pyright: ignore[reportReturnType]
     if not callable(function) or isinstance(function, type):
         kind = type(function).__name__
         raise AmpTypeError(f"{function!r} of type {kind} is no function to decorate")

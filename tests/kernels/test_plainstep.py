@@ -18,7 +18,7 @@ from amp.kernels.adam import ADAM, adam_numbers
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION, lion_numbers
 from amp.kernels.novograd import NOVOGRAD, novograd_numbers
-from amp.kernels.rule import Rule
+from amp.kernels.rule import Numbers, Rule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
 from amp.kernels.stepping import step
 
@@ -29,7 +29,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SHAPES = [(300, 300), (7,), (70_000,), (5, 3, 2, 2), (0,), (1,), (66_000,)]
 BETAS = (0.9, 0.999)
 OF_SGD = sgd_numbers(0.01, 0.9, 0.0, 0.1, nesterov=True, after_momentum=False)
-RULES: dict[str, tuple[Rule, tuple[float | Tensor, ...]]] = {
+RULES: dict[str, tuple[Rule, Numbers]] = {
     "adagrad": (ADAGRAD, adagrad_numbers(0.01, 0.1, 1e-10, 0.1, decoupled=False)),
     "adam": (ADAM, adam_numbers(0.01, BETAS, 1e-8, 0.1, decoupled=True, bias_correction=True)),
     "lion": (LION, lion_numbers(0.01, BETAS, 0.1)),
@@ -58,7 +58,7 @@ class Tensors:
         self.steps[2] += 5  # that parameter came first
         self.dtype = dtype
 
-    def run(self, rule: Rule, numbers: tuple[float | Tensor, ...], backend: str | None) -> list[Tensor]:
+    def run(self, rule: Rule, numbers: Numbers, backend: str | None) -> list[Tensor]:
         norms = torch.arange(1.0, len(self.params) + 1) if rule is NOVOGRAD else None
         for i in range(3):
             torch.manual_seed(i)
