@@ -12,20 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amp
+from amp.dtypes import LOW_PRECISION
+from amp.profiles import levels
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-CAST_LEVELS = ("O2", "O3", "O5")
-DYNAMIC_LEVELS = ("O1", "O2")
-MASTER_LEVELS = ("O2", "O5")
+PROFILES = {level: amp.load_profile(level) for level in levels.LEVELS}
+LEVELS = tuple(PROFILES)
+CAST_LEVELS = tuple(level for level, p in PROFILES.items() if p.cast_model_type in LOW_PRECISION)
+BY_OP_LEVELS = tuple(level for level, p in PROFILES.items() if p.patch_torch_functions)
+DYNAMIC_LEVELS = tuple(level for level, p in PROFILES.items() if p.loss_scaling.dynamic)
+MASTER_LEVELS = tuple(level for level, p in PROFILES.items() if p.master_weights)
 
-MODEL_DTYPE = {
-    "O0": torch.float32,
-    "O1": torch.float32,
-    "O2": torch.float16,
-    "O3": torch.float16,
-    "O4": torch.float32,
-    "O5": torch.bfloat16,
+MODEL_DTYPE: dict[str, Any] = {
+    level: p.cast_model_type or torch.float32 for level, p in PROFILES.items()
 }
+BY_OP_DTYPE: dict[str, Any] = {
+    level: PROFILES[level].patch_torch_functions_type for level in BY_OP_LEVELS
+}
+HALF_DTYPE: dict[str, Any] = BY_OP_DTYPE | {level: MODEL_DTYPE[level] for level in CAST_LEVELS}
+"""The dtype of matrix products, at the levels where that is not float32."""
 
 
 def initialize(models: Any, optimizers: Any, level: str, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import amp
-from tests.models import LEVELS, batch, conv_net, initialize, linear, sgd
+from tests.models import DYNAMIC_LEVELS, LEVELS, batch, conv_net, initialize, linear, sgd
 from tests.resume import CASES, HALF, WHOLE, checkpoint, make, outcome, scaling, train
 
 
@@ -55,7 +55,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_resume_is_exact(resumed: Path, level: str, name: str, loaded: str) -> None:
     model, optimizer = initialize(*make(name, level), level, **scaling(level))
     train(model, optimizer, level, range(WHOLE))
-    if level in ("O1", "O2"):
+    if level in DYNAMIC_LEVELS:
         scales = amp.state_dict()["loss_scaler0"]
         assert scales["loss_scale"] != 1024.0
     theirs = torch.load(resumed / f"{level}-{name}-{loaded}.pt", weights_only=True)
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_one_level_goes_on_at_another(old: str, new: str) -> Non
             amp.load_state_dict(saved["amp"])
     assert evaluate(model) == pytest.approx(before, rel=5e-2)
     scale = amp.loss_scale()
-    assert scale == (1024.0 if new in ("O1", "O2") else 1.0)
+    assert scale == (1024.0 if new in DYNAMIC_LEVELS else 1.0)
     for p in amp.master_params(optimizer):
         assert optimizer.state[p]["momentum_buffer"].dtype is p.dtype
     train(model, optimizer, "O0", range(10, 20))

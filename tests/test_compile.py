@@ -19,11 +19,11 @@ from torch.nn import functional as F
 import amp
 from amp.casting.policy import resolve
 from tests import ops
+from tests.models import BY_OP_DTYPE as HALF
 from tests.models import initialize, sgd
 from tests.ops import Row
 from tests.test_ops import as_half, floats
 
-HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
 pytestmark = [

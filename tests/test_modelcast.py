@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import amp
 from amp.casting.containers import map_tensors
-from tests.models import CAST_LEVELS, MODEL_DTYPE, batch, conv_net, initialize, linear, sgd
+from tests.models import CAST_LEVELS, LEVELS, MODEL_DTYPE, batch, conv_net, initialize, linear, sgd
 
 # Containers.
 
@@ -383,7 +383,7 @@ def test_gradients_that_are_there_are_cast_with_their_parameter() -> None:
     assert model.weight.grad.dtype is torch.float16
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_models_of_their_own(level: str, how: str) -> None:
     model = conv_net()
@@ -414,7 +414,7 @@ def test_copies_are_models_of_their_own(level: str, how: str) -> None:
     assert torch.equal(twin(x), model(x))
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", CAST_LEVELS)
 def test_the_state_dict_is_fp32_in_the_same_order_and_loads_back(level: str) -> None:
     plain = conv_net()
     model = conv_net()

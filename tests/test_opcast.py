@@ -15,12 +15,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amp
+from tests.models import BY_OP_DTYPE as HALF
 from tests.models import adamw, batch, conv_net, initialize, linear, sgd
 
-HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 
-
-@pytest.fixture(params=["O1", "O4"])
+@pytest.fixture(params=HALF)
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Turn op casting on, and say to what."""
     with amp.Session(request.param) as session:
@@ -144,7 +143,7 @@ def test_patched_functions_keep_their_names(half: torch.dtype) -> None:
 # Training.
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", HALF)
 def test_gradients_come_in_fp32_and_are_right(level: str) -> None:
     reference, model = conv_net().double(), conv_net()
     model, optimizer = initialize(model, adamw(model), level)
@@ -159,7 +158,7 @@ def test_gradients_come_in_fp32_and_are_right(level: str) -> None:
     assert torch.dist(ours, exact) <= bound * torch.linalg.vector_norm(exact)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", HALF)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_forward_gives_the_same_gradients(level: str, use_reentrant: bool) -> None:
     def run(checkpointed: bool) -> list[Tensor]:

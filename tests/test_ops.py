@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import amp
 from amp.casting.policy import load_policy, resolve
 from tests import ops
+from tests.models import BY_OP_DTYPE as HALF
 from tests.ops import Row, X, Y
 
-HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 WIDE = (torch.float32, torch.complex64)
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(
     scope="module",
-    params=["O1", "O4", *(pytest.param(f"{level} cuda", marks=pytest.mark.gpu) for level in HALF)],
+    params=[*HALF, *(pytest.param(f"{level} cuda", marks=pytest.mark.gpu) for level in HALF)],
 )
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Turn op casting on, and say to what."""

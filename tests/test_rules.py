@@ -21,7 +21,7 @@ import amp
 from amp.casting.op_caster import OpCaster
 from amp.casting.policy import OpRule, load_policy
 from amp.cli import main
-from tests.models import initialize, sgd
+from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -142,7 +142,7 @@ def test_errors_name_the_line_and_change_nothing(tmp_path: Path, rule: str, mess
     assert (F.softmax, torch.mm) == before
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", sorted(set(LEVELS) - set(BY_OP_LEVELS)))
 def test_rules_for_ops_need_a_level_that_patches(level: str) -> None:
     with pytest.raises(
         RuntimeError, match=f"rules=op torch.mm: float32 does not fit {level}: functions cast"
@@ -184,11 +184,7 @@ def watch(model: nn.Module) -> dict[str, torch.dtype]:
     return seen
 
 
-BY_OP = {"O1": HALF, "O4": BRAIN}
-CAST = {"O2": HALF, "O3": HALF, "O5": BRAIN}
-
-
-@pytest.mark.parametrize("level", [*BY_OP, *CAST])
+@pytest.mark.parametrize("level", HALF_DTYPE)
 @pytest.mark.parametrize("pattern", ["head*", "head", "head.[02]"])
 def test_modules_by_name(level: str, pattern: str) -> None:
     model = Net()
@@ -197,16 +193,16 @@ def test_modules_by_name(level: str, pattern: str) -> None:
     )
     seen = watch(model)
     model(X).sum().backward()
-    half = (BY_OP | CAST)[level]
+    half = HALF_DTYPE[level]
     assert seen["body.0"] is seen["body.2"] is half
     assert seen["head.0"] is seen["head.2"] is WIDE
-    if level in CAST:
+    if level in CAST_LEVELS:
         assert model.head[0].weight.dtype is model.head[0].weight.grad.dtype is WIDE
         assert model.body[0].weight.dtype is half
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", [*BY_OP, *CAST])
+@pytest.mark.parametrize("level", HALF_DTYPE)
 @pytest.mark.parametrize("pattern", ["torch.nn.Linear", "Linear", "torch.nn.modules.linear.Linear"])
 def test_modules_by_class(level: str, pattern: str) -> None:
     model = Net()
@@ -231,16 +227,16 @@ class Attention(nn.Module):
         return scores
 
 
-@pytest.mark.parametrize("level", BY_OP)
+@pytest.mark.parametrize("level", BY_OP_LEVELS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_inside_a_float32_module_casts(level: str, compiled: bool) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), Attention(), nn.Linear(4, 4))
     amp.initialize(model, opt_level=level, rules=[{"module": "Attention", "cast": "float32"}])
-    assert model(X).dtype is BY_OP[level]
+    assert model(X).dtype is HALF_DTYPE[level]
     assert model[1].dtypes == [WIDE, WIDE, WIDE]
     if compiled:
-        assert torch.compile(model, backend="aot_eager", fullgraph=True)(X).dtype is BY_OP[level]
+        assert torch.compile(model, backend="aot_eager", fullgraph=True)(X).dtype is HALF_DTYPE[level]
         assert model[1].dtypes == [WIDE, WIDE, WIDE]
 
 

@@ -1,7 +1,7 @@
-"""O0, O2, O3, O5: casting a model's weights, and its inputs and outputs.
+"""Casting a model's weights, and its inputs and outputs.
 
-Weights are cast in place, so parameters keep their identity: optimizers, tied weights and hooks go
-on working. Activations are cast by module hooks that are plain picklable objects, so a deep copy, a
+Weights are cast in place, so parameters keep their identity: optimizers, tied weights and hooks
+keep working. Activations are cast by module hooks that are plain picklable objects, so a deep copy, a
 pickle, DataParallel and DDP see an ordinary module.
 """
 
@@ -50,7 +50,7 @@ def keeps_fp32(module: nn.Module, properties: Properties) -> bool:
 
 
 def _ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, torch.dtype]:
-    """Return the modules that a user's rules speak of, with all inside them, and their dtypes."""
+    """Return the dtypes of the modules that a user's rules match, and of all modules inside them."""
     ruled: dict[nn.Module, torch.dtype] = {}
     for rule in rules:
         for name, module in model.named_modules():
@@ -127,7 +127,7 @@ class CastModel(Strategy):
         - A layer that needs its input in its weight's dtype casts it, so that a sub-module can be
           called on its own and FP32 activations may appear inside the model.
         - A norm kept in FP32 that cannot take half inputs casts them up and its output down again.
-        - A module that a rule speaks of casts its inputs to the rule's dtype, and gives what comes out.
+        - A module that a rule matches casts its inputs to the rule's dtype, and no outputs.
         """
         dtype, outputs = self.properties.cast_model_type, self.properties.cast_model_outputs
         weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -147,7 +147,7 @@ class CastModel(Strategy):
 
 
 def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that this layer must be given, or None if it is not a layer that must."""
+    """Return the dtype that the input of this layer must have, or None if it takes any."""
     dtype = next((tensor.dtype for tensor in _tensors_of(module) if tensor.is_floating_point()), None)
     if isinstance(module, _ONE_DTYPE_LAYERS):
         return dtype

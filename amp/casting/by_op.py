@@ -1,4 +1,4 @@
-"""O1, O4: the strategy by which functions cast their arguments, op by op."""
+"""The strategy by which torch's functions cast their arguments, op by op."""
 
 from __future__ import annotations
 

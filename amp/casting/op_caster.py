@@ -1,10 +1,10 @@
-"""O1 and O4: torch's functions cast their own arguments.
+"""Functions of torch that cast their own arguments.
 
 `OpCaster.install` replaces the functions of an `OpPolicy` by wrappers, process-wide, and `close`
 gives the originals back. A wrapper casts what is not in the right dtype already and calls the
-original: autograd sees ordinary casts, so gradients come back in the dtype of the leaves. `regions`
-knows where that happens. In a model's forward the ops that torch.autocast casts itself are left to
-it: it is faster, and caches the casts of weights.
+original: autograd sees ordinary casts, so gradients come back in the dtype of the leaves. Where
+functions cast is decided in `regions`. In a model's forward the ops that torch.autocast casts itself
+are left to it: it is faster, and caches the casts of weights.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class OpCaster:
     def install(self, registered: Iterable[tuple[OpRule, Any]] = ()) -> None:
         """Patch every function of the policy, under every name that a loaded module has for it.
 
-        `registered` are further rules, each with the object that holds its function.
+        A function that this torch lacks gets a warning. What was compiled before is compiled again.
 
-        A function that this torch lacks gets a warning. What `torch.compile` made before is made anew.
+        Args:
+            registered: further rules, each with the module or class that holds its function.
         """
         missing = self.policy.missing()
         if missing:
@@ -103,7 +104,7 @@ class OpCaster:
             self._patches.wrap(target, in_place, functools.partial(_make_in_place, self, rule))
 
     def replace_names(self) -> None:
-        """Patch what modules got by name, as in `from torch.nn.functional import linear`."""
+        """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""
         for module in _modules_of_others():
             self._rename(module)
 
@@ -170,10 +171,10 @@ def _modules_of_others() -> Iterator[ModuleType]:
 
 
 def _introduce_dynamo() -> None:
-    """Let Dynamo learn torch's functions, which it knows by identity, before they are patched.
+    """Let Dynamo make its tables of torch's functions before these are patched.
 
-    It makes these tables once in a process. Made while a session is open they would hold wrappers, and
-    after it no graph could hold the functions themselves.
+    It makes them once in a process, by identity. Made while a session is open they would hold wrappers,
+    and after the session Dynamo would not know the functions themselves.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import torch as in_graph
@@ -189,7 +190,7 @@ def _introduce_dynamo() -> None:
 
 
 def _forget_compiled() -> None:
-    """Let `torch.compile` start anew, with caches on disk that are for these rules alone.
+    """Reset `torch.compile`, and give its caches on disk a key that is for these rules alone.
 
     Dynamo does not look at what `x @ w` calls: neither its guards nor its cache keys would know.
     """
@@ -219,10 +220,10 @@ def call_with_casts(
         return original(*args, **kwargs)
     on_gpu = rule.category == "recurrent" and kind != "cpu" and kind in DEVICE_TYPES
     if on_gpu and caster.dtype is torch.float16:
-        with torch.autocast(kind, caster.dtype):  # casts into one buffer, as cuDNN wants weights
+        with torch.autocast(kind, caster.dtype):  # casts weights into one buffer, as cuDNN wants them
             return original(*args, **kwargs)
     args, kwargs = _convert(caster.dtype, rule, args, kwargs)
-    if on_gpu:  # torch.autocast would make it float16 for cuDNN, whatever its dtype is
+    if on_gpu:  # for cuDNN, torch.autocast casts to float16 whatever its own dtype is
         with disable_casts(), torch.backends.cudnn.flags(enabled=False):
             return original(*args, **kwargs)
     if not rule.closed:
@@ -234,8 +235,8 @@ def call_with_casts(
 def _make_wrapper(caster: OpCaster, rule: OpRule, original: Function) -> Function:
     """Return `original` as callers see it while `caster` is live.
 
-    What costs nothing to decide is decided first: whether torch.autocast casts here, or whether all
-    tensors are in the right dtype already.
+    Two cheap questions come first: whether torch.autocast casts here, and whether all tensors are in
+    the right dtype already.
     """
     right = caster.dtype if rule.category in ("native", "half") else torch.float32
 

@@ -1,11 +1,11 @@
-"""Where O1 and O4 cast: in which threads, in a model's forward, outside of it, and where not.
+"""Where functions cast: in which threads, in a model's forward, outside of it, and where not.
 
 torch.autocast's own state, per thread and device type, is the state here too. A model's forward runs
 in torch.autocast regions, so whatever asks torch whether autocast is on (recurrent layers,
-`torch.utils.checkpoint`, `custom_fwd`, other people's kernels) hears the truth, and torch's weight
-cache lives exactly as long as the forward. Outside a forward functions cast on their own, unless the
-thread is in a region that says no. torch does not tell "in no region" from "in a region with
-enabled=False"; `_OFF` does.
+`torch.utils.checkpoint`, `custom_fwd`, other people's kernels) gets the right answer, and torch's
+weight cache lives exactly as long as the forward. Outside a forward functions cast on their own,
+unless the thread is in a region that says no. torch does not tell "in no region" from "in a region
+with enabled=False"; `_OFF` does.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _is_in_kernel() -> bool:
 
 @contextmanager
 def _flags(values: dict[str, bool]) -> Iterator[None]:
-    """Run the block with torch's autocast flags of some device types set so."""
+    """Run the block with these values of torch's autocast flags, by device type."""
     changed = [kind for kind, value in values.items() if torch.is_autocast_enabled(kind) is not value]
     for kind in changed:
         torch.set_autocast_enabled(kind, values[kind])
@@ -92,8 +92,8 @@ def disable_casts() -> Iterator[None]:
     """Run the block with no function casting its arguments, in this thread.
 
     Blocks may nest, an exception ends them like a normal exit, and compiled code may hold one or be
-    called in one. A backward in the block takes it along into autograd's threads. Where no session
-    casts functions, nothing happens.
+    called in one. A backward in the block casts nothing either, in autograd's threads. Where no
+    session casts functions, nothing happens.
     """
     if torch.compiler.is_compiling():  # Dynamo follows regions, and before torch 2.13 no flags
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
@@ -104,13 +104,13 @@ def disable_casts() -> Iterator[None]:
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes blocks in which functions cast, or do not, as they do where it is called."""
+    """Return a function whose context managers make functions cast, or not, as they do at this call."""
     state = {kind: torch.is_autocast_enabled(kind) for kind in (_OFF, *DEVICE_TYPES)}
     return functools.partial(_flags, state)
 
 
 def plain_torch() -> AbstractContextManager[None]:
-    """Run the block with no trace of `_OFF` for torch to find."""
+    """Run the block with `_OFF` unset: some of torch asks whether any device type has autocast on."""
     return _flags({_OFF: False})
 
 
@@ -130,8 +130,8 @@ class _Forwards(threading.local):
         self.modules.append(module)
         if len(self.modules) > 1:
             return
-        # A region around the forward is the caller's own. Only in DataParallel's threads it is torch's,
-        # which tells them that autocast is on and not in which dtype.
+        # A region around the forward is the user's, and wins. Only in DataParallel's threads it is
+        # torch's, which enters it in the default dtype.
         in_thread_of_torch = getattr(module, "_is_replica", False)
         off = torch.is_autocast_enabled(_OFF)
         for kind in filter(_is_available, DEVICE_TYPES):
@@ -154,7 +154,7 @@ forwards = _Forwards()
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func is under way: it keeps to the regions that it began in."""
+    """Whether a transform of torch.func runs, which would ignore a region that begins inside it."""
     internals: Any = torch._C
     return internals._functorch.peek_interpreter_stack() is not None
 
@@ -175,7 +175,7 @@ class _ForwardHooks:
 
     def before(self, module: nn.Module, args: Any) -> None:
         if self.caster is None or not self.caster.live or torch.compiler.is_compiling():
-            return  # Dynamo follows what functions do, and not what hooks do to each other
+            return  # Dynamo follows each hook by itself, and would lose what one opens for another
         if not _is_transformed():
             forwards.enter(module, newest_caster())
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from amp.casting.regions import disable_casts
 from amp.compat import lists
 from amp.compat.state import _amp_state
+from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpNotImplementedError, AmpRuntimeError
+from amp.profiles.levels import LEVELS, load_profile
 from amp.session import Session
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
-
-_LEVELS = {torch.float16: "O1", torch.bfloat16: "O4"}
 
 
 def init(
@@ -47,7 +47,7 @@ def init(
     """
     if not enabled:
         return NoOpHandle()
-    if patch_type not in _LEVELS:
+    if patch_type not in LOW_PRECISION:
         raise AmpRuntimeError(f"patch_type={patch_type!r} is not one of torch.float16, torch.bfloat16")
     allowed = [
         {"op": f"torch.nn.functional.{name}", "cast": torch.float32}
@@ -55,7 +55,8 @@ def init(
         if allow_banned
     ]
     lists.heed()
-    session = Session(_LEVELS[patch_type], loss_scale=loss_scale, verbosity=0, rules=allowed)
+    levels = {load_profile(level).patch_torch_functions_type: level for level in reversed(LEVELS)}
+    session = Session(levels[patch_type], loss_scale=loss_scale, verbosity=0, rules=allowed)
     session.initialize(None)
     handle = AmpHandle(session, enable_caching, verbose)
     _amp_state.handle = handle

@@ -47,19 +47,17 @@ class Rule:
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule is for this module, which has this name in its model."""
-        if self.kind != "module":
-            return False
-        return fnmatchcase(name, self.pattern) or any(
-            self.pattern in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}", _public_name(cls))
-            for cls in type(module).__mro__
-            if cls is not object
+        return self.kind == "module" and (
+            fnmatchcase(name, self.pattern)
+            or any(self.pattern in _names_of(cls) for cls in type(module).__mro__[:-1])
         )
 
 
-def _public_name(cls: type) -> str:
-    """Return the name under which torch documents a module class: `torch.nn.LayerNorm`."""
-    public = getattr(nn, cls.__name__, None) is cls
-    return f"torch.nn.{cls.__name__}" if public else cls.__qualname__
+def _names_of(cls: type) -> tuple[str, ...]:
+    """Return the names of a module's class, with `torch.nn.LayerNorm` as torch documents it."""
+    where = "torch.nn" if getattr(nn, cls.__name__, None) is cls else cls.__module__
+    full = f"{cls.__module__}.{cls.__qualname__}"
+    return cls.__name__, cls.__qualname__, full, f"{where}.{cls.__name__}"
 
 
 def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
