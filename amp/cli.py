@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from amp.casting.policy import OpPolicy, OpRule, policy_of, resolve, spellings
+from amp.casting.policy import OpPolicy, OpRule, find, policy_of, spellings
 from amp.compat.run import runner
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpValueError, did_you_mean
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             arguments = _parser().parse_args(given)
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="backslashreplace")  # for what it cannot show
+                sys.stdout.reconfigure(errors="backslashreplace")  # characters that it cannot show
             arguments.run(arguments)
             sys.stdout.flush()
     except AmpError as error:
         print(f"reamp: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read this has enough; Python must not flush it once more
+    except BrokenPipeError:  # the reader is gone: Python must not flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -95,11 +95,7 @@ def explain(op: str, properties: Properties) -> str:
         AmpValueError: there is no such function.
     """
     op = op.strip()
-    place, _, name = op.rpartition(".")
-    try:
-        holder = resolve(place)
-    except (ImportError, AttributeError, ValueError):
-        holder = None
+    holder, place, name = find(op)
     if not callable(getattr(holder, name, None)):
         hint = did_you_mean(name, dir(holder)) if holder is not None else ""
         raise AmpValueError(f"there is no function '{op}'; give a full name: torch.softmax{hint}")

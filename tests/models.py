@@ -18,7 +18,6 @@ from amp.profiles import levels
 PROFILES = {level: amp.load_profile(level) for level in levels.LEVELS}
 LEVELS = tuple(PROFILES)
 CAST_LEVELS = tuple(level for level, p in PROFILES.items() if p.cast_model_type in LOW_PRECISION)
-BY_OP_LEVELS = tuple(level for level, p in PROFILES.items() if p.patch_torch_functions)
 DYNAMIC_LEVELS = tuple(level for level, p in PROFILES.items() if p.loss_scaling.dynamic)
 MASTER_LEVELS = tuple(level for level, p in PROFILES.items() if p.master_weights)
 
@@ -26,8 +25,9 @@ MODEL_DTYPE: dict[str, Any] = {
     level: p.cast_model_type or torch.float32 for level, p in PROFILES.items()
 }
 BY_OP_DTYPE: dict[str, Any] = {
-    level: PROFILES[level].patch_torch_functions_type for level in BY_OP_LEVELS
+    level: p.patch_torch_functions_type for level, p in PROFILES.items() if p.patch_torch_functions
 }
+BY_OP_LEVELS = tuple(BY_OP_DTYPE)
 HALF_DTYPE: dict[str, Any] = BY_OP_DTYPE | {level: MODEL_DTYPE[level] for level in CAST_LEVELS}
 """The dtype of matrix products, at the levels where that is not float32."""
 

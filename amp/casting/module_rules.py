@@ -1,8 +1,8 @@
 """Modules that a user's rules run in FP32 at O1 and O4.
 
-Such a module's class is replaced by a subclass of the same name whose `forward` casts its inputs up and
-lets nothing inside cast. A hook could not hold the region open: an interrupt calls no hooks, and Dynamo
-follows a `with` statement but not what two hooks do to each other.
+Such a module's class is replaced by a subclass of the same name whose `forward` casts its inputs up,
+and in which nothing casts. Hooks could not hold that region open: an interrupt calls no hooks, and
+Dynamo follows a `with` statement, but not a region that one hook opens and another closes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from amp.profiles.rules import Rule
 
 
 class _InFloat32:
-    """What a module's class is mixed with. A pickle of the module is of its own class again."""
+    """A mixin for classes of modules that run in FP32. A pickled module is of its own class again."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Leave the hooks of the module's own class alone: no class of the user's is made."""
+        """Call no `__init_subclass__` of the user's: the subclass is none of theirs."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -36,7 +36,7 @@ class _InFloat32:
         return (_new, (_plain_class(cls), *args), *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the module as what it is without the rule, and let the rule hold for the copy."""
+        """Copy the module as its own class would, and let the rule hold for the copy too."""
         cls = type(self)
         self.__class__ = _plain_class(cls)
         try:

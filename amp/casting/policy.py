@@ -132,32 +132,24 @@ def resolve(place: str) -> Any:
         return getattr(resolve(parent), name)
 
 
+def find(op: str) -> tuple[Any, str, str]:
+    """Return what holds the function of a full name, or None, with the two parts of the name."""
+    place, _, name = op.rpartition(".")
+    try:
+        return resolve(place), place, name
+    except (ImportError, AttributeError, ValueError):
+        return None, place, name
+
+
 _SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
 """Where a function of one name is one op."""
 
 _OPERATORS = {
-    "matmul": ("__matmul__", "__rmatmul__"),
-    "pow": ("__pow__", "__rpow__"),
-    "add": ("__add__", "__radd__"),
-    "sub": ("__sub__", "__rsub__"),
-    "mul": ("__mul__", "__rmul__"),
+    **{name: (f"__{name}__", f"__r{name}__") for name in ("matmul", "pow", "add", "sub", "mul")},
     "div": ("__truediv__", "__rtruediv__"),
     "neg": ("__neg__",),
 }
 """The operators that are other spellings of a function."""
-
-_USED_BY_CASTS = {
-    "to",
-    "is_floating_point",
-    "promote_types",
-    "get_autocast_dtype",
-    *(f"{verb}_autocast_{what}" for verb in ("is", "set") for what in ("enabled", "dtype")),
-    *(f"{verb}_autocast_cache_enabled" for verb in ("is", "set")),
-    "autocast_increment_nesting",
-    "autocast_decrement_nesting",
-    "clear_autocast_cache",
-}
-"""Functions of torch that casting itself calls: no rule can be for them."""
 
 
 def is_immutable(holder: Any) -> bool:
@@ -179,11 +171,7 @@ def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
 
 def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
     """Yield the functions that a user's rule is for, in all their spellings."""
-    place, _, name = rule.pattern.rpartition(".")
-    try:
-        holder = resolve(place)
-    except (ImportError, AttributeError, ValueError):
-        holder = None
+    holder, place, name = find(rule.pattern)
     public = [n for n in dir(holder) if _is_function(holder, n)]
     found = [n for n in public if fnmatchcase(n, name)]
     if not found and _is_function(holder, name, public=False):
@@ -205,11 +193,12 @@ def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
 
 
 def _is_function(holder: Any, name: str, public: bool = True) -> bool:
-    """Whether `holder.name` is a function that may be patched; private ones only by full name."""
+    """Whether `holder.name` is a function that a rule may be for; private ones only by full name."""
     value = getattr(holder, name, None)
+    used_by_casts = "autocast" in name or name in ("to", "is_floating_point", "promote_types")
     return (
         callable(value)
-        and name not in _USED_BY_CASTS
+        and not used_by_casts
         and not isinstance(value, (type, ModuleType))
         and not (public and name.startswith("_"))
     )

@@ -105,9 +105,10 @@ def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> 
 def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path:
     """Return the file of a level, an alias or a path, which may be relative to the file `beside`."""
     if isinstance(name_or_path, str):
-        level = aliases().get(name_or_path, name_or_path)
-        if level in LEVELS:
-            return LEVELS[level]
+        if name_or_path in LEVELS:
+            return LEVELS[name_or_path]
+        if name_or_path in aliases():
+            return LEVELS[aliases()[name_or_path]]
     if isinstance(name_or_path, (str, os.PathLike)):
         path = Path(name_or_path)
         if path.suffix or len(path.parts) > 1:
