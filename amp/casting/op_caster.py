@@ -385,23 +385,21 @@ def _make_in_place(caster: OpCaster, rule: OpRule, original: Function) -> Functi
 
     That of a function that gives FP32 casts nothing, and raises where it would write to a half tensor.
     """
+    gives_float32 = rule.category == "float"
+    concerned = LOW_PRECISION if gives_float32 else CASTABLE
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        target = args[0] if args else None
-        if (
-            isinstance(target, Tensor)
-            and target.dtype in CASTABLE
-            and casts(caster, target.device.type)
-        ):
-            if rule.category != "float":
-                args, kwargs = _cast_to(target.dtype, args, kwargs)
-            elif target.dtype in LOW_PRECISION:
+        target: Any = args[0] if args else None
+        is_concerned = isinstance(target, Tensor) and target.dtype in concerned
+        if is_concerned and casts(caster, target.device.type):
+            if gives_float32:
                 raise AmpNotImplementedError(
                     f"{rule.name}_ runs in FP32 and cannot write to a {target.dtype} tensor in place. "
                     f"Call {rule.name}, which returns an FP32 tensor, or use "
                     "amp.disable_casts() around it."
                 )
+            args, kwargs = _cast_to(target.dtype, args, kwargs)
         return original(*args, **kwargs)
 
     return wrapper

@@ -213,12 +213,12 @@ def open_for(caster: Caster, patches: Patches) -> None:
     live_casters.append(caster)
     forwards.leave_all()
     torch.set_autocast_enabled(_OFF, False)
+    patches.wrap(torch.autocast, "__enter__", functools.partial(_make_enter, caster))
+    patches.wrap(torch.autocast, "__exit__", _make_exit)
     recording = PreDispatchTorchFunctionMode
     for target, name, function in (
-        (torch.autocast, "__enter__", functools.partial(_enter_region, caster)),
-        (torch.autocast, "__exit__", _exit_region),
         (recording, "__torch_function__", _record),
-        (recording, "__exit__", _exit_region),
+        (recording, "__exit__", _end_recording),
         (torch.utils.checkpoint, "_get_autocast_kwargs", functools.partial(_autocast_kwargs, caster)),
         (nn.DataParallel, "parallel_apply", functools.partial(_parallel_apply, caster)),
     ):
@@ -232,31 +232,40 @@ def close_for(caster: Caster) -> None:
     forwards.leave_all()
 
 
-def _enter_region(caster: Caster, original: Function, region: Any) -> Any:
-    """Enter a `torch.autocast` region, and mark one where it alone says what is cast."""
-    region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
-    result = original(region)
-    ours = region._enabled and region.fast_dtype is caster.dtype
-    foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
-    torch.set_autocast_enabled(_OFF, was_off or foreign)
-    _clear_cache_of_another_dtype(region)
-    return result
+def _make_enter(caster: Caster, original: Function) -> Function:
+    """Return `torch.autocast.__enter__` that marks a region where it alone says what is cast."""
+
+    @functools.wraps(original)
+    def enter(region: Any) -> Any:
+        region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
+        result = original(region)
+        ours = region._enabled and region.fast_dtype is caster.dtype
+        foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
+        torch.set_autocast_enabled(_OFF, was_off or foreign)
+        if region.fast_dtype is not region.prev_fastdtype:
+            torch.clear_autocast_cache()  # it does not look at the dtype of the casts that it holds
+        return result
+
+    return enter
 
 
-def _exit_region(original: Function, region: Any, *exception: Any) -> Any:
-    """Exit a `torch.autocast` region, or the mode that `_record` is of: an error may end it in one."""
-    was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
-    if was_off is not None:
-        torch.set_autocast_enabled(_OFF, was_off)
-    if isinstance(region, torch.autocast):
-        _clear_cache_of_another_dtype(region)
-    return original(region, *exception)
+def _make_exit(original: Function) -> Function:
+    @functools.wraps(original)
+    def exit(region: Any, *exception: Any) -> Any:
+        was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
+        if was_off is not None:
+            torch.set_autocast_enabled(_OFF, was_off)
+        if region.fast_dtype is not region.prev_fastdtype:
+            torch.clear_autocast_cache()
+        return original(region, *exception)
+
+    return exit
 
 
-def _clear_cache_of_another_dtype(region: Any) -> None:
-    """Clear torch's cache of casts if the region has another dtype: it does not look at their dtype."""
-    if region.fast_dtype is not region.prev_fastdtype:
-        torch.clear_autocast_cache()
+def _end_recording(original: Function, mode: Any, *exception: Any) -> Any:
+    """End what `_record` is part of: an error may have ended it in a region."""
+    torch.set_autocast_enabled(_OFF, getattr(mode, "_amp_was_off", torch.is_autocast_enabled(_OFF)))
+    return original(mode, *exception)
 
 
 def _record(original: Function, mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
