@@ -1,4 +1,4 @@
-"""Fixtures around every test: nothing that amp patches may outlive the test that made it."""
+"""Which tests are run, and around each: nothing that amp patches may outlive the test that made it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch._dynamo  # the first optimizer imports it, and it replaces torch.ma
 import torch.utils.checkpoint
 
 from amp.frontend import _Default
+from amp.kernels.language import INTERPRETED
+from tests.devices import GPU
 
 if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which warns of torch.jit
     with warnings.catch_warnings():
@@ -43,6 +45,15 @@ def _attributes() -> dict[tuple[object, str], object]:
         # torch imports parts of itself on first use, and copyreg leaves a note on Tensor
         if not isinstance(value, types.ModuleType) and name != "__slotnames__"
     }
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked with what this machine has not."""
+    missing = [mark for mark, there in (("gpu", GPU), ("triton", GPU or INTERPRETED)) if not there]
+    left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 import amp
-from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdam
 from amp.optimizers.batches import Batches
+from tests.devices import DEVICES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
 ]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def states(optimizer: Any) -> list[dict[str, Any]]:
@@ -165,15 +164,12 @@ def train(
     return results
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", [None, "O2"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_whatever_is_changed(
     change: Callable[[Any, Any], None], level: str | None, device: str
 ) -> None:
-    if device == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("needs a GPU")
     knows, forgets = [train(change, level, device, forgets) for forgets in (False, True)]
     assert len(knows) == len(forgets)
     assert all(map(torch.equal, knows, forgets))

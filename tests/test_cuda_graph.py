@@ -11,10 +11,7 @@ from torch import Tensor, nn
 import amp
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 REPLAYS = 200
 OVERFLOWS = {3, 4, 50, 117, 118, 119}
 

@@ -16,7 +16,11 @@ from torch.nn import functional as F
 import amp
 from amp.casting.policy import load_policy, resolve
 from tests import ops
+<<<<<<< HEAD
 from tests.models import BY_OP_DTYPE as HALF
+=======
+from tests.devices import on_gpu
+>>>>>>> 9167f5d (Tests: devices that are there, instead of skipped copies of each test)
 from tests.ops import Row, X, Y
 
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -27,15 +31,17 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+<<<<<<< HEAD
 @pytest.fixture(
     scope="module",
     params=[*HALF, *(pytest.param(f"{level} cuda", marks=pytest.mark.gpu) for level in HALF)],
 )
+=======
+@pytest.fixture(scope="module", params=[*HALF, *on_gpu(*(f"{level} cuda" for level in HALF))])
+>>>>>>> 9167f5d (Tests: devices that are there, instead of skipped copies of each test)
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Turn op casting on, and say to what."""
     level, _, device = request.param.partition(" ")
-    if device and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     with amp.Session(level) as session, pytest.MonkeyPatch.context() as patch:
         session.initialize(None)
         patch.setattr(ops, "device", device or "cpu")
@@ -160,10 +166,20 @@ def test_modules(half: torch.dtype, name: str, from_half: bool, way: str) -> Non
     assert {t.dtype for t in floats(result)} == {expected}
 
 
-@pytest.mark.parametrize("row", [*ops.HALF, *ops.FLOAT, *ops.PROMOTE], ids=str)
+OF_ONE_DTYPE = ("torch.rnn", "torch._VF", "torch.gru", "torch.lstm")
+"""Functions that need all their arguments in one dtype, which they are not if only some are FP64."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        row
+        for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE)
+        if not row.op.startswith(OF_ONE_DTYPE) and "mkldnn" not in row.op
+    ],
+    ids=str,
+)
 def test_float64_is_left_alone(half: torch.dtype, row: Row) -> None:
-    if row.op.startswith(("torch.rnn", "torch._VF", "torch.gru", "torch.lstm")) or "mkldnn" in row.op:
-        pytest.skip("needs all its arguments in one dtype, which they are")
     result = row(lambda t: t.double() if t.is_floating_point() else t)
     assert {t.dtype for t in floats(result)} <= {torch.float64, torch.complex128}
 

@@ -6,19 +6,12 @@ import pytest
 import torch
 
 from amp.kernels.language import INTERPRETED
+from tests.devices import on_gpu
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cuda reference", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=["cpu", *on_gpu("cuda", "cuda reference")])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     name, _, backend = request.param.partition(" ")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     if backend:
         monkeypatch.setenv("AMP_KERNELS", backend)
     elif not INTERPRETED:

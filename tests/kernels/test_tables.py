@@ -15,36 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import (
-    axpby,
-    backend,
-    l2norm,
-    language,
-    master_copy,
-    tables,
-    unscale,
-    update_scale,
-)
-from amp.kernels.language import INTERPRETED, launch
+from amp.kernels import axpby, backend, l2norm, language, master_copy, tables, unscale, update_scale
+from amp.kernels.language import launch
+from tests.devices import GPU
 from tests.models import waiting_is_an_error
 
-gpu = pytest.mark.gpu
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
 ]
 
 
-def in_triton(test: Any) -> Any:
-    """Mark a test that runs on a GPU and in the interpreter."""
-    possible = INTERPRETED or torch.cuda.is_available()
-    skip = pytest.mark.skipif(not possible, reason="needs a GPU, or the interpreter")
-    return pytest.mark.triton(skip(test))
-
-
-DEVICE = (
-    torch.device("cuda", 0) if torch.cuda.is_available() and not INTERPRETED else torch.device("cpu")
-)
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +77,7 @@ OPERATIONS: dict[str, Callable[[list[Tensor], Tensor], object]] = {
 }
 
 
-@in_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("n", [1, 40])
 def test_launches_do_not_grow_with_the_number_of_tensors(
@@ -112,7 +94,7 @@ def test_launches_do_not_grow_with_the_number_of_tensors(
     assert len(launches) == 2 * expected
 
 
-@in_triton
+@pytest.mark.triton
 def test_the_scale_moves_in_one_launch(launches: list[str]) -> None:
     state = torch.tensor([4.0, 0.25, 0, 1, 1, 0], device=DEVICE)
     update_scale.update_scale(
@@ -129,7 +111,7 @@ def test_the_scale_moves_in_one_launch(launches: list[str]) -> None:
     assert state.tolist() == [2, 0.5, 0, 0, 0, 1]
 
 
-@in_triton
+@pytest.mark.triton
 def test_tables_are_sent_again_only_for_other_addresses(uploads: list[Tensor]) -> None:
     a, b = ones(20), ones(20)
     for _ in range(3):
@@ -144,7 +126,7 @@ def test_tables_are_sent_again_only_for_other_addresses(uploads: list[Tensor]) -
     assert all(torch.equal(x, torch.full_like(x, 0.5**2)) for x in b)
 
 
-@in_triton
+@pytest.mark.triton
 def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,7 +149,7 @@ def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
     assert len(made) == len(kinds)
 
 
-@in_triton
+@pytest.mark.triton
 def test_new_tensors_at_old_addresses_are_not_taken_for_the_old_ones() -> None:
     """An allocator hands the same memory out again, to tensors of other dtypes, sizes and strides."""
     storage = torch.zeros(64, device=DEVICE)
@@ -216,7 +198,7 @@ def test_gradients_that_move_with_each_step_are_not_cached_without_triton() -> N
         master_copy.master_copy(kept[0], [kept[1][0], torch.ones(16)], backend="reference")
 
 
-@in_triton
+@pytest.mark.triton
 def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_CACHE_SIZE", 5)
     for n in (2, 3, 4, 5, 6, 7, 8):
@@ -229,7 +211,7 @@ def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(places) for places in tables._plans.values()} == {tables._PLACES}
 
 
-@in_triton
+@pytest.mark.triton
 def test_a_backend_that_is_switched_is_switched_at_once(
     launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +258,7 @@ def vector_length_kernel(address, length, result):  # Triton reads annotations
     language.tl.store(result, language.vector_length(language.tl.load(address), length))
 
 
-@in_triton
+@pytest.mark.triton
 def test_only_multiples_of_16_bytes_move_128_bits_at_a_time() -> None:
     for address in (0, 16, 4096, 2, 4, 8, 24, 4097):
         for length in (0, 7, 8, 8191, 8192):
@@ -384,8 +366,7 @@ def test_a_session_trains_where_triton_is_not_installed() -> None:
 # Only a GPU can show these.
 
 
-@gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_operation_waits_for_the_device(name: str) -> None:
     tensors, found_inf = ones(50, torch.float16), torch.zeros(1, device=DEVICE)
@@ -399,8 +380,7 @@ def test_no_operation_waits_for_the_device(name: str) -> None:
         OPERATIONS[name](more, found_inf)
 
 
-@gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_profiler_counts_the_same_launches() -> None:
     tensors, found_inf = ones(161, torch.float16), torch.zeros(1, device=DEVICE)
     for name, operation in OPERATIONS.items():
@@ -418,8 +398,7 @@ def test_the_profiler_counts_the_same_launches() -> None:
         assert len(kernels) == (2 if name == "l2norm" else 1), (name, kernels)
 
 
-@gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_table_is_not_read_on_a_stream_that_did_not_wait_for_it(uploads: list[Tensor]) -> None:
     tensors = ones(10)
     unscale.unscale(tensors, tensors, HALF, None)
@@ -433,8 +412,7 @@ def test_a_table_is_not_read_on_a_stream_that_did_not_wait_for_it(uploads: list[
     assert torch.equal(tensors[0], torch.full((3,), 0.25, device=DEVICE))
 
 
-@gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_captured_operation_reads_the_right_addresses_in_every_replay(name: str) -> None:
     """Tables that later calls push out, and memory that others take, do not touch the graph."""
@@ -484,7 +462,7 @@ def test_a_captured_operation_reads_the_right_addresses_in_every_replay(name: st
     assert found_inf.item() == (name != "master_copy")
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_several_devices() -> None:
     found_inf = torch.zeros(1, device="cuda:0")
