@@ -26,20 +26,14 @@ import amp
 from amp import compat
 from amp.errors import AmpRuntimeError
 from amp.optimizers import FusedAdam
+from tests.processes import ROOT, run_python
 
 SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: Any, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m amp run`, and expect an exit status."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "amp", "run", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        check=False,
-    )
+    finished = run_python("-m", "amp", "run", *arguments, **environment)
     assert finished.returncode == status, finished.stderr
     return finished
 
