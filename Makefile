@@ -2,8 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST_TRITON := $(VENV)/triton-3.6.0
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo test test-gpu sanitize bench bench-gpu lint types format wheel clean
+.PHONY: help install demo test test-slow test-all test-gpu sanitize bench bench-gpu lint types format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -19,8 +21,17 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train on real digits at every opt level: one table, one picture
 	$(BIN)/python examples/digits.py
 
-test: $(READY)  ## Run the tests
-	$(BIN)/python -m pytest -n auto
+test: $(READY)  ## Run the tests of what users see, in about 3 minutes on 2 cores
+	$(PYTEST) -m "not slow"
+
+test-slow: $(READY) $(OLDEST_TRITON)  ## Run the others: interpreter, compilers, browser, examples, oldest Triton
+	$(PYTEST) -m slow
+	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -p no:cacheprovider tests/kernels/test_compiled.py
+
+$(OLDEST_TRITON): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
+
+test-all: test test-slow  ## Run all tests
 
 test-gpu:  ## Run the tests that need a GPU, with the python3 at hand
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider

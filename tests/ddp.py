@@ -1,10 +1,11 @@
-"""Two ranks over gloo, as a script: `python -m tests.ddp RANK FILE`; see test_distributed.py."""
+"""Two ranks over gloo, as a script: `python -m tests.ddp FILE`; see test_distributed.py."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+import multiprocessing
 import sys
 from typing import Any
 
@@ -276,4 +277,11 @@ def main(rank: int, file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    processes = multiprocessing.get_context("fork")
+    ranks = [processes.Process(target=main, args=(rank, sys.argv[1])) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+        process.kill()
+    sys.exit(any(process.exitcode != 0 for process in ranks))

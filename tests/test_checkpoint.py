@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch.nn import functional as F
 
 import amp
 from tests.models import DYNAMIC_LEVELS, LEVELS, batch, conv_net, initialize, linear, sgd
+from tests.processes import run_python
 from tests.resume import CASES, HALF, WHOLE, checkpoint, make, outcome, scaling, train
 
 
@@ -46,7 +45,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(model, optimizer, level, range(HALF))
         torch.save(checkpoint(model, optimizer), folder / f"{level}-{name}.pt")
         amp.get_session().close()
-    subprocess.run([sys.executable, "-m", "tests.resume", str(folder)], check=True)
+    finished = run_python("-m", "tests.resume", folder)
+    assert finished.returncode == 0, finished.stderr
     return folder
 
 

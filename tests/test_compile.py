@@ -24,7 +24,10 @@ from tests.models import initialize, sgd
 from tests.ops import Row
 from tests.test_ops import as_half, floats
 
-BACKENDS = ["eager", "aot_eager", "inductor"]
+BACKENDS = [
+    "eager",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")),
+]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:.*is not recommended"),
@@ -173,6 +176,7 @@ def as_callers_call(row: Row) -> Any:
     return lambda args, kwargs: getattr(holder, name)(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_every_op_compiles_to_the_dtype_of_eager() -> None:
     wrong = []
     with amp.Session("O1") as session:
@@ -206,6 +210,7 @@ def run(code: str, **environment: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_what_a_session_compiled_first_does_not_spoil_torch_afterwards() -> None:
     """Dynamo knows torch's functions by identity; it must not learn wrappers instead."""
     code = """
@@ -223,6 +228,7 @@ print(*{t.dtype for t in torch.compile(f, backend="eager", fullgraph=True)(x)})
     assert run(code) == "torch.float32"
 
 
+@pytest.mark.slow
 def test_processes_that_share_an_inductor_cache_keep_their_dtypes(tmp_path: Path) -> None:
     code = """
 import sys, torch, amp

@@ -16,7 +16,7 @@ from amp.numerics import bits, crises, gradient_survival, lab, simulate_scaler, 
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 
-@pytest.fixture(params=[None, "meta"], ids=["none", "meta"])
+@pytest.fixture(params=[pytest.param(None, id="none", marks=pytest.mark.slow), "meta"])
 def elsewhere(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield lambda: torch.set_default_device(request.param)
     torch.set_default_device(None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +9,14 @@ import pytest
 import torch
 
 from amp.distributed import check_placements, groups_of_shards
+from tests.processes import run_python
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_ddp_keeps_ranks_equal_and_accumulates_exactly(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.ddp", str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            out, err = process.communicate(timeout=300)
-            assert process.returncode == 0, err
-            assert out.strip() == "passed"
-    finally:
-        for process in ranks:
-            process.kill()
+    finished = run_python("-m", "tests.ddp", tmp_path / "store")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "passed\n" * 2
 
 
 def test_every_placement_that_is_no_copy_makes_ranks_agree() -> None:

@@ -17,8 +17,9 @@ import amp
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-pytest.importorskip("sklearn", reason="needs the examples extra")
-pytest.importorskip("matplotlib", reason="needs the examples extra")
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("sklearn", "matplotlib"))), reason="needs the examples extra"
+)
 
 
 def load(name: str) -> Any:

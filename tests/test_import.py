@@ -5,17 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.processes import run_python
+
 
 def run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return run_python("-c", code).stdout.strip()
 
 
 def test_import_loads_neither_triton_nor_yaml() -> None:
     code = "import torch, sys; had = set(sys.modules); import amp; print(*set(sys.modules) - had)"
-    loaded = run(code).split()
-    assert not [name for name in loaded if name.partition(".")[0] in ("triton", "yaml", "numpy")]
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not [
+        name for name in loaded.stdout.split() if name.partition(".")[0] in ("triton", "yaml", "numpy")
+    ]
 
 
 def test_everything_public_is_importable() -> None:

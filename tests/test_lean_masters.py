@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import amp
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.models import initialize
+from tests.processes import run_python
 from tests.test_scaled_grads import ACTIONS, Plain, another_block, block, failing_step, loss_of, step
 
 OPTIMIZERS: dict[str, Any] = {
@@ -204,8 +203,7 @@ def test_an_error_in_a_step_leaves_every_group_and_value() -> None:
 def test_bytes_for_each_parameter() -> None:
     """Counted in a process of its own, and what the document says."""
     folder = Path(__file__).parents[1] / "docs"
-    count = [sys.executable, folder / "benchmarks" / "count_memory.py", "--check"]
-    run = subprocess.run(count, capture_output=True, text=True, check=False)
+    run = run_python(folder / "benchmarks" / "count_memory.py", "--check")
     assert run.returncode == 0, run.stderr
     rows = (folder / "optimizers.md").read_text().splitlines()
     assert "| O2, `FusedAdam` | 16 | 14 |" in rows

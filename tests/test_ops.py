@@ -16,11 +16,8 @@ from torch.nn import functional as F
 import amp
 from amp.casting.policy import load_policy, resolve
 from tests import ops
-<<<<<<< HEAD
-from tests.models import BY_OP_DTYPE as HALF
-=======
 from tests.devices import on_gpu
->>>>>>> 9167f5d (Tests: devices that are there, instead of skipped copies of each test)
+from tests.models import BY_OP_DTYPE as HALF
 from tests.ops import Row, X, Y
 
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -31,14 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-<<<<<<< HEAD
-@pytest.fixture(
-    scope="module",
-    params=[*HALF, *(pytest.param(f"{level} cuda", marks=pytest.mark.gpu) for level in HALF)],
-)
-=======
 @pytest.fixture(scope="module", params=[*HALF, *on_gpu(*(f"{level} cuda" for level in HALF))])
->>>>>>> 9167f5d (Tests: devices that are there, instead of skipped copies of each test)
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Turn op casting on, and say to what."""
     level, _, device = request.param.partition(" ")

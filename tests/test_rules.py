@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from amp.casting.op_caster import OpCaster
 from amp.casting.policy import OpRule, load_policy
 from amp.cli import main
 from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd
+from tests.processes import run_python
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -397,9 +397,7 @@ def test_explain_of_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_module_runs() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "amp", "explain", "torch.mm"], capture_output=True, text=True, check=True
-    )
+    result = run_python("-m", "amp", "explain", "torch.mm")
     assert "runs in float16" in result.stdout
 
 

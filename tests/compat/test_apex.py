@@ -63,6 +63,7 @@ def test_a_classifier_resumes(tmp_path: Path) -> None:
     assert [line for line in resumed.stdout.splitlines() if line.startswith("loss")] == lines[8:]
 
 
+@pytest.mark.slow
 def test_two_processes_train_together(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     logs = ["--redirects", "1", "--log-dir", str(tmp_path)]
@@ -112,7 +113,14 @@ def numbers(line: str) -> list[float]:
     return [float(word) for word in line.split() if word[:1].isdigit()]
 
 
-@pytest.mark.parametrize("scheduler", ["cosine", "inv_sqrt", "dev_perf", "constant"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        "cosine",
+        "dev_perf",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inv_sqrt", "constant")),
+    ],
+)
 def test_a_transformer_and_its_schedules(scheduler: str) -> None:
     finished = {
         level: run(
@@ -135,13 +143,19 @@ def test_a_transformer_and_its_schedules(scheduler: str) -> None:
     assert "optimizer.step()" not in finished["O2"].stderr  # torch's word on schedules out of order
 
 
-@pytest.mark.parametrize("attack", ["fgsm", "free", "penalty"])
+OPTIONS = (
+    ["--opt-level", "O1", "--loss-scale", "dynamic"],
+    ["--opt-level", "O2"],
+    ["--opt-level", "O2", "--loss-scale", "dynamic", "--master-weights"],
+)
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("attack", "options"),
     [
-        ["--opt-level", "O1", "--loss-scale", "dynamic"],
-        ["--opt-level", "O2"],
-        ["--opt-level", "O2", "--loss-scale", "dynamic", "--master-weights"],
+        pytest.param(attack, options, marks=() if i == j else pytest.mark.slow)
+        for i, attack in enumerate(("fgsm", "free", "penalty"))
+        for j, options in enumerate(OPTIONS)
     ],
 )
 def test_adversarial_training(attack: str, options: list[str]) -> None:

@@ -41,6 +41,8 @@ if triton is None or INTERPRETED:
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+pytestmark = pytest.mark.slow
+
 KERNELS = Path(unscale.__file__).parent
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {

@@ -35,6 +35,8 @@ from triton.runtime import driver
 
 from tests.nodevice import NoDevice
 
+pytestmark = pytest.mark.slow
+
 KERNELS = (
     axpby.axpby_kernel,
     l2norm.norms_kernel,

@@ -124,6 +124,7 @@ def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_its_numbers_are_those_of_the_library(page: Page) -> None:
     found = page.run("return lab.check()")
     assert found["wrong"] == []
@@ -133,6 +134,7 @@ def test_its_numbers_are_those_of_the_library(page: Page) -> None:
     assert broken > 0
 
 
+@pytest.mark.slow
 def test_bits_are_typed_flipped_and_chosen(page: Page) -> None:
     from selenium.webdriver.common.keys import Keys
 
@@ -165,6 +167,7 @@ def test_bits_are_typed_flipped_and_chosen(page: Page) -> None:
             assert f"{name} holds" in page.text("bits-out")
 
 
+@pytest.mark.slow
 def test_a_magnitude_in_every_range(page: Page) -> None:
     page.set("ranges-exponent", -27)
     assert "float16: becomes 0" in page.text("ranges-out")
@@ -178,6 +181,7 @@ def test_a_magnitude_in_every_range(page: Page) -> None:
     assert "float16: is subnormal" in page.text("ranges-out")
 
 
+@pytest.mark.slow
 def test_updates_are_dragged(page: Page) -> None:
     from selenium.webdriver import ActionChains
 
@@ -202,6 +206,7 @@ def test_updates_are_dragged(page: Page) -> None:
         assert (after[0] != before[0]) == (kind == "centre")
 
 
+@pytest.mark.slow
 def test_a_scale_moves_gradients_out_of_the_dead_zone(page: Page) -> None:
     assert "42.07 % become 0" in page.text("scaling-out")
     assert "2^16 loses least" in page.text("scaling-out")
@@ -220,6 +225,7 @@ def test_a_scale_moves_gradients_out_of_the_dead_zone(page: Page) -> None:
     assert "a spread from 0.5 to 20" in page.text("scaling-out")
 
 
+@pytest.mark.slow
 def test_a_loss_scale_is_stepped_and_played(page: Page) -> None:
     overflows = [3, 8, 9]
     for i in range(16):
@@ -249,6 +255,7 @@ def test_a_loss_scale_is_stepped_and_played(page: Page) -> None:
     assert "0 steps" in page.text("sim-out")
 
 
+@pytest.mark.slow
 def test_memory_is_compared(page: Page) -> None:
     def row(name: str) -> list[str]:
         for line in page["memory-table"].find_elements("tag name", "tr"):
@@ -273,6 +280,7 @@ def test_memory_is_compared(page: Page) -> None:
     assert "at least 1, such as 7e9" in page.text("memory-out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_can_be_read_on_a_phone_in_light_and_dark(page: Page, scheme: str, tmp_path: Path) -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -291,6 +299,7 @@ def test_it_can_be_read_on_a_phone_in_light_and_dark(page: Page, scheme: str, tm
     page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_everything_has_a_name_and_a_place_for_the_keyboard(page: Page) -> None:
     nameless = page.run(
         "return [...document.querySelectorAll('input, select')]"

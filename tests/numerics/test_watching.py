@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
-from amp.numerics import Histogram, crises, gradient_survival, watch
+from amp.numerics import Crisis, Histogram, crises, gradient_survival, watch
 from amp.optimizers import FusedAdam
 
 
@@ -217,8 +217,12 @@ def test_what_watch_refuses() -> None:
         watch(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_the_three_crises_and_their_cures() -> None:
-    found = {crisis.name: crisis for crisis in crises()}
+@pytest.fixture(scope="module")
+def found() -> dict[str, Crisis]:
+    return {crisis.name: crisis for crisis in crises()}
+
+
+def test_the_three_crises_and_their_cures(found: dict[str, Crisis]) -> None:
     assert found["underflow"].broken == 0.0
     assert found["underflow"].cured == pytest.approx(1e-8, rel=2e-3)
     assert found["overflow"].broken == math.inf
@@ -231,12 +235,12 @@ def test_the_three_crises_and_their_cures() -> None:
         assert [c[:4] for c in crises()] == [c[:4] for c in found.values()]
 
 
-@pytest.mark.parametrize("crisis", crises(), ids=lambda crisis: crisis.name)
-def test_the_lines_of_a_crisis_give_what_they_say(crisis: Any) -> None:
+@pytest.mark.parametrize("name", ["underflow", "overflow", "vanishing update"])
+def test_the_lines_of_a_crisis_give_what_they_say(name: str, found: dict[str, Crisis]) -> None:
     """An expression is the number after its `#`; a statement leaves `w` there."""
     there: dict[str, Any] = {"torch": torch, "amp": amp, "model": nn.Linear(1, 1)}
     compared = 0
-    for line in crisis.code.splitlines():
+    for line in found[name].code.splitlines():
         code, _, comment = line.partition("#")
         try:
             there["result"] = eval(code, there)
