@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from amp.kernels.language import jit
+from amp.kernels.language import jit, tl  # noqa: F401 (the interpreter looks for tl)
 from amp.kernels.rule import Numbers, Prepared, Rule
 
 

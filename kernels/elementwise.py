@@ -50,7 +50,7 @@ def run(
             if "found_inf" in arguments:
                 here["found_inf"] = flag
             each.run(kernel, **here, **(constants or {}), BLOCK=block)
-    with torch.no_grad():
-        for same in todo.fallback:
+    for same in todo.fallback:
+        with torch.no_grad():
             reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)
     were_written(itertools.chain(*lists[len(lists) - writes :]))

@@ -152,14 +152,17 @@ def _launch_step(settings: Settings, each: Launch, lists: Streams) -> None:
 
 def _on_device(numbers: Numbers, device: torch.device) -> Tensor:
     """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
-    is_there = [isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers]
-    on_host = [0.0 if there else float(x) for x, there in zip(numbers, is_there, strict=True)]
+    there = {
+        i: number
+        for i, number in enumerate(numbers)
+        if isinstance(number, Tensor) and number.device.type != "cpu"
+    }
+    on_host = [0.0 if i in there else float(number) for i, number in enumerate(numbers)]
     result = numbers_on(device, tuple(on_host))
-    if any(is_there):
+    if there:
         result = result.clone()
-        for i, number in enumerate(numbers):
-            if isinstance(number, Tensor) and is_there[i]:
-                result[i].copy_(number.reshape(()), non_blocking=True)
+        for i, number in there.items():
+            result[i].copy_(number.reshape(()), non_blocking=True)
     return result
 
 

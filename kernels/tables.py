@@ -263,7 +263,7 @@ def stream_of(device: torch.device) -> int:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. The host waits only if that is the CPU and the tensor is not."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def number_on(device: torch.device, number: float | Tensor | None) -> Tensor | None:

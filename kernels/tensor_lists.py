@@ -7,6 +7,7 @@ after, the check of gradients, the plan of a launch, the step, reads what the li
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
-    """What tensors are, wherever they lie. Equal kinds hash alike, and the hash is computed once.
+    """What tensors are, wherever they lie. Made by `kind_of` alone.
 
     Attributes:
         sizes: the number of elements of each.
@@ -26,23 +28,13 @@ class Kind:
         orders: shape and strides of each; None where all are contiguous.
     """
 
-    __slots__ = ("_hash", "dtypes", "orders", "sizes")
+    sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    orders: tuple[Any, ...] | None
 
-    def __init__(self, sizes: Any, dtypes: Any, orders: Any) -> None:
-        self.sizes: tuple[int, ...] = sizes
-        self.dtypes: tuple[torch.dtype, ...] = dtypes
-        self.orders: tuple[Any, ...] | None = orders
-        self._hash = hash((sizes, dtypes, orders))
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Kind)
-            and self._hash == other._hash
-            and (self.sizes, self.dtypes, self.orders) == (other.sizes, other.dtypes, other.orders)
-        )
+kind_of = functools.lru_cache(maxsize=256)(Kind)
+"""Equal kinds are one object, so that they are compared and hashed at once."""
 
 
 class Known(NamedTuple):
@@ -66,7 +58,7 @@ class TensorList(Sequence[Tensor]):
 
     Args:
         tensors: dense tensors; see `dense`.
-        like: a list whose tensors are on the same devices, and most likely of the same kind.
+        like: a list whose tensors are on the same devices.
         dtype: what all of them have; they are of the sizes and orders of `like` then.
         known: what was known of an earlier list. If the tensors are the same objects and lie where they
             lay, they are of their old kind.
@@ -83,7 +75,7 @@ class TensorList(Sequence[Tensor]):
         self.tensors = tensors
         self._like = like
         if like is not None and dtype is not None:
-            self.kind = Kind(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
+            self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
         if known is not None and self._ids == known.ids and self.addresses == known.addresses:
             _, self.addresses, self.kind, self.device = known  # the same objects compare at once
 
@@ -105,7 +97,7 @@ class TensorList(Sequence[Tensor]):
         some, kind = TensorList(pick(self.tensors)), self.kind
         some.addresses, some.device = pick(self.addresses), self.device
         orders = None if kind.orders is None else pick(kind.orders)
-        some.kind = Kind(pick(kind.sizes), pick(kind.dtypes), orders)
+        some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
         return some
 
     @property
@@ -142,10 +134,7 @@ class TensorList(Sequence[Tensor]):
         orders = None
         if not all(map(Tensor.is_contiguous, self.tensors)):
             orders = tuple([(tensor.shape, tensor.stride()) for tensor in self.tensors])
-        like = None if self._like is None else self._like.kind
-        if like is not None and (sizes, dtypes, orders) == (like.sizes, like.dtypes, like.orders):
-            return like
-        return Kind(sizes, dtypes, orders)
+        return kind_of(sizes, dtypes, orders)
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
