@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -41,13 +42,13 @@ class Known(NamedTuple):
     """What is known of a list, without the tensors: nothing here keeps them in memory.
 
     Attributes:
-        ids: of the tensors.
+        references: to the tensors, weak.
         addresses: see `TensorList`.
         kind: likewise.
         device: likewise.
     """
 
-    ids: list[int]
+    references: list[weakref.ref[Tensor]]
     addresses: tuple[int, ...]
     kind: Kind
     device: torch.device | None
@@ -60,8 +61,9 @@ class TensorList(Sequence[Tensor]):
         tensors: dense tensors; see `dense`.
         like: a list whose tensors are on the same devices.
         dtype: what all of them have; they are of the sizes and orders of `like` then.
-        known: what was known of an earlier list. If the tensors are the same objects and lie where they
-            lay, they are of their old kind.
+        known: what was known of an earlier list of tensors that belong to their owner alone, as the
+            state of an optimizer does. The same objects are what they were, and where they were if the
+            first of them is: state that moves to another device moves as a whole.
     """
 
     def __init__(
@@ -76,8 +78,12 @@ class TensorList(Sequence[Tensor]):
         self._like = like
         if like is not None and dtype is not None:
             self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
-        if known is not None and self._ids == known.ids and self.addresses == known.addresses:
-            _, self.addresses, self.kind, self.device = known  # the same objects compare at once
+        if known is not None and self._are(known):
+            _, self.addresses, self.kind, self.device = known
+
+    def _are(self, known: Known) -> bool:
+        is_same = are_same(self._references, known.references)
+        return is_same and [x.data_ptr() for x in self.tensors[:1]] == [*known.addresses[:1]]
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
@@ -103,11 +109,11 @@ class TensorList(Sequence[Tensor]):
     @property
     def known(self) -> Known:
         """What is known of the tensors, for a list of the same ones later."""
-        return Known(self._ids, self.addresses, self.kind, self.device)
+        return Known(self._references, self.addresses, self.kind, self.device)
 
     @cached_property
-    def _ids(self) -> list[int]:
-        return list(map(id, self.tensors))
+    def _references(self) -> list[weakref.ref[Tensor]]:
+        return list(map(weakref.ref, self.tensors))  # a tensor has one, which every call returns
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
