@@ -66,7 +66,7 @@ class Patches(AbstractContextManager["Patches"]):
         return site.original
 
     def surround(self, target: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace `target.name`; each call is `function(original, *args, **kwargs)`, two frames deeper."""
+        """Let each call of `target.name` be one of `function(original, *args, **kwargs)`."""
 
         def make(original: Any) -> Any:
             @functools.wraps(original)
