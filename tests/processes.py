@@ -7,7 +7,9 @@ imported, or asks what importing does, needs `subprocess` itself.
 from __future__ import annotations
 
 import functools
+import gc
 import json
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -77,12 +79,13 @@ def _become(arguments: list[str], environment: dict[str, str], stdout: str, stde
 def _serve() -> None:
     import torch._dynamo  # noqa: F401  # the first optimizer imports it
 
+    gc.freeze()  # collectors in forks need not look at what torch has made
     for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            return _become(*json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-    return None
+        # A `Process` ends without the second in which Python takes torch apart.
+        process = multiprocessing.get_context("fork").Process(target=_become, args=json.loads(line))
+        process.start()
+        process.join()
+        print(process.exitcode, flush=True)
 
 
 if __name__ == "__main__":

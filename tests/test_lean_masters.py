@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from tests.covering import covering
 from tests.models import initialize
 from tests.processes import run_python
 from tests.test_scaled_grads import ACTIONS, Plain, another_block, block, failing_step, loss_of, step
@@ -124,12 +125,13 @@ def test_a_frozen_parameter_keeps_its_bits(optimizer: str) -> None:
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("kind", ["split16", "kahan"])
-@pytest.mark.parametrize("loss_scale", [{"init": 2.0**10, "growth_interval": 3}, 128.0, 1.0])
 @pytest.mark.parametrize(
-    "action",
-    [a for a in ACTIONS if a.__name__ not in ("look", "write_data", "failing_step")],
-    ids=lambda a: a.__name__,
+    ("action", "loss_scale", "kind"),
+    covering(
+        [a for a in ACTIONS if a.__name__ not in ("look", "write_data", "failing_step")],
+        [{"init": 2.0**10, "growth_interval": 3}, 128.0, 1.0],
+        ["split16", "kahan"],
+    ),
 )
 def test_whatever_is_done_between_block_and_step(action: Any, loss_scale: Any, kind: str) -> None:
     """Inside the kernel it is what it is around an optimizer that knows nothing of halves."""

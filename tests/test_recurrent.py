@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import amp
+from tests.covering import covering
 from tests.models import initialize
 
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
@@ -31,11 +32,13 @@ def batch(dtype: torch.dtype, packed: bool) -> Any:
     return pack_padded_sequence(x, LENGTHS, batch_first=True) if packed else x
 
 
-@pytest.mark.parametrize("level", HALF)
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False}])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("half_input", [False, True])
+OPTIONS: list[dict[str, Any]] = [{}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False}]
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "options", "packed", "half_input"),
+    covering(HALF, LAYERS, OPTIONS, [False, True], [False, True]),
+)
 def test_layers_compute_in_half_and_learn_in_float32(
     level: str, kind: str, options: dict[str, Any], packed: bool, half_input: bool
 ) -> None:

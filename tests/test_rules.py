@@ -228,7 +228,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("level", BY_OP_LEVELS)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_inside_a_float32_module_casts(level: str, compiled: bool) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), Attention(), nn.Linear(4, 4))

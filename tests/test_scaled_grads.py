@@ -18,6 +18,7 @@ from amp.errors import AmpValueError
 from amp.kernels import unscale
 from amp.masters.whole import MasterWeights
 from amp.optimizers import FusedAdam, FusedSGD
+from tests.covering import covering
 from tests.models import initialize
 
 LEVELS = ["O1", "O2", "O3", "O4", "O5"]
@@ -233,9 +234,9 @@ ACTIONS: list[Callable[[nn.Module, Any], None]] = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_scale", SCALES)
-@pytest.mark.parametrize("action", [a for a in ACTIONS if a is not look], ids=lambda a: a.__name__)
+@pytest.mark.parametrize(
+    ("action", "loss_scale", "level"), covering([a for a in ACTIONS if a is not look], SCALES, LEVELS)
+)
 def test_whatever_is_done_in_between(
     action: Callable[[nn.Module, Any], None], loss_scale: str, level: str
 ) -> None:
@@ -254,8 +255,7 @@ def test_whatever_is_done_in_between(
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(("level", "seed"), covering(["O1", "O2", "O5"], range(20), strength=1))
 def test_any_sequence_of_actions(level: str, seed: int) -> None:
     actions = [action for action in ACTIONS if action is not overflowing_block]  # to be stepped once
     choices = random.Random(seed).choices([*actions, skipped_step, *[another_block, step] * 6], k=30)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from amp import compat
 from amp.optimizers import FusedSGD
+from tests.covering import covering
 
 X = torch.ones(2)
 
@@ -86,20 +87,19 @@ def amp() -> Iterator[Any]:
     compat.uninstall()
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("zero", ["gradients", "models", "optimizer"])
-@pytest.mark.parametrize("num_losses", [1, 2])
+OPTIMIZERS = {"SGD": (torch.optim.SGD, {}), "FusedSGD": (FusedSGD, {"materialize_master_grads": False})}
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {}),
-        (FusedSGD, {"materialize_master_grads": False}),
-    ],
+    ("count", "level", "zero", "num_losses", "optimizer"),
+    covering(
+        *([2, 3], ["O0", "O1", "O2", "O3"], ["gradients", "models", "optimizer"], [1, 2], OPTIMIZERS)
+    ),
 )
 def test_losses_and_their_scales(
-    amp: Any, count: int, level: str, zero: str, num_losses: int, kind: Any, options: Any
+    amp: Any, count: int, level: str, zero: str, num_losses: int, optimizer: Any
 ) -> None:
+    kind, options = OPTIMIZERS[optimizer]
     grads, after = expected(count)
     state = amp._amp_state
     for inf in infs(level, count):

@@ -56,6 +56,7 @@ def every_exponent_and_remainder() -> Iterator[Tensor]:
         yield from_bits(bits)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="plain torch's formula; `around` has fewer of them")
 def test_bfloat16_keeps_every_bit() -> None:
     for masters in every_exponent_and_remainder():
@@ -65,6 +66,7 @@ def test_bfloat16_keeps_every_bit() -> None:
         assert bool((same_bits(back, masters) | (masters.isnan() & back.isnan())).all())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="plain torch's formula; `around` has fewer of them")
 def test_float16_keeps_every_bit_within_its_range_and_2_to_the_minus_40_below() -> None:
     for masters in every_exponent_and_remainder():

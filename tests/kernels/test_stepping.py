@@ -19,6 +19,7 @@ from amp.kernels.rule import Rule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
 from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import step
+from tests.covering import covering
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LR = 1e-2
@@ -185,8 +186,7 @@ def scalar(device: torch.device, value: float) -> Tensor:
     return torch.tensor([value], dtype=F32, device=device)
 
 
-@pytest.mark.parametrize("half", [None, F16, BF16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "half"), covering(CASES, [None, F16, BF16], strength=1))
 def test_many_steps_stay_beside_fp64(device: torch.device, name: str, half: torch.dtype | None) -> None:
     """With scaled 16-bit gradients and 16-bit weights to write, and without both."""
     case = CASES[name]
@@ -272,8 +272,9 @@ def test_numbers_may_be_tensors(device: torch.device) -> None:
     assert all(map(torch.equal, plain.params, tensors.params))
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd, momentum"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), covering(["adamw", "lamb", "sgd, momentum"], [F16, BF16], strength=1)
+)
 def test_masters_in_two_halves_step_as_whole_ones_do(
     device: torch.device, name: str, dtype: torch.dtype
 ) -> None:

@@ -1,0 +1,39 @@
+"""Fewer combinations of parameters for `make test` than for `make test-all`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def covering(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
+    """Return every combination of some parameters' values, most of them marked slow.
+
+    Those that are not are a covering array: any values of `strength` different parameters are together
+    in one of them, which is each pair of values for a strength of 2, and each value alone for 1.
+    """
+    values = [list(axis) for axis in axes]
+    combinations = list(itertools.product(*(range(len(axis)) for axis in values)))
+    seen_in = {c: set(itertools.combinations(enumerate(c), strength)) for c in combinations}
+    unseen = set().union(*seen_in.values())
+    fast = set()
+    uses: Counter[tuple[int, int]] = Counter()  # of each value: none is to be there all the time
+    while unseen:
+        best = max(
+            combinations,
+            key=lambda c: (len(seen_in[c] & unseen), -sum(uses[value] for value in enumerate(c))),
+        )
+        fast.add(best)
+        uses.update(enumerate(best))
+        unseen -= seen_in[best]
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(values, c, strict=True)),
+            marks=() if c in fast else pytest.mark.slow,
+        )
+        for c in combinations
+    ]
