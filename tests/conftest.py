@@ -37,14 +37,20 @@ PATCHED_PLACES = (
 )
 
 
-def _attributes() -> dict[tuple[object, str], object]:
-    return {
-        (place, name): value
-        for place in PATCHED_PLACES
-        for name, value in vars(place).items()
+def _attributes() -> list[dict[str, object]]:
+    return [dict(vars(place)) for place in PATCHED_PLACES]
+
+
+def _changed(before: list[dict[str, object]], after: list[dict[str, object]]) -> list[str]:
+    return [
+        f"{place.__name__}.{name}"
+        for place, old, new in zip(PATCHED_PLACES, before, after, strict=True)
+        for name in old.keys() | new.keys()
         # torch imports parts of itself on first use, and copyreg leaves a note on Tensor
-        if not isinstance(value, types.ModuleType) and name != "__slotnames__"
-    }
+        if old.get(name) is not new.get(name)
+        and not isinstance(old.get(name, new.get(name)), types.ModuleType)
+        and name != "__slotnames__"
+    ]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -72,5 +78,5 @@ def torch_is_given_back() -> Iterator[None]:
     assert not torch.is_autocast_enabled("cpu"), "a forward's region is left open"
     assert torch.jit.script is script
     assert not torch.compiler.config.cache_key_tag
-    changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+    changed = _changed(before, after)
     assert not changed, f"left patched: {changed}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests.covering import covering
 from tests.models import DYNAMIC_LEVELS, LEVELS, initialize
 
 
@@ -94,9 +95,15 @@ def test_every_pattern_of_delays(level: str, delays: tuple[bool, ...]) -> None:
     assert torch.equal(model.state_dict()["cast"].float(), expected)
 
 
-@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-@pytest.mark.parametrize("delays", list(itertools.product([False, True], repeat=3)))
-@pytest.mark.parametrize("loss_ids", list(itertools.product([0, 1], repeat=3)))
+@pytest.mark.parametrize(
+    ("level", "delays", "loss_ids"),
+    covering(
+        DYNAMIC_LEVELS,
+        itertools.product([False, True], repeat=3),
+        itertools.product([0, 1], repeat=3),
+        strength=1,
+    ),
+)
 def test_scales_that_differ_and_change(
     level: str, delays: tuple[bool, ...], loss_ids: tuple[int, ...]
 ) -> None:

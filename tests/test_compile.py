@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import amp
 from amp.casting.policy import resolve
 from tests import ops
+from tests.covering import covering
 from tests.models import BY_OP_DTYPE as HALF
 from tests.models import initialize, sgd
 from tests.ops import Row
@@ -81,8 +82,7 @@ def batch() -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("level", HALF)
-@pytest.mark.parametrize("compile_first", [False, True])
+@pytest.mark.parametrize(("level", "compile_first"), covering(HALF, [False, True], strength=1))
 def test_a_model_is_one_graph_with_the_dtypes_of_eager(
     backend: str, level: str, compile_first: bool
 ) -> None:

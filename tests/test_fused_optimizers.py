@@ -22,6 +22,7 @@ from amp.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
+from tests.covering import covering
 from tests.models import initialize
 
 LR = 1e-2
@@ -483,8 +484,9 @@ MAKERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("level", [None, "O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "level"), covering(MAKERS, [None, "O0", "O1", "O2", "O5"], strength=1)
+)
 def test_clipping_inside_is_clipping_before(name: str, level: str | None) -> None:
     """Over all groups together, with a session and without, whoever looks at the gradients."""
     ends = []
@@ -520,8 +522,7 @@ def two_groups_of(net: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[:1]}, {"params": params[1:], "lr": LR / 2}]
 
 
-@pytest.mark.parametrize("level", [None, "O1", "O2"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "level"), covering(MAKERS, [None, "O1", "O2"], strength=1))
 def test_moments_in_16_bits_stay_near_and_resume_exactly(name: str, level: str | None) -> None:
     def make(state_dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
         torch.manual_seed(3)

@@ -202,6 +202,7 @@ def test_an_error_in_a_step_leaves_every_group_and_value() -> None:
         another_block(model, optimizer)
 
 
+@pytest.mark.slow
 def test_bytes_for_each_parameter() -> None:
     """Counted in a process of its own, and what the document says."""
     folder = Path(__file__).parents[1] / "docs"

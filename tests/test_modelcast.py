@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import amp
 from amp.casting.containers import map_tensors
-from tests.covering import covering
 from tests.models import CAST_LEVELS, LEVELS, MODEL_DTYPE, batch, conv_net, initialize, linear, sgd
 
 # Containers.
@@ -466,9 +465,9 @@ def test_data_parallel_replicas_cast_too() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own doing
-@pytest.mark.parametrize(
-    ("compiled_first", "level"), covering([False, True], ["O0", *CAST_LEVELS], strength=1)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O0", *CAST_LEVELS])
+@pytest.mark.parametrize("compiled_first", [False, True])
 def test_torch_compile_makes_one_graph_of_a_cast_model(level: str, compiled_first: bool) -> None:
     def run(compiled: bool) -> list[float]:
         model = conv_net()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import amp
 from amp.casting import registry
+from tests.covering import covering
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -61,9 +62,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("kind", "level", "before"), covering(KINDS, ["O1", "O4"], [False, True]))
 def test_registered_functions(kind: str, level: str, before: bool, extension: Any) -> None:
     register, _, expected = KINDS[kind]
     if before:

@@ -81,6 +81,22 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
     assert first.count("scale 65536.0") == 8
 
 
+def test_a_process_that_a_script_spawns_finds_apex_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "def work():\n"
+        "    from apex import amp\n"
+        "    print(amp.scale_loss.__module__)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+    )
+    assert run(script).stdout == "amp.frontend\n"
+
+
+@pytest.mark.slow
 def test_processes_that_a_script_spawns() -> None:
     assert run(SCRIPTS / "spawn.py").stdout == "same True\n"
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +16,7 @@ from amp.kernels import axpby, backend, l2norm, language, master_copy, tables, u
 from amp.kernels.language import launch
 from tests.devices import GPU
 from tests.models import waiting_is_an_error
+from tests.processes import run_python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
@@ -355,10 +353,7 @@ def test_a_session_trains_where_triton_is_not_installed() -> None:
         "from amp.kernels import axpby, l2norm\n"
         "print(amp.kernels.language.triton)\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("AMP_KERNELS", "TRITON_INTERPRET")}
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
-    )
+    run = run_python("-c", script, AMP_KERNELS="", TRITON_INTERPRET="")
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "None"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from amp.cli import main
+from amp.numerics import commands
 from amp.numerics.text import Printer
 
 
@@ -100,7 +102,8 @@ def test_memory(capsys: Any) -> None:
     assert rows[0]["activations"] == 4e9
 
 
-def test_crises(capsys: Any) -> None:
+def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "crises", functools.cache(commands.crises))  # seconds of training
     found = {row["name"]: row for row in json.loads(run(capsys, "crises", "--json"))}
     assert found["overflow"]["broken"] == "inf"
     assert "vanishing update" in run(capsys, "crises")

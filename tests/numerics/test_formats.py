@@ -133,7 +133,14 @@ def test_neighbours_and_ulps_of_every_number(fmt: numerics.Format) -> None:
     assert neighbours(fmt.max * 1.5, fmt).below == fmt.max
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=name)
+FAST = ("float16", "float8_e4m3fn", "float8_e8m0fnu")  # with an inf, without one, without a sign
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [pytest.param(fmt, marks=() if fmt.name in FAST else pytest.mark.slow) for fmt in FORMATS.values()],
+    ids=name,
+)
 def test_toward_zero_and_at_random(fmt: numerics.Format) -> None:
     x = torch.logspace(-12, 6, 2000, dtype=torch.float64)
     x = x[(x >= fmt.min_subnormal) & (x < fmt.max)]

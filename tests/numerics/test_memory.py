@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import amp
 from amp import optimizers
 from amp.numerics import footprint, footprints
+from tests.covering import covering
 
 
 def net() -> nn.Module:
@@ -68,15 +69,16 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-PAIRS = [
-    pytest.param(kind, (level, overrides), id=f"{kind}-{level}-{overrides}")
-    for level, overrides in SETTINGS
-    for kind in OPTIMIZERS
-    if "state_dtype" not in overrides or kind.startswith("Fused")  # only those take it
-]
+FUSED = [kind for kind in OPTIMIZERS if kind.startswith("Fused")]
 
 
-@pytest.mark.parametrize(("kind", "setting"), PAIRS)
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        *covering(OPTIMIZERS, SETTINGS[:-1], strength=1),
+        *covering(FUSED, SETTINGS[-1:]),  # only these take a state_dtype
+    ],
+)
 def test_every_term_is_what_is_counted(kind: str, setting: tuple[str, dict[str, Any]]) -> None:
     level, overrides = setting
     model = net()
