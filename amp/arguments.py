@@ -129,6 +129,6 @@ def _check_unattached(i: int, optimizer: Any) -> None:
         "session first: amp.get_session(optimizer).close()"
     )
     if attached.optimizer is not innermost(optimizer):
-        kind = type(attached.optimizer).__name__
-        why = f"has masters and scales losses itself. Pass the {kind} that it was made of"
+        inner = type(attached.optimizer).__name__
+        why = f"scales losses itself. Pass the {inner} that it was made of to amp.initialize"
     raise AmpRuntimeError(f"optimizers[{i}] ({type(optimizer).__name__}) {why}")
