@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from amp.kernels.language import jit, tl
 from amp.kernels.update_scale import widest
 
-Numbers = Sequence[float | Tensor]
+Numbers = tuple[float | Tensor, ...]
 """Hyper-parameters, in a rule's order: each on the host, or a tensor of one element."""
 
 Prepared = tuple[float | None, ...]

@@ -58,7 +58,7 @@ COUNTERS = 256
 
 def step(
     rule: Rule,
-    numbers: Numbers,
+    numbers: Sequence[float | Tensor],
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     moments: Sequence[Sequence[Tensor]],
