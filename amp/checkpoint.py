@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from amp.casting import strategies
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.training.scaler import LossScaler
 
@@ -43,7 +44,8 @@ def check(state: object) -> None:
         raise AmpTypeError(
             f"expected what amp.state_dict() returns, a dict, and got a {type(state).__name__}"
         )
-    unexpected = [key for key in state if not _SCALER_KEY.fullmatch(str(key)) and key != _LEVEL_KEY]
+    others = {_LEVEL_KEY, *(each.state_key for each in strategies.STRATEGIES if each.state_key)}
+    unexpected = [key for key in state if not _SCALER_KEY.fullmatch(str(key)) and key not in others]
     if unexpected:
         names = ", ".join(f'"{key}"' for key in unexpected)
         raise AmpRuntimeError(
@@ -53,7 +55,7 @@ def check(state: object) -> None:
     for key, entry in state.items():
         numbers = entry if isinstance(entry, Mapping) else {}
         optional = {"hysteresis_left", "overflows_in_a_row"} & numbers.keys()
-        for name in ("loss_scale", "unskipped", *optional) if key != _LEVEL_KEY else ():
+        for name in ("loss_scale", "unskipped", *optional) if key not in others else ():
             value: Any = numbers.get(name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value < math.inf:

@@ -142,8 +142,6 @@ class Session:
             undo.roll_back()
             raise
         self._models += map(weakref.ref, models)
-        for strategy in self._strategies:
-            strategy.warn(models, self._log)
         for one in attached:
             one.recast_state(self.properties.state_dtype)
         advice = [*advise_on_rules(self.properties.rules, models)]
@@ -242,13 +240,18 @@ class Session:
         """Return what a checkpoint needs; see `amp.state_dict`."""
         if not self.properties.enabled:
             return OrderedDict()
-        return checkpoint.save(self.scalers, self.properties.opt_level)
+        state = checkpoint.save(self.scalers, self.properties.opt_level)
+        state.update({each.state_key: each.state_dict() for each in self._strategies if each.state_key})
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved state; see `amp.load_state_dict`."""
         checkpoint.check(state_dict)
         if self.properties.enabled:
             checkpoint.load(state_dict, self.scalers, self.properties.opt_level)
+            for strategy in self._strategies:
+                if strategy.state_key in state_dict:
+                    strategy.load_state_dict(state_dict[strategy.state_key])
 
     def _scaler(self, loss_id: int) -> LossScaler:
         if not hasattr(loss_id, "__index__") or not 0 <= loss_id < len(self.scalers):

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import amp
+from amp.casting import strategies
+from amp.casting.strategy import Strategy
 from tests.models import DYNAMIC_LEVELS, LEVELS, batch, conv_net, initialize, linear, sgd
 from tests.processes import run_python
 from tests.resume import CASES, HALF, WHOLE, checkpoint, make, outcome, scaling, train
@@ -284,3 +286,40 @@ def test_odd_values_are_refused(entry: dict[str, Any]) -> None:
     amp.initialize(linear(), opt_level="O2")
     with pytest.raises(ValueError, match=f"no usable '{next(iter(entry))}'"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1, **entry}})
+
+
+def test_what_a_strategy_keeps_is_saved_under_its_key_and_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Counting(Strategy):
+        state_key = "counting"
+        count = 0
+
+        @staticmethod
+        def is_asked_for(properties: Any) -> bool:
+            return True
+
+        def prepare_model(self, model: Any, undo: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.count = state["count"]
+
+    monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, Counting))
+    first = amp.Session("O2", verbosity=0)
+    first.initialize([linear(), linear()])
+    saved = first.state_dict()
+    assert saved["counting"] == {"count": 2}
+    second = amp.Session("O2", verbosity=0)
+    second.initialize(linear())
+    assert second.state_dict()["counting"] == {"count": 1}
+    second.load_state_dict(saved)
+    assert second.state_dict()["counting"] == {"count": 2}
+    del saved["counting"]
+    second.load_state_dict(saved)  # of a profile that did not ask for it
+    assert second.state_dict()["counting"] == {"count": 2}
+    first.close()
+    second.close()

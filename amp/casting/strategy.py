@@ -5,7 +5,6 @@ A strategy is one class in one file of this package, listed in `amp.casting.stra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -61,6 +60,9 @@ class Strategy:
         properties: what the session's profile resolved to.
     """
 
+    state_key = ""
+    """The key of its state in `amp.state_dict()`, for a strategy that has any."""
+
     def __init__(self, properties: Properties) -> None:
         self.properties = properties
 
@@ -78,9 +80,6 @@ class Strategy:
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Cast, patch and hook a model. How to take that back goes onto `undo`."""
 
-    def warn(self, models: Sequence[nn.Module], log: Callable[..., None]) -> None:
-        """Say what a profile asks for that does nothing for these models. Nothing can fail any more."""
-
     @property
     def casts_ops(self) -> bool:
         """Whether functions cast their arguments, here and now."""
@@ -90,7 +89,7 @@ class Strategy:
         """Give functions back, and leave models as they are."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return entries for the session's state dict: tensors and plain values. The host waits."""
+        """Return what an exact resume needs: tensors and plain values. The host waits."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
