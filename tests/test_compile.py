@@ -249,7 +249,7 @@ print(*[t.dtype for t in f(torch.ones(3, 4))])
     assert [tuple(line.split()) for line in seen] == [wide, half, brain, wide, half]
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export(strict: bool) -> None:
     model = Net()
     amp.initialize(model, opt_level="O1")
@@ -357,6 +357,7 @@ def test_a_transform_inside_a_forward() -> None:
     assert dtypes(model(batch())) == [torch.bfloat16, torch.float32]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
 def test_a_compiled_layer_in_an_eager_model() -> None:
     compiled: Any = torch.compile(Small(), backend="aot_eager", fullgraph=True)

@@ -41,6 +41,7 @@ def test_digits_learns_at_every_level(level: str, tmp_path: Path) -> None:
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_digits_takes_its_level_from_a_config(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("amp: {opt_level: O5, loss_scale: 8}\n")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import amp
 from amp.training.attachment import AttachedOptimizer
+from tests.covering import covering
 from tests.models import (
     CAST_LEVELS,
     LEVELS,
@@ -323,8 +324,7 @@ def test_a_failed_initialize_leaves_the_session_before_it() -> None:
 # Again and again.
 
 
-@pytest.mark.parametrize("first", LEVELS)
-@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize(("first", "second"), covering(LEVELS, LEVELS[::-1], strength=1))
 def test_a_sweep_in_one_process_equals_runs_of_their_own(first: str, second: str) -> None:
     def run(level: str) -> list[torch.Tensor]:
         model = conv_net()

@@ -131,6 +131,7 @@ def test_a_frozen_parameter_keeps_its_bits(optimizer: str) -> None:
         [a for a in ACTIONS if a.__name__ not in ("look", "write_data", "failing_step")],
         [{"init": 2.0**10, "growth_interval": 3}, 128.0, 1.0],
         ["split16", "kahan"],
+        strength=1,
     ),
 )
 def test_whatever_is_done_between_block_and_step(action: Any, loss_scale: Any, kind: str) -> None:

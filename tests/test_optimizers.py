@@ -17,6 +17,7 @@ import amp
 from amp.errors import AmpRuntimeError
 from amp.masters.whole import check_device
 from amp.optimizers import FusedAdam
+from tests.covering import covering
 from tests.models import LEVELS, MASTER_LEVELS, adamw, batch, conv_net, initialize, linear, sgd
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -45,8 +46,7 @@ def backward(model: nn.Module, optimizer: Any, step: int = 0, **kwargs: Any) -> 
         scaled_loss.backward()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "level"), covering(OPTIMIZERS, LEVELS, strength=1))
 def test_every_torch_optimizer_trains(name: str, level: str) -> None:
     model = conv_net()
     optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])

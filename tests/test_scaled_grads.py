@@ -235,7 +235,8 @@ ACTIONS: list[Callable[[nn.Module, Any], None]] = [
 
 
 @pytest.mark.parametrize(
-    ("action", "loss_scale", "level"), covering([a for a in ACTIONS if a is not look], SCALES, LEVELS)
+    ("action", "loss_scale", "level"),
+    covering([a for a in ACTIONS if a is not look], SCALES, LEVELS, strength=1),
 )
 def test_whatever_is_done_in_between(
     action: Callable[[nn.Module, Any], None], loss_scale: str, level: str

@@ -15,6 +15,7 @@ import torch
 from amp.cli import main
 from amp.numerics import commands
 from amp.numerics.text import Printer
+from tests.covering import covering
 
 
 def run(capsys: Any, *arguments: str, status: int = 0) -> str:
@@ -109,17 +110,15 @@ def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "vanishing update" in run(capsys, "crises")
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("ranges",),
-        ("simulate", "--overflows", "3"),
-        ("survival", "--count", "1000"),
-        ("memory", "--params", "1e9", "--gpu-memory", "10"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
+DRAWN = [
+    ("ranges",),
+    ("simulate", "--overflows", "3"),
+    ("survival", "--count", "1000"),
+    ("memory", "--params", "1e9", "--gpu-memory", "10"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "suffix"), covering(DRAWN, ["png", "svg"], strength=1))
 def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffix: str) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / f"picture.{suffix}"

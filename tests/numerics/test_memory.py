@@ -125,7 +125,7 @@ def take_gradients(session: amp.Session, model: nn.Module, optimizer: Any) -> No
         scaled_loss.backward()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nothing_older() -> Iterator[None]:
     """Hide from Python's collector all that is there: what a test counts is what is made in it."""
     gc.collect()
