@@ -28,6 +28,8 @@ def is_optimizer(value: Any) -> bool:
 
 def as_optimizers_of_a_loss(optimizers: Any) -> list[Any]:
     """Return the optimizers of a `scale_loss`, each once; at least one."""
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return [optimizers]
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     wrong = [type(value).__name__ for value in given if not is_optimizer(value)]
     if wrong or not given:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from amp.casting.regions import disable_casts
-from amp.distributed import groups_of_shards, reduce_found_inf
+from amp.distributed import reduce_found_inf
 from amp.training.gradients import Gradients, State
 from amp.training.newest import Newest
 from amp.training.scaler import LossScaler, ScaleSnapshot
@@ -122,7 +122,7 @@ def _unscale(together: Sequence[Gradients], scale: ScaleSnapshot, update: bool =
         if found_inf is not None:
             groups = dict.fromkeys(scaler.process_groups)
             for gradients in together:
-                groups.update(dict.fromkeys(groups_of_shards(gradients.lists.stepped)))
+                groups.update(dict.fromkeys(gradients.lists.shard_groups))
             reduce_found_inf(found_inf, groups)
     except BaseException:
         if found_inf is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.distributed import groups_of_shards
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import TensorList, are_same
 from amp.masters.parameter import MasterParameter
@@ -29,6 +30,7 @@ class ParameterLists:
         master_ids: their ids.
         models: the model's parameter of each master.
         unmastered: the parameters that are stepped themselves.
+        shard_groups: the process groups over which any of `stepped` is cut into shards.
         master_list: the masters, with what a launch must know of them.
         model_list: likewise the models.
     """
@@ -42,6 +44,7 @@ class ParameterLists:
         self.masters: list[Any] = [parameter for parameter, model in both if model is not None]
         self.models: list[Tensor] = [model for model in models if model is not None]
         self.unmastered = [parameter for parameter, model in both if model is None]
+        self.shard_groups = groups_of_shards(self.stepped)
         self.master_list = TensorList(self.masters)
         self.model_list = TensorList(self.models)
         self.master_ids = list(map(id, self.masters))
