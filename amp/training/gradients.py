@@ -138,7 +138,7 @@ class Gradients:
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
         lists = self.look_at_groups()
-        if self.verdicts and self._held is None and not self._any_is_left(lists):
+        if self.verdicts and self._held is None and not self._aside and not self._any_is_left(lists):
             self.verdicts = []  # what overflowed was cleared by hand
         self._masters.drop_stepped_grads(lists.masters)
         if self.delayed is None:
