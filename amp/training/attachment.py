@@ -261,6 +261,7 @@ class AttachedOptimizer:
         lists = self.gradients.look_at_groups()
         if not set_to_none:
             self.gradients.show()
+            self.gradients.bring_back_aside()  # to be written zeros too
         self.gradients.forget()
         result = zero_grad(*args, **kwargs)
         for parameter in lists.models:

@@ -176,7 +176,7 @@ class Gradients:
         if self.delayed is None and block is not None and not block.scaler.is_identity:
             for parameter in (*self.lists.models, *self.lists.unmastered):
                 parameter.grad = None
-            self._bring_back_aside()
+            self.bring_back_aside()
 
     def delay(self, block: Block) -> None:
         """Leave a block with its gradients as they are: OPEN becomes DELAYED."""
@@ -234,7 +234,7 @@ class Gradients:
             unscale_moves(moves, inv_scale, found_inf)
             moved = {move.parameter for move in moves}
             self._aside = [(p, total) for p, total in self._aside if p not in moved]
-            self._bring_back_aside()
+            self.bring_back_aside()
 
     def _hold(self, newest: Newest, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Check the masters' gradients, and hold them, added to those that are held already."""
@@ -253,7 +253,7 @@ class Gradients:
         """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or HELD."""
         self._open = self.delayed = self._held_before = None
 
-    def _bring_back_aside(self) -> None:
+    def bring_back_aside(self) -> None:
         """Add what was set aside to what is there."""
         for parameter, total in self._aside:
             new, parameter.grad = parameter.grad, total
