@@ -136,17 +136,15 @@ class Session:
                     for handle in install_state_dict_hooks(self._masters, model):
                         undo.callbacks.callback(handle.remove)
             for optimizer in map(innermost, optimizers):
-                one = self._attach(optimizer, undo)
-                attached.append(one)
+                attached.append(self._attach(optimizer, undo))
         except BaseException:
             undo.roll_back()
             raise
         self._models += map(weakref.ref, models)
         for one in attached:
             one.recast_state(self.properties.state_dtype)
-        advice = [*advise_on_rules(self.properties.rules, models)]
-        advice += chain.from_iterable(advise_on_eps(one.optimizer) for one in attached)
-        for message in advice:
+        on_eps = [advise_on_eps(one.optimizer) for one in attached]
+        for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
             self._log(logging.WARNING, message)
         self._undo.push(undo.callbacks)
 
