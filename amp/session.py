@@ -125,7 +125,6 @@ class Session:
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Take the strategies' steps, and attach the optimizers; if any of it fails, undo all."""
         undo = Undo()
-        attached: list[AttachedOptimizer] = []
         try:
             for strategy in self._strategies:
                 strategy.begin(undo)
@@ -135,8 +134,7 @@ class Session:
                 for model in models:
                     for handle in install_state_dict_hooks(self._masters, model):
                         undo.callbacks.callback(handle.remove)
-            for optimizer in map(innermost, optimizers):
-                attached.append(self._attach(optimizer, undo))
+            attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
         except BaseException:
             undo.roll_back()
             raise
