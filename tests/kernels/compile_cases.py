@@ -1,0 +1,184 @@
+"""Every kernel with its usual arguments, and how it is compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from amp.kernels import (
+    adagrad,
+    adam,
+    axpby,
+    l2norm,
+    lamb,
+    lion,
+    master_copy,
+    novograd,
+    sgd,
+    split,
+    stepping,
+    unscale,
+    update_scale,
+)
+from amp.kernels.language import OPTIONS, WARPS, tl, triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POINTERS = {
+    "rows": "*i64",
+    "chunks": "*i32",
+    "firsts": "*i32",
+    **dict.fromkeys(("a", "b"), "*fp32"),
+    **dict.fromkeys(
+        (
+            *("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"),
+            *("numbers", "of_tensor"),
+        ),
+        "*fp32",
+    ),
+    "ticket": "*i32",
+    "factors": "*fp64",
+}
+COUNTS = {"n": "i32", "n_partials": "i32", "n_of_tensor": "i32", "seed": "i32"}
+
+
+class Case(NamedTuple):
+    """A kernel, and what it must move by definition.
+
+    Attributes:
+        kernel: the kernel.
+        constants: its compile-time arguments.
+        reads: bytes that it reads from each stream for each element of a chunk.
+        writes: bytes that it writes, likewise.
+    """
+
+    kernel: Any
+    constants: dict[str, Any]
+    reads: Sequence[int] = ()
+    writes: Sequence[int] = ()
+
+
+def stepping_case(
+    rule: Any, param: Any, grad: Any, *, model: Any = None, low: Any = None, moment: Any = None
+) -> Case:
+    if moment is None:
+        moment = F32 if model or low else param
+    moments = [moment] * rule.moments
+    constants = {
+        "NUMBERS": NUMBERS[rule],
+        "PREPARE": rule.prepare,
+        "UPDATE": rule.update,
+        "MAXIMIZE": False,
+        "DTYPES": tuple(dtype for dtype in (param, grad, *moments, model, low) if dtype),
+        "MOMENTS": rule.moments,
+        "OTHER": "model" if model else "low" if low else None,
+        "BLOCK": stepping.BLOCK,
+        "COUNTERS": stepping.COUNTERS,
+        "sums": None,
+        "seed": None,
+    }
+    if moment is BF16 and low:
+        del constants["seed"]
+    kept = [SIZE[dtype] for dtype in (param, *moments, low) if dtype]
+    return Case(
+        stepping.step_kernel, constants, [SIZE[grad], *kept], [*kept, *([SIZE[model]] if model else [])]
+    )
+
+
+NUMBERS = {
+    adagrad.ADAGRAD: 5,
+    adam.ADAM: 11,
+    lamb.LAMB: 12,
+    lion.LION: 6,
+    novograd.NOVOGRAD: 9,
+    sgd.MOMENTUM_SGD: 6,
+    sgd.SGD: 6,
+}
+"""How many hyper-parameters each rule has."""
+CASES: dict[str, Case] = {}
+F16, BF16, F32, F64 = tl.float16, tl.bfloat16, tl.float32, tl.float64
+SIZE = {F16: 2, BF16: 2, tl.int16: 2, F32: 4, F64: 8}
+for source, target in ((F16, F32), (BF16, BF16), (F32, F32)):
+    CASES[f"unscale {source} {target}"] = Case(
+        unscale.unscale_kernel,
+        {"DTYPES": (source, target), "BLOCK": unscale.BLOCK},
+        [SIZE[source]],
+        [SIZE[target]],
+    )
+for source in (F16, F32):
+    constants = {"DTYPES": (source,), "BLOCK": unscale.CHECK_BLOCK}
+    CASES[f"check {source}"] = Case(unscale.check_kernel, constants, [SIZE[source]])
+    constants = {"DTYPES": (source,), "BLOCK": l2norm.BLOCK}
+    CASES[f"l2norm {source}"] = Case(l2norm.squares_kernel, constants, [SIZE[source]])
+for x, y, out in ((F16, F32, F32), (BF16, BF16, BF16), (F32, F32, F32)):
+    constants = {"CHECK": "x", "DTYPES": (x, y, out), "BLOCK": axpby.BLOCK}
+    reads, writes = [SIZE[x], SIZE[y]], [SIZE[out]]
+    CASES[f"axpby {x} {y} {out}"] = Case(axpby.axpby_kernel, constants, reads, writes)
+for source, target in ((F32, F16), (F32, BF16), (F16, F32), (F64, F16), (F64, BF16)):
+    CASES[f"master_copy {source} {target}"] = Case(
+        master_copy.copy_kernel,
+        {"DTYPES": (source, target), "BLOCK": master_copy.BLOCK},
+        [SIZE[source]],
+        [SIZE[target]],
+    )
+rules = {
+    "adam": adam.ADAM,
+    "momentum sgd": sgd.MOMENTUM_SGD,
+    "sgd": sgd.SGD,
+    "lion": lion.LION,
+    "adagrad": adagrad.ADAGRAD,
+    "lamb": lamb.LAMB,
+    "novograd": novograd.NOVOGRAD,
+}
+for name, rule in rules.items():
+    for param, grad, model in (
+        (F32, F32, None),
+        (F32, F16, F16),
+        (F32, BF16, BF16),
+        (BF16, BF16, None),
+    ):
+        CASES[f"{name} {param} {grad}"] = stepping_case(rule, param, grad, model=model)
+    halves = [(BF16, tl.int16), (F16, tl.int16), (BF16, BF16)]
+    for weight, low in halves if name == "adam" else halves[:1]:
+        CASES[f"{name} {weight} + {low}"] = stepping_case(rule, weight, weight, low=low)
+    if name in ("adam", "momentum sgd"):
+        CASES[f"{name}, seeded"] = stepping_case(rule, BF16, BF16, low=tl.int16, moment=BF16)
+for param, grad, low in ((F32, F16, None), (BF16, BF16, tl.int16)):
+    of_step = stepping_case(lamb.LAMB, param, grad, low=low).constants
+    measuring = {**of_step, "UPDATE": lamb.LAMB.direction, "of_tensor": None, "ticket": None}
+    del measuring["sums"]
+    reads = [SIZE[dtype] for dtype in (param, grad, F32, F32, low) if dtype]
+    CASES[f"lamb, norms {param} {grad}"] = Case(stepping.step_kernel, measuring, reads)
+for weight, low in ((F16, tl.int16), (BF16, tl.int16), (F16, F16)):
+    constants = {"DTYPES": (weight, low, F32), "BLOCK": split.BLOCK}
+    CASES[f"join {weight} {low}"] = Case(split.join_kernel, constants, [2, 2], [4])
+    constants = {"DTYPES": (F32, weight, low), "BLOCK": split.BLOCK}
+    CASES[f"split {weight} {low}"] = Case(split.split_kernel, constants, [4], [2, 2])
+CASES["l2norm total"] = Case(
+    l2norm.norms_kernel, {"COLUMNS": 3, "EPS": l2norm.CLIP_EPS, "BLOCK": l2norm.FINISH_BLOCK}
+)
+CASES["update_scale"] = Case(update_scale.update_kernel, {"RESET_EACH_STEP": True})
+
+
+def compiled(case: Case, target: Any) -> Any:
+    names = case.kernel.arg_names
+    types = {name: POINTERS.get(name) or COUNTS.get(name) or "fp32" for name in names}
+    signature = {**types, **dict.fromkeys(case.constants, "constexpr")}
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS})
+
+
+def run(tool: str, *arguments: object) -> str:
+    command = [str(TOOLS / tool), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
