@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo test test-slow test-all test-gpu sanitize bench bench-gpu lint types format wheel clean
+.PHONY: help install demo test test-slow test-all test-gpu sanitize bench bench-gpu predict lint types format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -52,6 +52,9 @@ bench-gpu:  ## Measure the kernels and the step on a GPU, with the python3 at ha
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_kernels.py --device cuda $(BENCH_OPTIONS)
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_step.py --device cuda $(BENCH_OPTIONS)
 	-$(PYTHON) docs/benchmarks/plot_step.py docs/benchmarks/step-cuda.md
+
+predict: $(READY)  ## Predict the kernels' bandwidth from their compiled code, for GPUs that are not at hand
+	PYTHONPATH=. $(BIN)/python docs/benchmarks/predict_kernels.py
 
 lint: $(READY)  ## Check style and format
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -299,7 +299,7 @@ def cpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
             ]
 
 
-def table(rows: Iterator[list[str]]) -> str:
+def table(rows: Iterable[list[str]]) -> str:
     """Return rows as a Markdown table, and print them as they come."""
     lines = []
     for row in rows:
