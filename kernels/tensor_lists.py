@@ -79,10 +79,11 @@ class TensorList(Sequence[Tensor]):
         if like is not None and dtype is not None:
             self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
         if known is not None and self._are(known):
+            self.known = known
             _, self.addresses, self.kind, self.device = known
 
     def _are(self, known: Known) -> bool:
-        is_same = are_same(self._references, known.references)
+        is_same = are_same(self.tensors, [reference() for reference in known.references])
         return is_same and [x.data_ptr() for x in self.tensors[:1]] == [*known.addresses[:1]]
 
     def __getitem__(self, index: Any) -> Any:
@@ -106,14 +107,10 @@ class TensorList(Sequence[Tensor]):
         some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
         return some
 
-    @property
+    @cached_property
     def known(self) -> Known:
         """What is known of the tensors, for a list of the same ones later."""
-        return Known(self._references, self.addresses, self.kind, self.device)
-
-    @cached_property
-    def _references(self) -> list[weakref.ref[Tensor]]:
-        return list(map(weakref.ref, self.tensors))  # a tensor has one, which every call returns
+        return Known(list(map(weakref.ref, self.tensors)), self.addresses, self.kind, self.device)
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
