@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it, and it replaces torch.manual_seed
 import torch.utils.checkpoint
 
+from amp.casting import registry
 from amp.frontend import _Default
 from amp.kernels.language import INTERPRETED
 from tests.devices import GPU
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def torch_is_given_back() -> Iterator[None]:
     """Close the default session after the test, and check that every torch function is back."""
     before = _attributes()
-    script = torch.jit.script
+    script, registered = torch.jit.script, dict(registry._registered)
     _Default.session = _Default.waiting_state = None
     torch.manual_seed(0)
     yield
@@ -77,6 +78,7 @@ def torch_is_given_back() -> Iterator[None]:
     assert not torch.is_autocast_enabled("ipu"), "casts are left switched off"
     assert not torch.is_autocast_enabled("cpu"), "a forward's region is left open"
     assert torch.jit.script is script
+    assert registry._registered == registered, "functions are left registered"
     assert not torch.compiler.config.cache_key_tag
     changed = _changed(before, after)
     assert not changed, f"left patched: {changed}"

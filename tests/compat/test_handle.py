@@ -128,7 +128,7 @@ def test_another_dtype_is_refused(amp: Any) -> None:
         amp.init(patch_type=torch.float64)
 
 
-def test_edits_of_the_lists_are_heeded(amp: Any) -> None:
+def test_edits_of_the_lists_are_heeded(amp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = importlib.import_module("apex.amp.lists")
     functional, of_torch = lists.functional_overrides, lists.torch_overrides
     assert "linear" in functional.FP16_FUNCS
