@@ -21,7 +21,7 @@ FILES = {
     "kernels/test_split.py": 5,
     "kernels/test_stepping.py": 50,
     "kernels/test_tables.py": 20,
-    "test_changes_between_steps.py": 50,
+    "test_changes_between_steps.py": 35,
     "test_host_sync.py": 40,
 }
 """The tests that are run again, and how many of each file must pass at least."""
