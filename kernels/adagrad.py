@@ -12,31 +12,18 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Du
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from amp.kernels.language import jit, tl  # noqa: F401 (the interpreter looks for tl)
 from amp.kernels.rule import Numbers, Prepared, Rule
 
 
-def adagrad_numbers(
-    lr: float | Tensor,
-    lr_decay: float | Tensor,
-    eps: float | Tensor,
-    weight_decay: float | Tensor,
-    *,
-    decoupled: bool,
-) -> Numbers:
-    """Return the numbers of `ADAGRAD`. The host does not wait for the device.
-
-    Args:
-        lr: a number, or a tensor of one element, as are the next three.
-        lr_decay: how fast the rate falls with the steps.
-        eps: added to the root.
-        weight_decay: the weight decay.
-        decoupled: whether it stays out of the sum of squares.
-    """
-    l2, decay = (0.0, weight_decay) if decoupled else (weight_decay, 0.0)
-    return lr, lr_decay, eps, l2, decay
+def _numbers(group: Mapping[str, Any]) -> Numbers:
+    l2, decay = group["weight_decay"], 0.0
+    if group["adagrad_w_mode"]:
+        l2, decay = decay, l2
+    return group["lr"], group["lr_decay"], group["eps"], l2, decay
 
 
 @jit
@@ -58,5 +45,5 @@ def _update(p, g, m, v, prepared, sqrt):
     return p - rate * (g / (sqrt(m) + eps) + decay * p), m, v
 
 
-ADAGRAD = Rule(1, _prepare, _at, _update)
+ADAGRAD = Rule(1, _numbers, _prepare, _at, _update)
 """Adagrad: its moment is the sum of squared gradients."""

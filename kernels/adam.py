@@ -13,39 +13,23 @@ Loshchilov and Hutter 2019; the order of the operations is that of `torch.optim.
 from __future__ import annotations
 
 import math
-
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from amp.kernels.language import jit, tl
 from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, in_double, log_of
 
 
-def adam_numbers(
-    lr: float | Tensor,
-    betas: tuple[float | Tensor, float | Tensor],
-    eps: float | Tensor,
-    weight_decay: float | Tensor,
-    *,
-    decoupled: bool,
-    bias_correction: bool,
-) -> Numbers:
-    """Return the numbers of `ADAM`. The host does not wait for the device.
-
-    1 - beta and log(beta) come from the host, in FP64: beta in FP32 is too coarse to tell how far it is
-    from 1.
-
-    Args:
-        lr: a number, or a tensor of one element, as are all of these.
-        betas: how much of the two moments is kept.
-        eps: added to the root.
-        weight_decay: AdamW's or Adam's.
-        decoupled: whether the weight decay is AdamW's.
-        bias_correction: whether the moments are corrected for having started at 0.
-    """
-    beta1, beta2 = map(in_double, betas)
-    decay, l2 = (weight_decay, 0.0) if decoupled else (0.0, weight_decay)
+def adam_numbers(group: Mapping[str, Any]) -> Numbers:
+    """Return the numbers of `ADAM`."""
+    # 1 - beta and log(beta) come from the host, in FP64: beta in FP32 is too coarse for how far it is
+    # from 1.
+    beta1, beta2 = map(in_double, group["betas"])
     of_betas = beta1, beta2, 1 - beta1, 1 - beta2, log_of(beta1), log_of(beta2)
-    return lr, *of_betas, eps, decay, l2, float(bias_correction)
+    decay, l2 = group["weight_decay"], 0.0
+    if not group["decoupled_weight_decay"]:
+        decay, l2 = l2, decay
+    return group["lr"], *of_betas, group["eps"], decay, l2, float(group["bias_correction"])
 
 
 @jit
@@ -75,5 +59,5 @@ def _update(p, g, m, v, prepared, sqrt):
     return p - size * m / (sqrt(v) * root + eps), m, v
 
 
-ADAM = Rule(2, _prepare, _at, _update)
+ADAM = Rule(2, adam_numbers, _prepare, _at, _update)
 """Adam: its moments are the running means of gradients and of their squares."""

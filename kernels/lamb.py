@@ -15,6 +15,7 @@ direction. Source: You et al. 2020, algorithm 2, with bias correction; NVIDIA ap
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,33 +26,11 @@ from amp.kernels.language import jit, plain, tl
 from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction
 
 
-def lamb_numbers(
-    lr: float | Tensor,
-    betas: tuple[float | Tensor, float | Tensor],
-    eps: float | Tensor,
-    weight_decay: float | Tensor,
-    *,
-    decoupled: bool,
-    bias_correction: bool,
-    averages: bool,
-    always_adapts: bool,
-) -> Numbers:
-    """Return the numbers of `LAMB`. The host does not wait for the device.
-
-    Args:
-        lr: as in `adam_numbers`, and so are those up to `bias_correction`.
-        betas: likewise.
-        eps: likewise.
-        weight_decay: added to the direction, or to the gradient.
-        decoupled: whether it is added to the direction.
-        bias_correction: likewise.
-        averages: whether the first moment is a mean of gradients, or a sum.
-        always_adapts: whether norms count without a weight decay too (NVLAMB).
-    """
-    lr, beta1, beta2, new1, *others = adam_numbers(
-        lr, betas, eps, weight_decay, decoupled=decoupled, bias_correction=bias_correction
-    )
-    return lr, beta1, beta2, new1 if averages else 1.0, *others, float(always_adapts)
+def _numbers(group: Mapping[str, Any]) -> Numbers:
+    of_adam = adam_numbers({**group, "decoupled_weight_decay": group["adam_w_mode"]})
+    lr, beta1, beta2, new1, *others = of_adam
+    fresh = new1 if group["grad_averaging"] else 1.0
+    return lr, beta1, beta2, fresh, *others, float(group["use_nvlamb"])
 
 
 @jit
@@ -100,5 +79,5 @@ def _plain_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, prepared: Any, sqr
     return p - prepared[0] * torch.where(adapts, of_param / of_direction, 1.0) * direction, m, v
 
 
-LAMB = Rule(2, _prepare, _at, _update, _direction, _plain_update)
+LAMB = Rule(2, _numbers, _prepare, _at, _update, _direction, _plain_update)
 """LAMB: its moments are the running means of gradients and of their squares."""

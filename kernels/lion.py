@@ -10,6 +10,7 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Ch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,18 +19,9 @@ from amp.kernels.language import jit, tl
 from amp.kernels.rule import Numbers, Prepared, Rule, in_double
 
 
-def lion_numbers(
-    lr: float | Tensor, betas: tuple[float | Tensor, float | Tensor], weight_decay: float | Tensor
-) -> Numbers:
-    """Return the numbers of `LION`. The host does not wait for the device.
-
-    Args:
-        lr: a number, or a tensor of one element, as are the next two.
-        betas: how much of the mean is kept, for the step and after it.
-        weight_decay: decoupled, as in AdamW.
-    """
-    beta1, beta2 = map(in_double, betas)
-    return lr, beta1, beta2, 1 - beta1, 1 - beta2, weight_decay
+def _numbers(group: Mapping[str, Any]) -> Numbers:
+    beta1, beta2 = map(in_double, group["betas"])
+    return group["lr"], beta1, beta2, 1 - beta1, 1 - beta2, group["weight_decay"]
 
 
 @jit
@@ -56,5 +48,5 @@ def _plain_update(p: Tensor, g: Tensor, m: Tensor, v: Any, prepared: Any, sqrt: 
     return p * keep - lr * (beta1 * m + new1 * g).sign(), beta2 * m + new2 * g, v
 
 
-LION = Rule(1, _prepare, _at, _update, plain_update=_plain_update)
+LION = Rule(1, _numbers, _prepare, _at, _update, plain_update=_plain_update)
 """Lion: its moment is the running mean of gradients."""

@@ -16,38 +16,19 @@ Source: Ginsburg et al. 2019; NVIDIA apex's FusedNovoGrad, which has both forms.
 from __future__ import annotations
 
 import math
-
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from amp.kernels.language import jit, tl
 from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, in_double, log_of
 
 
-def novograd_numbers(
-    lr: float | Tensor,
-    betas: tuple[float | Tensor, float | Tensor],
-    eps: float | Tensor,
-    weight_decay: float | Tensor,
-    *,
-    bias_correction: bool,
-    averages: bool,
-    inside: bool,
-) -> Numbers:
-    """Return the numbers of `NOVOGRAD`. The host does not wait for the device.
-
-    Args:
-        lr: a number, or a tensor of one element, as are all of these.
-        betas: how much of the moment and of the norm is kept.
-        eps: added to the norm.
-        weight_decay: decoupled, or inside the moment.
-        bias_correction: whether both are corrected for having started at 0.
-        averages: whether the moment is a mean, or a sum.
-        inside: whether norm and weight decay are inside the moment.
-    """
-    beta1, beta2 = map(in_double, betas)
-    fresh = 1 - beta1 if averages else 1.0
+def _numbers(group: Mapping[str, Any]) -> Numbers:
+    beta1, beta2 = map(in_double, group["betas"])
+    fresh = 1 - beta1 if group["grad_averaging"] else 1.0
+    flags = float(group["bias_correction"]), float(group["reg_inside_moment"])
     logs = log_of(beta1), log_of(beta2)
-    return lr, beta1, fresh, *logs, eps, weight_decay, float(bias_correction), float(inside)
+    return group["lr"], beta1, fresh, *logs, group["eps"], group["weight_decay"], *flags
 
 
 @jit
@@ -88,5 +69,5 @@ def _update(p, g, m, v, prepared, sqrt):
     return p * keep - size * m, m, v
 
 
-NOVOGRAD = Rule(1, _prepare, _at, _update)
+NOVOGRAD = Rule(1, _numbers, _prepare, _at, _update)
 """NovoGrad: its moment is the running mean of gradients, over their norm or not."""

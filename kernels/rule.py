@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +23,9 @@ class Rule(NamedTuple):
 
     Attributes:
         moments: how many moments it has, at most 2.
+        numbers: from the hyper-parameters of a group, by the names that the fused optimizer gives them,
+            each a number or a tensor of one element, to the numbers that `prepare` and `at` take. The
+            host does not wait for the device.
         prepare: for Triton, in FP32: from the numbers, t, a pointer to the tensor's own numbers and how
             far apart they are to what `update` needs of them.
         at: the same for plain torch, on the host in FP64: from the numbers, t and the tensor's own.
@@ -35,6 +38,7 @@ class Rule(NamedTuple):
     """
 
     moments: int
+    numbers: Callable[[Mapping[str, Any]], Numbers]
     prepare: Any
     at: Callable[[list[float], float, float | None], Prepared]
     update: Any

@@ -12,33 +12,19 @@ decay after momentum: NVIDIA apex `FusedSGD`.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from amp.kernels.language import jit, tl
 from amp.kernels.rule import Numbers, Prepared, Rule
 
 
-def sgd_numbers(
-    lr: float | Tensor,
-    momentum: float | Tensor,
-    dampening: float | Tensor,
-    weight_decay: float | Tensor,
-    *,
-    nesterov: bool,
-    after_momentum: bool,
-) -> Numbers:
-    """Return the numbers of `SGD` and `MOMENTUM_SGD`. The host does not wait for the device.
-
-    Args:
-        lr: a number, or a tensor of one element, as are the next three.
-        momentum: how much of the momentum is kept.
-        dampening: how much of a gradient does not enter it.
-        weight_decay: how much of the parameter is added to the gradient.
-        nesterov: whether to look ahead.
-        after_momentum: whether the weight decay stays out of the momentum.
-    """
-    before, after = (0.0, weight_decay) if after_momentum else (weight_decay, 0.0)
-    return lr, before, after, momentum, 1 - dampening, float(nesterov)
+def _numbers(group: Mapping[str, Any]) -> Numbers:
+    before, after = group["weight_decay"], 0.0
+    if group["wd_after_momentum"]:
+        before, after = after, before
+    fresh = 1 - group["dampening"]
+    return group["lr"], before, after, group["momentum"], fresh, float(group["nesterov"])
 
 
 @jit
@@ -82,8 +68,8 @@ def _update_without_momentum(p, g, m, v, prepared, sqrt):
     return p - lr * (g + decay * p), m, v
 
 
-SGD = Rule(0, _prepare_without_momentum, _at_without_momentum, _update_without_momentum)
+SGD = Rule(0, _numbers, _prepare_without_momentum, _at_without_momentum, _update_without_momentum)
 """SGD without momentum."""
 
-MOMENTUM_SGD = Rule(1, _prepare, _at, _update)
+MOMENTUM_SGD = Rule(1, _numbers, _prepare, _at, _update)
 """SGD whose moment is the momentum."""

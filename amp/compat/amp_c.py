@@ -8,7 +8,7 @@ host does not wait for the device on GPUs with Triton.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,17 +134,17 @@ def multi_tensor_adam(
         bias_correction: whether moments are corrected for having started at 0.
         weight_decay: the weight decay.
     """
-    from amp.kernels.adam import ADAM, adam_numbers  # loads Triton
+    from amp.kernels.adam import ADAM  # loads Triton
 
-    numbers = adam_numbers(
-        lr,
-        (beta1, beta2),
-        eps,
-        weight_decay,
-        decoupled=mode == 1,
-        bias_correction=bool(bias_correction),
-    )
-    _step(ADAM, numbers, flag, lists, step)
+    group = {
+        "lr": lr,
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "decoupled_weight_decay": mode == 1,
+        "bias_correction": bias_correction,
+    }
+    _step(ADAM, group, flag, lists, step)
 
 
 def multi_tensor_lamb(
@@ -165,20 +165,20 @@ def multi_tensor_lamb(
     use_nvlamb: bool = False,
 ) -> None:
     """Step parameters by LAMB, clipped by a norm that is known; see `multi_tensor_adam`."""
-    from amp.kernels.lamb import LAMB, lamb_numbers  # loads Triton
+    from amp.kernels.lamb import LAMB  # loads Triton
 
-    numbers = lamb_numbers(
-        lr,
-        (beta1, beta2),
-        eps,
-        weight_decay,
-        decoupled=mode == 1,
-        bias_correction=bool(bias_correction),
-        averages=bool(grad_averaging),
-        always_adapts=use_nvlamb,
-    )
+    group = {
+        "lr": lr,
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": mode == 1,
+        "bias_correction": bias_correction,
+        "grad_averaging": grad_averaging,
+        "use_nvlamb": use_nvlamb,
+    }
     clip = (max_grad_norm / _one(global_grad_norm, flag)).clamp(max=1.0) if max_grad_norm else None
-    _step(LAMB, numbers, flag, lists, step, clip=clip)
+    _step(LAMB, group, flag, lists, step, clip=clip)
 
 
 def multi_tensor_sgd(
@@ -209,19 +209,19 @@ def multi_tensor_sgd(
         wd_after_momentum: whether the weight decay stays out of the momentum.
         scale: what to multiply the gradients by.
     """
-    from amp.kernels.sgd import MOMENTUM_SGD, sgd_numbers  # loads Triton
+    from amp.kernels.sgd import MOMENTUM_SGD  # loads Triton
 
-    numbers = sgd_numbers(
-        lr,
-        momentum,
-        dampening,
-        weight_decay,
-        nesterov=nesterov,
-        after_momentum=wd_after_momentum,
-    )
+    group = {
+        "lr": lr,
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "nesterov": nesterov,
+        "wd_after_momentum": wd_after_momentum,
+    }
     models = lists[3] if len(lists) > 3 else None
     step = 1 if first_run else 2
-    _step(MOMENTUM_SGD, numbers, flag, lists[:3], step, models=models, inv_scale=_one(scale, flag))
+    _step(MOMENTUM_SGD, group, flag, lists[:3], step, models=models, inv_scale=_one(scale, flag))
 
 
 def update_scale_hysteresis(
@@ -267,12 +267,15 @@ def update_scale_hysteresis(
     return current_scale
 
 
-def _step(rule: Any, numbers: Any, flag: Tensor, lists: Lists, t: int, **options: Any) -> None:
+def _step(
+    rule: Any, group: Mapping[str, Any], flag: Tensor, lists: Lists, t: int, **options: Any
+) -> None:
     from amp.kernels.stepping import step  # loads Triton
 
     grads, params, *moments = lists
     counters = torch.full((len(params),), t - 1.0, dtype=torch.float32, device=params[0].device)
     found_inf = flag.reshape(1).float()
+    numbers = rule.numbers(group)
     step(rule, numbers, params, grads, moments, counters.unbind(), found_inf=found_inf, **options)
 
 

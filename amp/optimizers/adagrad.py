@@ -66,14 +66,7 @@ class FusedAdagrad(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # apex's does not count: it knows no lr_decay
 
-    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
-        from amp.kernels.adagrad import ADAGRAD, adagrad_numbers  # loads Triton
+    def _rule(self, group: Mapping[str, Any]) -> Any:
+        from amp.kernels.adagrad import ADAGRAD  # loads Triton
 
-        numbers = adagrad_numbers(
-            group["lr"],
-            group["lr_decay"],
-            group["eps"],
-            group["weight_decay"],
-            decoupled=group["adagrad_w_mode"],
-        )
-        return ADAGRAD, numbers
+        return ADAGRAD

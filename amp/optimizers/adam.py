@@ -82,15 +82,7 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam does not support amsgrad=True: use torch.optim.Adam(..., amsgrad=True)"
             )
 
-    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
-        from amp.kernels.adam import ADAM, adam_numbers  # loads Triton
+    def _rule(self, group: Mapping[str, Any]) -> Any:
+        from amp.kernels.adam import ADAM  # loads Triton
 
-        numbers = adam_numbers(
-            group["lr"],
-            group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            bias_correction=group["bias_correction"],
-        )
-        return ADAM, numbers
+        return ADAM

@@ -90,8 +90,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What an optimizer has of its own.
 
-    def _rule(self, group: Mapping[str, Any]) -> tuple[Rule, Sequence[float | Tensor]]:
-        """Return how a group is stepped, and the hyper-parameters as the rule takes them."""
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        """Return the formula by which a group is stepped."""
         raise NotImplementedError
 
     def _check_group(self, group: Mapping[str, Any]) -> None:

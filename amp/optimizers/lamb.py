@@ -67,17 +67,7 @@ class FusedLAMB(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
-    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
-        from amp.kernels.lamb import LAMB, lamb_numbers  # loads Triton
+    def _rule(self, group: Mapping[str, Any]) -> Any:
+        from amp.kernels.lamb import LAMB  # loads Triton
 
-        numbers = lamb_numbers(
-            group["lr"],
-            group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            decoupled=group["adam_w_mode"],
-            bias_correction=group["bias_correction"],
-            averages=group["grad_averaging"],
-            always_adapts=group["use_nvlamb"],
-        )
-        return LAMB, numbers
+        return LAMB

@@ -46,8 +46,7 @@ class FusedLion(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # nothing depends on it, and others do not count
 
-    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
-        from amp.kernels.lion import LION, lion_numbers  # loads Triton
+    def _rule(self, group: Mapping[str, Any]) -> Any:
+        from amp.kernels.lion import LION  # loads Triton
 
-        numbers = lion_numbers(group["lr"], group["betas"], group["weight_decay"])
-        return LION, numbers
+        return LION

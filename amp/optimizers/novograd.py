@@ -97,19 +97,10 @@ class FusedNovoGrad(FusedOptimizer):
             for key, value in zip(same, values.unbind(), strict=True):
                 state[key]["exp_avg_sq"] = value
 
-    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
-        from amp.kernels.novograd import NOVOGRAD, novograd_numbers  # loads Triton
+    def _rule(self, group: Mapping[str, Any]) -> Any:
+        from amp.kernels.novograd import NOVOGRAD  # loads Triton
 
-        numbers = novograd_numbers(
-            group["lr"],
-            group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            bias_correction=group["bias_correction"],
-            averages=group["grad_averaging"],
-            inside=group["reg_inside_moment"],
-        )
-        return NOVOGRAD, numbers
+        return NOVOGRAD
 
     def _of_tensor(
         self, batch: Batch, grads: Sequence[Tensor], factors: Sequence[Tensor], found_inf: Tensor | None

@@ -101,11 +101,11 @@ def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip:
     group = optimizer.param_groups[batch.index]
     *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)
     factors = [factor for factor in (one.inv_scale, clip) if factor is not None]
-    rule, numbers = optimizer._rule(group)
+    rule = optimizer._rule(group)
     seed = group["seed"] + 4 * batch.index + (batch.positions is None)
     step(
         rule,
-        numbers,
+        rule.numbers(group),
         moments=moments,
         steps=steps,
         **one.lists,

@@ -85,18 +85,10 @@ class FusedSGD(FusedOptimizer):
         # torch counts no steps, and its first one makes the momentum.
         return None if entry.get("momentum_buffer") is None else 1
 
-    def _rule(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
-        from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers  # loads Triton
+    def _rule(self, group: Mapping[str, Any]) -> Any:
+        from amp.kernels.sgd import MOMENTUM_SGD, SGD  # loads Triton
 
-        numbers = sgd_numbers(
-            group["lr"],
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            nesterov=group["nesterov"],
-            after_momentum=group["wd_after_momentum"],
-        )
-        return MOMENTUM_SGD if _has_momentum(group) else SGD, numbers
+        return MOMENTUM_SGD if _has_momentum(group) else SGD
 
 
 def _has_momentum(group: Mapping[str, Any]) -> bool:

@@ -33,6 +33,7 @@ if triton is None or INTERPRETED:
 
 from triton.runtime import driver
 
+from tests.kernels.numbers_of import numbers_of
 from tests.nodevice import NoDevice
 
 pytestmark = pytest.mark.slow
@@ -80,17 +81,14 @@ FLAGS = torch.zeros(8)
 
 
 def adam_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
-    numbers = adam.adam_numbers(1e-3, (0.9, 0.999), 1e-8, 0.0, decoupled=True, bias_correction=True)
+    numbers = numbers_of(adam.ADAM)
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
     steps = [torch.zeros(()) for _ in params]
     stepping.step(adam.ADAM, numbers, params, grads, moments, steps, **options)
 
 
 def lamb_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
-    numbers = lamb.lamb_numbers(
-        *(1e-3, (0.9, 0.999), 1e-6, 0.01),
-        **dict.fromkeys(("decoupled", "bias_correction", "averages", "always_adapts"), True),
-    )
+    numbers = numbers_of(lamb.LAMB)
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
     stepping.step(
         lamb.LAMB, numbers, params, grads, moments, [torch.zeros(()) for _ in params], **options

@@ -13,32 +13,31 @@ import torch
 from torch import Tensor
 
 from amp.kernels import plainstep
-from amp.kernels.adagrad import ADAGRAD, adagrad_numbers
-from amp.kernels.adam import ADAM, adam_numbers
+from amp.kernels.adagrad import ADAGRAD
+from amp.kernels.adam import ADAM
 from amp.kernels.language import INTERPRETED
-from amp.kernels.lion import LION, lion_numbers
-from amp.kernels.novograd import NOVOGRAD, novograd_numbers
+from amp.kernels.lion import LION
+from amp.kernels.novograd import NOVOGRAD
 from amp.kernels.rule import Numbers, Rule
-from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
+from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.stepping import step
+from tests.kernels.numbers_of import numbers_of
 
 if INTERPRETED:
     pytest.skip("plain torch needs no interpreter", allow_module_level=True)
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SHAPES = [(300, 300), (7,), (70_000,), (5, 3, 2, 2), (0,), (1,), (66_000,)]
-BETAS = (0.9, 0.999)
-OF_SGD = sgd_numbers(0.01, 0.9, 0.0, 0.1, nesterov=True, after_momentum=False)
 RULES: dict[str, tuple[Rule, Numbers]] = {
-    "adagrad": (ADAGRAD, adagrad_numbers(0.01, 0.1, 1e-10, 0.1, decoupled=False)),
-    "adam": (ADAM, adam_numbers(0.01, BETAS, 1e-8, 0.1, decoupled=True, bias_correction=True)),
-    "lion": (LION, lion_numbers(0.01, BETAS, 0.1)),
-    "momentum": (MOMENTUM_SGD, OF_SGD),
-    "novograd": (
-        NOVOGRAD,
-        novograd_numbers(0.01, BETAS, 1e-8, 0.1, bias_correction=True, averages=True, inside=False),
-    ),
-    "sgd": (SGD, OF_SGD),
+    name: (rule, numbers_of(rule, nesterov=True))
+    for name, rule in {
+        "adagrad": ADAGRAD,
+        "adam": ADAM,
+        "lion": LION,
+        "momentum": MOMENTUM_SGD,
+        "novograd": NOVOGRAD,
+        "sgd": SGD,
+    }.items()
 }
 
 
@@ -110,11 +109,12 @@ def test_small_steps_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import torch
-from amp.kernels.sgd import MOMENTUM_SGD, sgd_numbers
+from amp.kernels.sgd import MOMENTUM_SGD
 from amp.kernels.stepping import step
 
 torch.set_num_threads(1)
-numbers = sgd_numbers(0.1, 0.9, 0.0, 0.1, nesterov=False, after_momentum=False)
+group = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1}
+numbers = MOMENTUM_SGD.numbers({**group, "nesterov": False, "wd_after_momentum": False})
 ends = []
 for backend in (None, "reference"):
     torch.manual_seed(0)

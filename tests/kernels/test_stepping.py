@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp.kernels.adagrad import ADAGRAD, adagrad_numbers
-from amp.kernels.adam import ADAM, adam_numbers
-from amp.kernels.lamb import LAMB, lamb_numbers
+from amp.kernels.adagrad import ADAGRAD
+from amp.kernels.adam import ADAM
+from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
-from amp.kernels.lion import LION, lion_numbers
-from amp.kernels.novograd import NOVOGRAD, novograd_numbers
+from amp.kernels.lion import LION
+from amp.kernels.novograd import NOVOGRAD
 from amp.kernels.rule import Rule
-from amp.kernels.sgd import MOMENTUM_SGD, SGD, sgd_numbers
+from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import step
 from tests.covering import covering
+from tests.kernels.numbers_of import numbers_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LR = 1e-2
@@ -41,14 +42,12 @@ class Case(NamedTuple):
     maximize: bool = False
 
 
-def adam(lr: Any = LR, decay: float = 0.1, **options: Any) -> Any:
-    options = {"decoupled": True, "bias_correction": True, **options}
-    return adam_numbers(lr, (0.9, 0.999), 1e-8, decay, **options)
+def adam(**changes: Any) -> Any:
+    return numbers_of(ADAM, **changes)
 
 
-def sgd(momentum: float = 0.9, dampening: float = 0.0, decay: float = 0.1, **options: Any) -> Any:
-    options = {"nesterov": False, "after_momentum": False, **options}
-    return sgd_numbers(LR, momentum, dampening, decay, **options)
+def sgd(**changes: Any) -> Any:
+    return numbers_of(SGD, **changes)
 
 
 def torch_sgd(**options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
@@ -107,46 +106,47 @@ class Lamb(torch.optim.Optimizer):
             p -= LR * ratio * u
 
 
-def lamb(decay: float = 0.1, **options: Any) -> Any:
-    options = {"decoupled": True, "averages": True, "always_adapts": False, **options}
-    return lamb_numbers(LR, (0.9, 0.999), 1e-6, decay, bias_correction=True, **options)
+def lamb(**changes: Any) -> Any:
+    return numbers_of(LAMB, eps=1e-6, **changes)
 
 
 CASES = {
-    "sgd": Case(SGD, lambda: sgd(0.0), torch_sgd(momentum=0.0)),
+    "sgd": Case(SGD, lambda: sgd(momentum=0.0), torch_sgd(momentum=0.0)),
     "sgd, momentum": Case(MOMENTUM_SGD, sgd, torch_sgd()),
     "sgd, dampening, maximize": Case(
         MOMENTUM_SGD,
-        lambda: sgd(dampening=0.5, decay=0.0),
+        lambda: sgd(dampening=0.5, weight_decay=0.0),
         torch_sgd(dampening=0.5, weight_decay=0.0, maximize=True),
         maximize=True,
     ),
     "sgd, nesterov": Case(MOMENTUM_SGD, lambda: sgd(nesterov=True), torch_sgd(nesterov=True)),
     "sgd, decay after momentum": Case(
         MOMENTUM_SGD,
-        lambda: sgd(after_momentum=True),
+        lambda: sgd(wd_after_momentum=True),
         lambda ps: SGDWithDecayAfterMomentum(ps, lr=LR, momentum=0.9),
     ),
-    "lion": Case(LION, lambda: lion_numbers(LR, (0.9, 0.99), 0.1), Lion),
+    "lion": Case(LION, lambda: numbers_of(LION, betas=(0.9, 0.99)), Lion),
     "adagrad": Case(
         ADAGRAD,
-        lambda: adagrad_numbers(LR, 0.01, 1e-10, 0.1, decoupled=False),
+        lambda: numbers_of(ADAGRAD, eps=1e-10),
         lambda ps: torch.optim.Adagrad(ps, lr=LR, lr_decay=0.01, weight_decay=0.1),
     ),
     "adamw": Case(ADAM, adam, lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1)),
     "adam": Case(
-        ADAM, lambda: adam(decoupled=False), lambda ps: torch.optim.Adam(ps, lr=LR, weight_decay=0.1)
+        ADAM,
+        lambda: adam(decoupled_weight_decay=False),
+        lambda ps: torch.optim.Adam(ps, lr=LR, weight_decay=0.1),
     ),
     "lamb": Case(LAMB, lamb, Lamb),
-    "lamb without decay": Case(LAMB, lambda: lamb(0.0), lambda ps: Lamb(ps, decay=0.0)),
+    "lamb without decay": Case(LAMB, lambda: lamb(weight_decay=0.0), lambda ps: Lamb(ps, decay=0.0)),
     "nvlamb": Case(
         LAMB,
-        lambda: lamb(1e-30, always_adapts=True),
+        lambda: lamb(weight_decay=1e-30, use_nvlamb=True),
         lambda ps: Lamb(ps, decay=1e-30),
     ),
     "lamb, sums, l2": Case(
         LAMB,
-        lambda: lamb(averages=False, decoupled=False),
+        lambda: lamb(grad_averaging=False, adam_w_mode=False),
         lambda ps: Lamb(ps, fresh=1.0, decoupled=False),
     ),
     "adamw, maximize": Case(
@@ -220,7 +220,7 @@ def test_parameters_of_other_dtypes_are_computed_in_fp32_or_fp64(
     tensors = Tensors(device, ADAM, dtype)
     before = [p.to(F64, copy=True) for p in tensors.params]
     grads = tensors.grads(dtype)
-    tensors.step(adam(decay=0.0), grads)
+    tensors.step(adam(weight_decay=0.0), grads)
     for p, b, g in zip(tensors.params, before, grads, strict=True):
         exact = b - LR * g.double() / (g.double().abs() + 1e-8)
         torch.testing.assert_close(p.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
@@ -245,7 +245,7 @@ def test_scale_and_clip_multiply_the_gradients_and_leave_them_alone(device: torc
     grads = plain.grads(F32)
     larger = [g * 8 for g in grads]
     copies = [g.clone() for g in larger]
-    numbers = adam(decoupled=False)  # whose weight decay is not scaled
+    numbers = adam(decoupled_weight_decay=False)  # whose weight decay is not scaled
     plain.step(numbers, grads)
     scaled.step(numbers, larger, inv_scale=scalar(device, 1 / 4), clip=scalar(device, 1 / 2))
     assert all(map(torch.equal, plain.params, scaled.params))
@@ -257,8 +257,8 @@ def test_each_tensor_counts_its_own_steps(device: torch.device) -> None:
     late, fresh = Tensors(device, ADAM), Tensors(device, ADAM)
     late.steps[3].fill_(1e6)  # no correction left
     grads = late.grads(F32)
-    late.step(adam(decay=0.0), grads)
-    fresh.step(adam(decay=0.0), grads)
+    late.step(adam(weight_decay=0.0), grads)
+    fresh.step(adam(weight_decay=0.0), grads)
     assert torch.equal(late.params[4], fresh.params[4])
     assert not torch.allclose(late.params[3], fresh.params[3], atol=LR / 10)
     assert float(late.steps[3]) == 1e6 + 1
@@ -268,7 +268,7 @@ def test_numbers_may_be_tensors(device: torch.device) -> None:
     plain, tensors = Tensors(device, ADAM), Tensors(device, ADAM)
     grads = plain.grads(F32)
     plain.step(adam(), grads)
-    tensors.step(adam(torch.tensor(LR, device=device)), grads)
+    tensors.step(adam(lr=torch.tensor(LR, device=device)), grads)
     assert all(map(torch.equal, plain.params, tensors.params))
 
 
@@ -310,7 +310,9 @@ def test_small_steps_are_not_lost(device: torch.device, kind: Kind) -> None:
     tensors.moments, tensors.steps = [], tensors.steps[:1]
     lows = [torch.zeros(300, device=device, dtype=low_dtype(kind, BF16))]
     for _ in range(STEPS):
-        tensors.step(sgd(0.0, decay=0.0), [torch.full((300,), 1e-2, device=device)], lows=lows)
+        tensors.step(
+            sgd(momentum=0.0, weight_decay=0.0), [torch.full((300,), 1e-2, device=device)], lows=lows
+        )
     master = torch.empty(300, device=device)
     join(tensors.params, lows, [master])
     tolerance = 1e-5 if kind == "split16" else 1e-3  # 16 bits, rounded in each step
@@ -328,7 +330,7 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torc
         tensors.steps = tensors.steps[:1]
         tensors.moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
         for _ in range(4):
-            numbers = lion_numbers(LR, (0.9, 0.9995), 0.0)
+            numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
             tensors.step(numbers, [torch.zeros(n, device=device)], seed=seed)
         return tensors.moments[0][0].float()
 
@@ -350,7 +352,7 @@ def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, val
     tensors.params, tensors.steps = [torch.zeros(64, device=device)], tensors.steps[:1]
     tensors.moments = [[torch.full((64,), value, device=device, dtype=BF16)]]
     expected = tensors.moments[0][0].clone()
-    numbers = lion_numbers(LR, (0.9, 1.0 - 2.0**-30), 0.0)
+    numbers = numbers_of(LION, betas=(0.9, 1.0 - 2.0**-30), weight_decay=0.0)
     tensors.step(numbers, [torch.zeros(64, device=device)], seed=1)
     torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -363,11 +365,11 @@ def test_novograd_goes_by_the_norm_of_each_tensor(
     tensors = Tensors(device, NOVOGRAD)
     exact = [p.double() for p in tensors.params]
     means = [torch.zeros_like(p) for p in exact]
-    options = {"bias_correction": True, "averages": averages, "inside": inside}
+    options = {"grad_averaging": averages, "reg_inside_moment": inside}
     for t in range(1, STEPS + 1):
         grads = tensors.grads(F32)
         norms = torch.arange(1, len(grads) + 1, device=device) / 3
-        numbers = novograd_numbers(LR, (0.95, 0.98), 1e-8, 0.1, **options)
+        numbers = numbers_of(NOVOGRAD, betas=(0.95, 0.98), **options)
         tensors.step(numbers, grads, of_tensor=norms)
         for p, m, g, norm in zip(exact, means, grads, norms.double(), strict=True):
             d = norm / (1 - 0.98**t) ** 0.5 + 1e-8
