@@ -1,12 +1,9 @@
 """Weighted sums, as gradient accumulation needs them.
 
     out_i = a * x_i + b * y_i                         for every i
-    found_inf = 1 if any element is inf or NaN of    a * x_i    with check="x"
-                                                     b * y_i    with check="y"
-                                                     out_i      with check="both"
+    found_inf = 1 if any element of an x_i, or of its product with a, is inf or NaN
 
-With `check="x"` new gradients are judged, and not those that they are added to. A sum is inf or NaN
-where one of its terms is, and where it overflows its dtype.
+So new gradients are judged, and not those that they are added to.
 
 Shapes: `xs[i]`, `ys[i]` and `outs[i]` have one shape, of any size; an out may be its x or its y.
 Dtypes: float16, bfloat16, float32 or float64 each; a and b are float32. A product is FP32, or FP64
@@ -18,9 +15,7 @@ Source: NVIDIA apex `multi_tensor_axpby`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,8 +26,6 @@ from amp.kernels.unscale import scale_and_check
 
 BLOCK = 4096
 
-Check = Literal["x", "y", "both"]
-
 
 def axpby(
     a: float | Tensor,
@@ -42,7 +35,6 @@ def axpby(
     outs: Sequence[Tensor],
     found_inf: Tensor | None = None,
     *,
-    check: Check = "both",
     backend: str | None = None,
 ) -> None:
     """Write `a * xs + b * ys` to `outs`. The host does not wait for the device.
@@ -54,23 +46,19 @@ def axpby(
         ys: tensors.
         outs: where the sums go; may be `xs` or `ys` themselves.
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
-        check: the products that `found_inf` is about.
         backend: see `amp.kernels.backend`.
 
     Raises:
-        ValueError: the lists do not match, or `check` is something else.
+        ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    if check not in ("x", "y", "both"):
-        raise ValueError(f"check={check!r} is not one of 'x', 'y', 'both'")
     run(
         axpby_kernel,
-        functools.partial(axpby_reference, check=check),
+        axpby_reference,
         (xs, ys, outs),
         writes=1,
         block=BLOCK,
         backend=backend,
-        constants={"CHECK": check},
         a=a,
         b=b,
         found_inf=found_inf,
@@ -80,28 +68,18 @@ def axpby(
 @jit
 def _axpby(pointers, i, mask, arguments):
     x, y, out = pointers
-    a, b = arguments[0], arguments[1]
-    check: tl.constexpr = arguments[3]
+    a, b, found_inf = arguments
     dtype = out.dtype.element_ty
     ax = a * wide(tl.load(x + i, mask=mask, other=0.0), dtype)
     by = b * wide(tl.load(y + i, mask=mask, other=0.0), dtype)
-    total = narrow(ax + by, dtype)
-    tl.store(out + i, total, mask=mask)
-    checked = total
-    if check == "x":
-        checked = ax
-    elif check == "y":
-        checked = by
-    report(arguments[2], not_finite(checked))
+    tl.store(out + i, narrow(ax + by, dtype), mask=mask)
+    report(found_inf, not_finite(ax))
     return 0
 
 
 @jit(do_not_specialize=["a", "b", "found_inf"])
-def axpby_kernel(
-    rows, chunks, a, b, found_inf, CHECK: tl.constexpr, DTYPES: tl.constexpr, BLOCK: tl.constexpr
-):
-    # As a variable the tuple would lose what is known when this is compiled.
-    each_part(_axpby, rows, chunks, (tl.load(a), tl.load(b), found_inf, CHECK), DTYPES, BLOCK)
+def axpby_kernel(rows, chunks, a, b, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    each_part(_axpby, rows, chunks, (tl.load(a), tl.load(b), found_inf), DTYPES, BLOCK)
 
 
 def axpby_reference(
@@ -111,22 +89,17 @@ def axpby_reference(
     a: float | Tensor,
     b: float | Tensor,
     found_inf: Tensor | None,
-    check: Check,
 ) -> None:
     """Do `axpby` in plain torch, on tensors of one device and combination of dtypes."""
     out = outs[0].dtype
-    ax = _scaled(a, xs, out, found_inf if check == "x" else None)
-    by = ys
-    if isinstance(b, Tensor) or b != 1.0 or check == "y":
-        by = _scaled(b, ys, out, found_inf if check == "y" else None)
+    ax = _scaled(a, xs, out, found_inf)
+    by = _scaled(b, ys, out, None) if isinstance(b, Tensor) or b != 1.0 else ys
     if out is torch.promote_types(ax[0].dtype, by[0].dtype):
         for x, y, total in zip(ax, by, outs, strict=True):
             torch.add(x, y, out=total)
     else:
         for x, y, total in zip(ax, by, outs, strict=True):
             total.copy_(x + y)
-    if check == "both":
-        scale_and_check(outs, torch.ones(1, dtype=torch.float32, device="cpu"), found_inf)
 
 
 def _scaled(

@@ -74,16 +74,16 @@ def multi_tensor_axpby(
     chunk_size: int, flag: Tensor, lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:
     """Write `a * lists[0] + b * lists[1]` to `lists[2]`; check both, or the one that is said."""
-    from amp.kernels.axpby import axpby  # loads Triton
+    from amp.kernels.axpby import axpby  # load Triton
+    from amp.kernels.unscale import check
 
     found_inf = torch.zeros_like(flag, dtype=torch.float32)
     x, y, out = lists
-    if arg_to_check == 0:
-        axpby(a, x, b, y, out, found_inf, check="x")
-    elif arg_to_check == 1:
-        axpby(a, x, b, y, out, found_inf, check="y")
-    else:
-        axpby(a, x, b, y, out, found_inf)
+    if arg_to_check == 1:
+        a, x, b, y = b, y, a, x
+    elif arg_to_check != 0:
+        check(y, _one(b, flag), found_inf)  # now: out may be y itself
+    axpby(a, x, b, y, out, found_inf)
     _raise_flag(flag, found_inf)
 
 

@@ -103,10 +103,7 @@ class LossScaler:
         if scale_override is not None:
             of_new, of_stashed, of_result = scale_override
             a, b = of_result / of_new, of_result / of_stashed
-        axpby(
-            *(a, model_grads, b, stashed_master_grads, master_grads, self._ours.found_inf),
-            check="x",
-        )
+        axpby(a, model_grads, b, stashed_master_grads, master_grads, self._ours.found_inf)
 
     def clear_overflow_state(self) -> None:
         """Forget the last overflow."""

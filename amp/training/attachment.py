@@ -229,7 +229,10 @@ class AttachedOptimizer:
             )
         self.gradients.look_at_groups()
         if closure is not None:
-            run = functools.partial(_call_with_closure, step, args, kwargs)
+
+            def run(closure: Any) -> Any:
+                return step(closure, *args, **kwargs)
+
             parts = self.optimizer, self.gradients, self._masters
             result = ClosureStep(*parts, closure, self._report_all).run(run, ())
             self._stepped_by = []
@@ -295,12 +298,6 @@ class AttachedOptimizer:
 def keeps_moments(optimizer: Any) -> bool:
     """Whether an optimizer has a dtype of its own for its moments, which it can be given."""
     return isinstance(getattr(type(optimizer), "state_dtype", None), property)
-
-
-def _call_with_closure(
-    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], closure: Any
-) -> Any:
-    return step(closure, *args, **kwargs)
 
 
 def _bound_wrapper(

@@ -31,12 +31,7 @@ class Held(NamedTuple):
     norms: Norms | None = None
 
     def checked(self, found_inf: Tensor | None, max_norm: float | None) -> Held:
-        """Check the gradients, and find their norms if they are to be clipped. No host sync.
-
-        Args:
-            found_inf: float32 `[1]`, set to 1 if one of them is inf or NaN; None checks nothing.
-            max_norm: what the optimizer clips the norm to, if it does.
-        """
+        """Check the gradients, and find their norms if they are to be clipped. No host sync."""
         from amp.kernels.l2norm import l2norm  # load Triton
         from amp.kernels.unscale import check
 
@@ -55,7 +50,7 @@ class Held(NamedTuple):
         a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (newest, self)]
         sums = [torch.empty_like(grad, dtype=torch.float32) for grad in newest.grads]
         grads = TensorList(sums, like=newest.grads, dtype=torch.float32)
-        axpby(a, newest.grads, b, self.grads, grads, found_inf, check="x")
+        axpby(a, newest.grads, b, self.grads, grads, found_inf)
         return Held(newest.of, grads, None)
 
     def copied(self) -> Held:

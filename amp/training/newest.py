@@ -60,11 +60,8 @@ def look_at_newest(
     Args:
         lists: what the optimizer's groups hold.
         latest: `of_masters` of the block before.
-        dtypes: those that the parameters had.
+        dtypes: which raise if the model was cast.
         claimed: ids of parameters whose gradients another optimizer sees to.
-
-    Raises:
-        AmpRuntimeError: the model was cast.
     """
     found = [parameter.grad for parameter in lists.models]
     there = [grad is not None for grad in found]

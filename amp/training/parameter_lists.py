@@ -19,12 +19,8 @@ from amp.masters.whole import MasterWeights
 class ParameterLists:
     """The parameters of an optimizer's groups at one time, each once.
 
-    Args:
-        in_groups: the parameters as the groups have them; torch lets one be in a group twice.
-        masters: the session's.
-
     Attributes:
-        in_groups: likewise.
+        in_groups: as the groups have them; torch lets one be in a group twice.
         stepped: each parameter once, in the order of the groups: masters, and those without a master.
         masters: the masters.
         master_ids: their ids.

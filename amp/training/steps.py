@@ -15,8 +15,7 @@ masters to the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +34,7 @@ _CLOSURE_TRIES = 300
 
 
 class Stepper:
-    """What all ways share.
-
-    Args:
-        optimizer: the optimizer.
-        gradients: its gradients.
-        masters: the session's masters.
-    """
+    """What all ways share."""
 
     def __init__(self, optimizer: Any, gradients: Gradients, masters: MasterWeights) -> None:
         self.optimizer = optimizer
@@ -49,12 +42,7 @@ class Stepper:
         self.masters = masters
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
-        """Step or skip, and return what the step returned.
-
-        Args:
-            step: the optimizer's own step.
-            verdicts: what the checks found since the last one.
-        """
+        """Call the optimizer's own step, or skip it where a check since the last one says so."""
         raise NotImplementedError
 
     def follow_models(self) -> None:
@@ -63,13 +51,12 @@ class Stepper:
         self.masters.follow_requires_grad(lists.masters, lists.models)
         self.masters.follow_all(lists.masters, lists.models)
 
-    def is_skipped(self, verdicts: Sequence[Verdict]) -> bool:
-        """Whether there was an overflow, so that the host skips the step. The host waits."""
-        if not any(verdict.overflowed for verdict in verdicts):
-            return False
-        # A scheduler made before `initialize` would otherwise warn that it was stepped first.
-        self.optimizer._opt_called = True
-        return True
+    def run_unscaled(self, step: Callable[[], Any]) -> Any:
+        """Step on what is in `.grad`, and write masters to the model."""
+        with disable_casts():
+            result = self.masters.run_step(self.optimizer, self.gradients.lists.masters, step)
+        self.write_back()
+        return result
 
     def write_back(self, without: Collection[Tensor] = ()) -> None:
         """Write masters to the model. A frozen parameter without a gradient stays as it is."""
@@ -124,17 +111,11 @@ class DeviceSkip(Stepper):
         """Step; the optimizer skips by itself."""
         self.gradients.check_dtypes()
         self.follow_models()
-        with disable_casts(), self._shown(found_inf_of(verdicts)):
-            result = self.masters.run_step(self.optimizer, self.gradients.lists.masters, step)
-        self.write_back()
-        return result
-
-    @contextmanager
-    def _shown(self, found_inf: Tensor | None) -> Iterator[None]:
+        found_inf = found_inf_of(verdicts)
         self.optimizer.grad_scale = None
         self.optimizer.found_inf = None if found_inf is None else found_inf.reshape(())
         try:
-            yield
+            return self.run_unscaled(step)
         finally:
             del self.optimizer.grad_scale, self.optimizer.found_inf
 
@@ -146,12 +127,11 @@ class HostSkip(Stepper):
         """Step, or return None after an overflow."""
         self.gradients.check_dtypes()
         self.follow_models()
-        if self.is_skipped(verdicts):
+        if any(verdict.overflowed for verdict in verdicts):
+            # A scheduler made before `initialize` would otherwise warn that it was stepped first.
+            self.optimizer._opt_called = True
             return None
-        with disable_casts():
-            result = self.masters.run_step(self.optimizer, self.gradients.lists.masters, step)
-        self.write_back()
-        return result
+        return self.run_unscaled(step)
 
 
 class ClosureStep(Stepper):
@@ -159,13 +139,6 @@ class ClosureStep(Stepper):
 
     A closure can be evaluated again, so an overflow in it is answered by doing that at the lowered
     scale, and the step is not skipped.
-
-    Args:
-        optimizer: the optimizer.
-        gradients: its gradients.
-        masters: the session's masters.
-        closure: computes the loss.
-        report: tells the user of overflows.
     """
 
     def __init__(

@@ -42,10 +42,7 @@ class Move(NamedTuple):
 def unscale_moves(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | None) -> None:
     """Unscale gradients, and add them to those of earlier blocks. No host sync.
 
-    Args:
-        moves: the gradients.
-        inv_scale: float32 `[1]`, what to multiply them by.
-        found_inf: float32 `[1]`, set to 1 if one of them is inf or NaN; None checks nothing.
+    `inv_scale` and `found_inf` are those of `amp.kernels.unscale.unscale`.
     """
     if not moves:
         return
@@ -55,7 +52,7 @@ def unscale_moves(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | 
     adding = [move for move in moves if move.is_dense_sum()]
     totals = [move.total for move in adding if move.total is not None]
     sources = [move.source for move in adding]
-    axpby(inv_scale, sources, 1.0, totals, totals, found_inf, check="x")
+    axpby(inv_scale, sources, 1.0, totals, totals, found_inf)
     moving = [move for move in moves if not move.is_dense_sum()]
     targets = [move.target() for move in moving]
     unscale([move.source for move in moving], targets, inv_scale, found_inf)

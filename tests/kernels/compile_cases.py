@@ -121,7 +121,7 @@ for source in (F16, F32):
     constants = {"DTYPES": (source,), "BLOCK": l2norm.BLOCK}
     CASES[f"l2norm {source}"] = Case(l2norm.squares_kernel, constants, [SIZE[source]])
 for x, y, out in ((F16, F32, F32), (BF16, BF16, BF16), (F32, F32, F32)):
-    constants = {"CHECK": "x", "DTYPES": (x, y, out), "BLOCK": axpby.BLOCK}
+    constants = {"DTYPES": (x, y, out), "BLOCK": axpby.BLOCK}
     reads, writes = [SIZE[x], SIZE[y]], [SIZE[out]]
     CASES[f"axpby {x} {y} {out}"] = Case(axpby.axpby_kernel, constants, reads, writes)
 for source, target in ((F32, F16), (F32, BF16), (F16, F32), (F64, F16), (F64, BF16)):

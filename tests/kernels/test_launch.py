@@ -119,7 +119,7 @@ def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]
         for flag, one in ((FLAGS[:1], torch.ones(1)), (FLAGS[1:2], torch.ones(2)[1:])):
             unscale.unscale(halves, floats, one, flag)
             unscale.check(halves, one, flag)
-            axpby.axpby(one, halves, 1.0, floats, floats, flag, check="x")
+            axpby.axpby(one, halves, 1.0, floats, floats, flag)
             l2norm.l2norm(halves, one, found_inf=flag, max_norm=2)
             master_copy.master_copy(floats, halves)
             adam_step(floats, halves, models=halves, inv_scale=one, clip=one, found_inf=flag)
@@ -135,8 +135,7 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     doubles = tensors(3, torch.float64)
     unscale.unscale(halves, floats, one, None)
     unscale.unscale(doubles, floats, one, FLAGS[:1])
-    for which in ("x", "y", "both"):
-        axpby.axpby(2.0, halves, one, floats, floats, FLAGS[:1], check=which)  # type: ignore[arg-type]
+    axpby.axpby(2.0, halves, one, floats, floats, FLAGS[:1])
     axpby.axpby(2.0, halves, 3.0, floats, doubles)
     l2norm.l2norm(halves + floats + doubles)
     master_copy.master_copy(doubles, tensors(3, torch.bfloat16))
