@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.language import WARPS, each_part, jit, launch, not_finite, report, tl, wide
+from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
 from amp.kernels.tables import Launch, flag_on, number_on, plan, to_device
 from amp.kernels.tensor_lists import dense
 from amp.kernels.unscale import check_reference
@@ -155,20 +155,19 @@ def norms_of_chunks(
         norms_kernel,
         len(one.indices) + (of_all is not None),
         one.device,
-        one.rows,
-        one.firsts,
-        sums,
-        each,
-        partials,
-        len(partials),
-        None if max_norm is None else float(max_norm),
-        total,
-        clip,
-        len(one.indices),
+        rows=one.rows,
+        firsts=one.firsts,
+        sums=sums,
+        each=each,
+        partials=partials,
+        n_partials=len(partials),
+        max_norm=None if max_norm is None else float(max_norm),
+        total=total,
+        clip=clip,
+        n=len(one.indices),
         COLUMNS=one.rows.shape[1],
         EPS=CLIP_EPS,
         BLOCK=FINISH_BLOCK,
-        num_warps=WARPS,
     )
 
 

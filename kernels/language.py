@@ -57,7 +57,13 @@ WARPS = 8
 """How many warps a program has."""
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
+_compiled: dict[Any, Any] = {}
+"""What `launch` has compiled, by kernel, device, and all that Triton compiles a variant for."""
+
+
+def launch(
+    kernel: Any, programs: int, device: torch.device, warps: int = WARPS, **arguments: Any
+) -> None:
     """Run a kernel on a device, on its current stream. The host does not wait for the device.
 
     Products are rounded before they are added: which of them the compiler would fuse depends on what
@@ -65,9 +71,19 @@ def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **optio
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*args, **OPTIONS, **options)
+            launch(kernel, programs, device, warps, **arguments)
+        return
+    values = [arguments[name] for name in kernel.arg_names]
+    # What Triton compiles a variant for; to find that out itself takes it twice as long at each call.
+    variant = [
+        (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, torch.Tensor) else value
+        for value in values
+    ]
+    compiled = _compiled.get(key := (kernel, device, *variant))
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*values, num_warps=warps, **OPTIONS)
     else:
-        kernel[(programs,)](*args, **OPTIONS, **options)
+        compiled[(programs, 1, 1)](*values)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import uses_triton
-from amp.kernels.language import WARPS, dtype_of, launch
+from amp.kernels.language import dtype_of, launch
 from amp.kernels.tensor_lists import TensorList, dense
 
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -81,7 +81,7 @@ class Launch(NamedTuple):
         """
         dtypes = tuple(map(dtype_of, self.dtypes))
         tables = {"rows": self.rows, "chunks": self.chunks, "DTYPES": dtypes}
-        launch(kernel, len(self.chunks), self.device, **tables, **arguments, num_warps=WARPS)
+        launch(kernel, len(self.chunks), self.device, **tables, **arguments)
 
     def at(self, addresses: Tensor) -> Launch:
         """Return this launch for tensors that lie elsewhere: int64 `[tensors of the lists, lists]`."""

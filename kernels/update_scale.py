@@ -57,10 +57,10 @@ def update_scale(
             update_kernel,
             1,
             state.device,
-            state,
-            numbers_on(state.device, floats, torch.float64),
+            warps=1,
+            state=state,
+            factors=numbers_on(state.device, floats, torch.float64),
             RESET_EACH_STEP=reset_each_step,
-            num_warps=1,
         )
     else:
         update_scale_reference(state, *numbers, reset_each_step)

@@ -57,8 +57,8 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How many variants of each kernel have been compiled."""
     compiled: dict[str, int] = {}
 
-    def compile_only(kernel: Any, programs: int, device: Any, *args: Any, **options: Any) -> None:
-        assert kernel.warmup(*args, grid=(programs,), **options) is not None
+    def compile_only(kernel: Any, programs: int, device: Any, warps: int = 8, **arguments: Any) -> None:
+        assert kernel.warmup(**arguments, grid=(programs,), num_warps=warps) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
     for module in (tables, l2norm, update_scale):
@@ -96,20 +96,48 @@ def lamb_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None
 
 
 class Recorder:
-    """A kernel that only notes with what it is launched."""
+    """A kernel that only notes with what it is launched, by Triton and as it was compiled."""
+
+    arg_names = ("table", "number", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compilations: list[Any] = []
+        self.launches: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: vars(self).update(grid=grid, args=args, options=options)
+        def compile(*args: Any, **options: Any) -> Any:
+            self.compilations.append((grid, args, options))
+            return self
+
+        return lambda *a, **o: compile(*a, **o) if o else self.launches.append((grid, a))
 
 
 def test_every_launch_rounds_products_before_it_adds_them() -> None:
     kernel = Recorder()
-    language.launch(kernel, 3, torch.device("cpu"), "table", BLOCK=4)
-    assert vars(kernel) == {
-        "grid": (3,),
-        "args": ("table",),
-        "options": {"BLOCK": 4, "enable_fp_fusion": False},
-    }
+    language.launch(kernel, 3, torch.device("cpu"), table="table", number=1, BLOCK=4)
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    assert kernel.compilations == [((3,), ("table", 1, 4), options)]
+
+
+def test_what_was_compiled_runs_again_for_arguments_that_it_is_right_for() -> None:
+    """Triton compiles for dtypes, for addresses that are multiples of 16, and for what is not there."""
+    kernel, memory = Recorder(), torch.zeros(64)
+
+    def launch(table: Any, number: int = 1, block: int = 4) -> int:
+        arguments = {"table": table, "number": number, "BLOCK": block}
+        language.launch(kernel, 3, torch.device("cpu"), **arguments)
+        return len(kernel.compilations)
+
+    assert launch(memory) == 1
+    assert launch(memory[4:]) == 1
+    assert kernel.launches[0][0] == (3, 1, 1)
+    assert kernel.launches[0][1][0].data_ptr() == memory[4:].data_ptr()
+    assert launch(memory[1:]) == 2
+    assert launch(memory.half()) == 3
+    assert launch(None) == 4
+    assert launch(memory, number=16) == 5
+    assert launch(memory, block=8) == 6
+    assert launch(memory) == 6
 
 
 def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]) -> None:
