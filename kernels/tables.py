@@ -80,8 +80,8 @@ class Launch(NamedTuple):
             **arguments: what else it takes.
         """
         dtypes = tuple(map(dtype_of, self.dtypes))
-        tables = {"rows": self.rows, "chunks": self.chunks, "DTYPES": dtypes}
-        launch(kernel, len(self.chunks), self.device, **tables, **arguments)
+        arguments |= {"rows": self.rows, "chunks": self.chunks, "DTYPES": dtypes}
+        launch(kernel, len(self.chunks), self.device, **arguments)
 
     def at(self, addresses: Tensor) -> Launch:
         """Return this launch for tensors that lie elsewhere: int64 `[tensors of the lists, lists]`."""

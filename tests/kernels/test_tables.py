@@ -262,7 +262,8 @@ def test_only_multiples_of_16_bytes_move_128_bits_at_a_time() -> None:
         for length in (0, 7, 8, 8191, 8192):
             where = torch.tensor([address], dtype=torch.int64, device=DEVICE)
             result = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
-            launch(vector_length_kernel, 1, DEVICE, where, length, result)
+            arguments = {"address": where, "length": length, "result": result}
+            launch(vector_length_kernel, 1, DEVICE, **arguments)
             assert result.item() == (length // 8 * 8 if address % 16 == 0 else 0)
 
 
