@@ -25,7 +25,6 @@ def run(
     writes: int,
     block: int,
     backend: str | None,
-    constants: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> None:
     """Run an operation on parallel lists of tensors. The host does not wait for the device.
@@ -38,7 +37,6 @@ def run(
         writes: how many of the lists are written: the last ones.
         block: the number of elements of a chunk.
         backend: see `amp.kernels.backend`.
-        constants: compile-time arguments of the kernel.
         **arguments: numbers, or float32 `[1]` each, or None. `found_inf`, if there is one, is written.
     """
     known = {id(tensors): dense(tensors) for tensors in lists}  # a list that is there twice asks once
@@ -49,7 +47,7 @@ def run(
             here = {name: number_on(each.device, value) for name, value in arguments.items()}
             if "found_inf" in arguments:
                 here["found_inf"] = flag
-            each.run(kernel, **here, **(constants or {}), BLOCK=block)
+            each.run(kernel, **here, BLOCK=block)
     for same in todo.fallback:
         with torch.no_grad():
             reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)

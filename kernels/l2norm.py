@@ -140,10 +140,10 @@ def norms_of_chunks(
     of_all: tuple[Tensor, Tensor, Tensor] | None = None,
     max_norm: float | None = None,
 ) -> None:
-    """Write the norms of tensors from the sums of squares of their chunks. The host does not wait.
+    """Write the norms of a launch's tensors from the sums of squares of its chunks. No host sync.
 
     Args:
-        one: the launch that summed them up.
+        one: the launch.
         sums: float32 `[chunks]`.
         each: float32, where the norm of each goes, at its index.
         of_all: for the norm of several launches together: the sums of squares of all their chunks, and

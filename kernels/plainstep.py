@@ -48,11 +48,7 @@ def step_plainly(
 ) -> None:
     """Step some of the tensors of lists, in FP32 or FP64, and count their steps.
 
-    Args:
-        settings: how.
-        lists: plain tensors.
-        steps: how many steps each tensor has taken.
-        groups: the tensors to step, those of one device and combination of dtypes together.
+    `groups` says which: the indices of those of one device and combination of dtypes together.
     """
     torch._foreach_add_([steps[i] for i in itertools.chain.from_iterable(groups)], 1.0)
     rule, of_tensor, seed = settings.rule, settings.of_tensor, settings.seed
@@ -77,12 +73,7 @@ def _step_group(
 ) -> None:
     """Step lists of tensors of one device and combination of dtypes.
 
-    Args:
-        settings: how.
-        lists: the tensors.
-        prepared: what the rule's update needs, for each tensor.
-        scale: what to multiply gradients by.
-        ts: which step of each tensor this is.
+    `prepared` is what the rule's update needs, for each tensor, and `ts` which step of it this is.
     """
     rule, seed = settings.rule, settings.seed
     formula = rule.plain_update or plain(rule.update)

@@ -73,12 +73,7 @@ class Launch(NamedTuple):
     rows_on_host: Tensor
 
     def run(self, kernel: Any, **arguments: Any) -> None:
-        """Run a kernel, a program for each chunk. The host does not wait for the device.
-
-        Args:
-            kernel: takes `rows`, `chunks` and `DTYPES`; see `amp.kernels.language`.
-            **arguments: what else it takes.
-        """
+        """Run a kernel of `rows`, `chunks`, `DTYPES` and arguments, a program for each chunk."""
         dtypes = tuple(map(dtype_of, self.dtypes))
         arguments |= {"rows": self.rows, "chunks": self.chunks, "DTYPES": dtypes}
         launch(kernel, len(self.chunks), self.device, **arguments)

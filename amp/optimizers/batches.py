@@ -113,13 +113,7 @@ class Batches:
     def of(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], inputs: Any
     ) -> list[Batch]:
-        """Return the batches of one step. Nothing is written.
-
-        Args:
-            groups: the optimizer's.
-            state: the optimizer's.
-            inputs: what it steps with: a `StepInputs`, or `NoSession`.
-        """
+        """Return the batches of one step with a `StepInputs`, or `NoSession`. Nothing is written."""
         lists: list[Sequence[Tensor]] = [*(group["params"] for group in groups), inputs.stepped.tensors]
         is_new = len(lists) != len(self._lists) or not all(map(are_same, lists, self._lists))
         if is_new:

@@ -50,13 +50,7 @@ def check_betas(betas: Any) -> None:
 
 
 def check_batch(optimizer: FusedOptimizer, batch: Batch, grads: Sequence[Tensor]) -> None:
-    """Raise if a gradient, or the state, is not what a step takes. Nothing has been stepped then.
-
-    Raises:
-        AmpTypeError: a gradient is sparse, or of a dtype that no kernel takes; or a parameter is in
-            shards, and the step goes by norms.
-        AmpRuntimeError: the model was moved or cast after the first step.
-    """
+    """Raise if a gradient, or the state, is not what a step takes. Nothing has been stepped then."""
     group = optimizer.param_groups[batch.index]
     kind = type(optimizer).__name__
     for parameter, grad in zip(batch.stepped, grads, strict=True):

@@ -35,16 +35,7 @@ class Ready(NamedTuple):
 
 
 def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: Any) -> None:
-    """Step the parameters of all batches.
-
-    Args:
-        optimizer: whose batches these are.
-        batches: the batches.
-        inputs: what a session shows, or `NoSession`.
-
-    Raises:
-        AmpError: a batch cannot be stepped. No parameter has been stepped then.
-    """
+    """Step the parameters of all batches, or raise an AmpError before any of them."""
     entries = list(optimizer.state.values())
     ready = [_look_at(optimizer, batch, inputs, entries) for batch in batches]
     clip = _clip_factor(optimizer.max_grad_norm, ready, inputs)

@@ -124,7 +124,7 @@ class LossScaler:
         self.device = device
         self._state = self._state.to(device)
         self.scale_on_device = self._state[scale_state.SCALE]
-        self._scale_and_inverse = self._state[: scale_state.INVERSE + 1]
+        self._inv_scale = self._state[scale_state.INVERSE : scale_state.INVERSE + 1]
         self._found_inf = self._state[scale_state.FOUND_INF : scale_state.FOUND_INF + 1]
 
     @property
@@ -164,12 +164,11 @@ class LossScaler:
         from amp.kernels.update_scale import inverse  # loads Triton
 
         self.version += 1
-        self._state[scale_state.INVERSE].copy_(inverse(self.scale_on_device))
+        self._inv_scale.copy_(inverse(self.scale_on_device))
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
-        copy = self._scale_and_inverse.clone()
-        return ScaleSnapshot(self, self.version, copy[scale_state.SCALE], copy[scale_state.INVERSE :])
+        return ScaleSnapshot(self, self.version, self.scale_on_device.clone(), self._inv_scale.clone())
 
     @property
     def found_inf(self) -> Tensor | None:
