@@ -23,6 +23,7 @@ from amp.compat import parallel
 from amp.frontend import _Default
 from amp.kernels.l2norm import l2norm
 from amp.optimizers import FusedLAMB, FusedNovoGrad, FusedSGD
+from tests.levels import DYNAMIC
 from tests.models import LEVELS, initialize
 
 
@@ -257,7 +258,7 @@ def main(rank: int, file: str) -> None:
         for view in (False, True):
             for no_sync in (False, True):
                 accumulate(rank, level, view, no_sync)
-        if level in ("O1", "O2"):
+        if level in DYNAMIC:
             overflow_on_one_rank(rank, level)
             amp.get_session().close()
             for fused in (False, True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.covering import covering
+from tests.levels import DYNAMIC
 from tests.models import DYNAMIC_LEVELS, LEVELS, initialize
 
 
@@ -281,7 +282,7 @@ def fail_in_block(model: Mixed, optimizer: Any, when: str, **kwargs: Any) -> Non
         blow(scaled_loss)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 @pytest.mark.parametrize("when", ["before backward", "after backward"])
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_block_that_raises_leaves_no_trace(level: str, when: str, delay: bool) -> None:

@@ -14,6 +14,7 @@ import amp
 from amp.fp16_utils import FP16_Optimizer
 from amp.numerics import bits, crises, gradient_survival, lab, simulate_scaler, watch
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from tests.levels import LEVELS
 
 
 @pytest.fixture(params=[pytest.param(None, id="none", marks=pytest.mark.slow), "meta"])
@@ -28,7 +29,7 @@ def model_and_input() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(6, 4)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import amp
+from tests.levels import LEVELS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -33,7 +34,7 @@ def load(name: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_digits_learns_at_every_level(level: str, tmp_path: Path) -> None:
     plot = tmp_path / "digits.png"
     (run,) = load("digits").main(["--opt-level", level, "--epochs", "5", "--plot", str(plot)])
@@ -103,7 +104,7 @@ def test_char_gpt_killed_and_resumed_is_the_run_that_went_through(level: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_dcgan_resumes_exactly_at_every_level(level: str, tmp_path: Path) -> None:
     def run(name: str, steps: int) -> Any:
         files = ["--checkpoint", str(tmp_path / f"{name}.pt"), "--plot", str(tmp_path / f"{name}.png")]

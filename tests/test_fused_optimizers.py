@@ -23,6 +23,7 @@ from amp.optimizers import (
     FusedSGD,
 )
 from tests.covering import covering
+from tests.levels import DYNAMIC, LEVELS
 from tests.models import initialize
 
 LR = 1e-2
@@ -153,7 +154,7 @@ def test_without_bias_correction_the_first_steps_are_larger() -> None:
         torch.testing.assert_close((p - s).abs(), torch.full_like(p, expected), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_every_level_trains_with_it(level: str) -> None:
     """Beside the same level with torch's own: the same decisions, the same weights."""
     weights, scales = [], []
@@ -495,7 +496,7 @@ def test_clipping_inside_is_clipping_before(name: str, level: str | None) -> Non
         options = {"max_grad_norm": 0.3 if how != "before" else None, "lr": LR}
         optimizer = MAKERS[name](two_groups_of(net), **options)
         if level is not None:
-            loss_scale = {"init": 64} if level in ("O1", "O2") else 64.0
+            loss_scale = {"init": 64} if level in DYNAMIC else 64.0
             net, optimizer = initialize(net, optimizer, level, loss_scale=loss_scale)
         for x, y in batches()[:8]:
             loss = (net(x) - y).square().mean() * 10

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from tests.levels import DYNAMIC, LEVELS, STATIC
 from tests.models import initialize, waiting_is_an_error
 
 WAITS = (
@@ -94,7 +95,7 @@ def test_the_count_sees_what_it_should() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", COUNTED)
 def test_a_step_that_can_skip_on_the_device_never_waits(level: str, kind: str) -> None:
     model = net()
@@ -105,12 +106,12 @@ def test_a_step_that_can_skip_on_the_device_never_waits(level: str, kind: str) -
         for factor in (1.0, float("inf"), 1.0):
             step(model, optimizer, blocks=2, factor=factor)
     assert not waits
-    if level in ("O1", "O2"):
+    if level in DYNAMIC:
         assert amp.loss_scale() == 256
         assert not amp.step_was_skipped(optimizer)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
 def test_a_step_decided_by_the_host_waits_once_for_each_block(
@@ -127,7 +128,7 @@ def test_a_step_decided_by_the_host_waits_once_for_each_block(
     assert sum(waits.values()) == (blocks if factor == 1.0 else 1)  # the first overflow settles it
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", STATIC)
 def test_a_static_scale_never_waits(level: str) -> None:
     model = net()
     optimizer = torch.optim.RMSprop(model.parameters(), foreach=True)
@@ -152,7 +153,7 @@ def test_two_optimizers_of_one_block_wait_once_together() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FUSED)
 def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
     model = net("cuda")
@@ -169,7 +170,7 @@ def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
             with amp.scale_loss(loss if factor is None else loss * factor, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-    if level in ("O1", "O2"):
+    if level in DYNAMIC:
         assert amp.loss_scale() == 512
 
 

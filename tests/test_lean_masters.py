@@ -14,6 +14,7 @@ import amp
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.covering import covering
+from tests.levels import WITH_MASTERS
 from tests.models import initialize
 from tests.processes import run_python
 from tests.test_scaled_grads import ACTIONS, Plain, another_block, block, failing_step, loss_of, step
@@ -53,7 +54,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_split16_trains_bit_for_bit(level: str, optimizer: str) -> None:
     whole = train(*make(True, level, optimizer))
@@ -66,7 +67,7 @@ def test_split16_trains_bit_for_bit(level: str, optimizer: str) -> None:
             torch.testing.assert_close(split[name], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("optimizer", ["FusedSGD", "SGD"])
 def test_kahan_stays_near(level: str, optimizer: str) -> None:
     whole = train(*make(True, level, optimizer))

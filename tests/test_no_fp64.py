@@ -32,6 +32,7 @@ from amp.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
+from tests.levels import DYNAMIC, WITH_MASTERS
 from tests.models import batch, conv_net
 
 LIBRARY = (*amp.__path__, *kernels.__path__)
@@ -127,7 +128,7 @@ def test_a_training_loop_makes_none(level: str, name: str) -> None:
 @pytest.mark.usefixtures("device_without_float64")
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("options", [{}, {"loss_scale": 3.0}, {"master_weights": "split16"}])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_nor_does_one_with_other_properties(level: str, options: dict[str, Any], name: str) -> None:
     with NoFloat64():
         run(level, name, **options)
@@ -161,7 +162,7 @@ def test_nor_does_a_grad_scaler(name: str) -> None:
         assert other.get_scale() == scaler.get_scale()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 def test_where_there_is_float64_the_scale_is_computed_in_it_and_that_is_seen(level: str) -> None:
     with NoFloat64(), pytest.raises(TypeError, match="float64"):
         run(level, "FusedAdam", loss_scale=SCALING)

@@ -35,6 +35,7 @@ from amp import kernels
 from amp.kernels import l2norm, tables, update_scale
 from amp.masters import parameter as masters_parameter
 from amp.optimizers import FusedAdam
+from tests.levels import WITH_MASTERS
 
 LIBRARY = tuple(f"{Path(path).resolve()}/" for path in (*amp.__path__, *kernels.__path__))
 OPTIMIZERS_OF_TORCH = f"{Path(torch.optim.__file__).parent}/"
@@ -208,7 +209,7 @@ def iterate(model: Model, optimizer: Any, blocks: int, questions: Questions) -> 
 
 
 @pytest.mark.usefixtures("launches_do_nothing")
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize(("blocks", "bound"), [(1, 12), (2, 20)])
 def test_a_fused_step_asks_little_of_what_is_the_users(level: str, blocks: int, bound: int) -> None:
     """Of a parameter and its gradients, which are as many as blocks, together."""

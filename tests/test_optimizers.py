@@ -18,6 +18,7 @@ from amp.errors import AmpRuntimeError
 from amp.masters.whole import check_device
 from amp.optimizers import FusedAdam
 from tests.covering import covering
+from tests.levels import DYNAMIC, WITH_MASTERS
 from tests.models import LEVELS, MASTER_LEVELS, adamw, batch, conv_net, initialize, linear, sgd
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -384,7 +385,7 @@ def test_learning_rate_schedulers(level: str, when: str, first_step_overflows: b
         for step in range(2):
             optimizer.zero_grad()
             with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-                overflow = first_step_overflows and step == 0 and level in ("O1", "O2")
+                overflow = first_step_overflows and step == 0 and level in DYNAMIC
                 (scaled_loss * (math.inf if overflow else 1.0)).backward()
             optimizer.step()
             for scheduler in schedulers:
@@ -514,7 +515,7 @@ def test_an_optimizer_can_be_copied_and_saved() -> None:
         twin.step()
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_gradients_made_without_scale_loss_count(level: str) -> None:
     """A plain backward is unscaled: alone, or before a block."""
     model = linear()
@@ -631,7 +632,7 @@ def test_one_loss_for_optimizers_of_two_initialize_calls(level: str) -> None:
     for optimizer in optimizers:
         assert (next(amp.master_params(optimizer)).grad == 1).all()
         optimizer.step()
-    if level in ("O1", "O2"):
+    if level in DYNAMIC:
         with amp.scale_loss(loss.detach() * models[1].bias.sum() * math.inf, optimizers) as scaled:
             scaled.backward()
         for optimizer in optimizers:
@@ -662,7 +663,7 @@ def test_muon(level: str) -> None:
 # What loss scaling cannot take.
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_complex_gradient_is_refused_by_name_and_nothing_else_changes(
     level: str, accumulate: bool
@@ -713,7 +714,7 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 @pytest.mark.parametrize("make", ["Adam", "AdamW", "SGD", "SGD without momentum", "Adagrad"])
 def test_fused_optimizers_skip_by_themselves_and_end_where_others_do(
     level: str, make: str, uninitialized_memory_is_nan: None
@@ -815,7 +816,7 @@ def test_a_wrapper_around_a_fused_optimizer_is_decided_by_the_host() -> None:
     assert model.weight.isfinite().all()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_gradient_that_is_refused_leaves_no_optimizer_of_the_block_half_done(
     level: str, delay: bool

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import amp
 from amp.casting import registry
 from tests.covering import covering
+from tests.levels import BY_OP
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -62,7 +63,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "level", "before"), covering(KINDS, ["O1", "O4"], [False, True]))
+@pytest.mark.parametrize(("kind", "level", "before"), covering(KINDS, BY_OP, [False, True]))
 def test_registered_functions(kind: str, level: str, before: bool, extension: Any) -> None:
     register, _, expected = KINDS[kind]
     if before:
@@ -82,7 +83,7 @@ def test_registered_functions(kind: str, level: str, before: bool, extension: An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", BY_OP)
 def test_decorated_functions(kind: str, level: str) -> None:
     _, decorate, expected = KINDS[kind]
     function = decorate(takes)

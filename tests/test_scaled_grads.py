@@ -19,6 +19,7 @@ from amp.kernels import unscale
 from amp.masters.whole import MasterWeights
 from amp.optimizers import FusedAdam, FusedSGD
 from tests.covering import covering
+from tests.levels import DYNAMIC, WITH_MASTERS
 from tests.models import initialize
 
 LEVELS = ["O1", "O2", "O3", "O4", "O5"]
@@ -78,7 +79,7 @@ def no_gradient_of_a_master_is_unscaled(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("no_gradient_of_a_master_is_unscaled")
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("loss_scale", SCALES)
 def test_no_gradient_is_written_between_backward_and_step(level: str, loss_scale: str) -> None:
     model, optimizer = make(level, loss_scale=SCALES[loss_scale])
@@ -287,7 +288,7 @@ def test_who_looks_sees_unscaled_gradients(level: str, when: str) -> None:
             assert expected is None or torch.equal(expected, grad)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 def test_hooks_and_steps_of_subclasses_see_unscaled_gradients(level: str) -> None:
     norms: list[Tensor] = []
 
@@ -325,7 +326,7 @@ def test_a_copy_made_in_between_is_an_ordinary_model() -> None:
     assert all(p.grad is not None and p.grad.abs().max() < 10 for p in model.parameters())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 def test_optimizers_that_share_parameters(level: str) -> None:
     """Neither counts a gradient twice, nor takes a scaled one of the other's for an unscaled one."""
     ends = []
@@ -408,7 +409,7 @@ def test_an_overflow_is_not_forgotten_by_a_step_that_is_refused(optimizer_class:
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedSGD])
 def test_a_parameter_that_is_in_a_group_twice_has_one_gradient(
     optimizer_class: Any, level: str

@@ -19,6 +19,7 @@ from amp.kernels.unscale import unscale
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
+from tests.levels import DYNAMIC
 from tests.models import LEVELS, initialize, linear, sgd
 
 
@@ -181,7 +182,7 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_graph_made_inside_a_block_outlives_it(level: str) -> None:
     """As gradient alignment, WGAN-GP and MAML need it: the scale has moved when its graph is used."""
-    scaling: Any = {"loss_scale": {"init": 16, "growth_interval": 1}} if level in ("O1", "O2") else {}
+    scaling: Any = {"loss_scale": {"init": 16, "growth_interval": 1}} if level in DYNAMIC else {}
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **scaling)
     params = list(model.parameters())
@@ -207,7 +208,7 @@ def test_a_graph_made_inside_a_block_outlives_it(level: str) -> None:
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", DYNAMIC)
 def test_an_overflow_skips_the_step_once_and_says_so(
     level: str, caplog: pytest.LogCaptureFixture
 ) -> None:

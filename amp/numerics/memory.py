@@ -25,7 +25,7 @@ from torch import nn
 from amp.casting.by_model import dtypes_to_be
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
-from amp.profiles.levels import resolve
+from amp.profiles.levels import LEVELS, load_profile, resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 
@@ -35,14 +35,12 @@ FP8 = "fp8"
 """O5 with matrix products in FP8: no level of this library, but a row to compare with."""
 
 ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("O0", {}),
-    ("O1", {}),
-    ("O2", {}),
-    ("O2", {"master_weights": "split16"}),
-    ("O3", {}),
-    ("O4", {}),
-    ("O5", {}),
-    ("O5", {"master_weights": "split16"}),
+    *(
+        (level, overrides)
+        for level in LEVELS
+        for overrides in ({}, {"master_weights": "split16"})
+        if not overrides or load_profile(level).master_weights
+    ),
     (FP8, {}),
 )
 """What `footprints` compares: levels, and what is set on top of them."""

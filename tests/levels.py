@@ -1,0 +1,24 @@
+"""The levels that there are, and those of some property: a new one is tested where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from amp.profiles import levels
+from amp.profiles.levels import load_profile
+from amp.profiles.properties import Properties
+
+LEVELS = list(levels.LEVELS)
+
+
+def levels_where(has: Callable[[Properties], object]) -> list[str]:
+    """Return the levels whose properties are so."""
+    return [level for level in LEVELS if has(load_profile(level))]
+
+
+DYNAMIC = levels_where(lambda properties: properties.loss_scaling.dynamic)
+"""Those with a loss scale that moves."""
+STATIC = [level for level in LEVELS if level not in DYNAMIC]
+BY_OP = levels_where(lambda properties: properties.patch_torch_functions)
+"""Those at which functions cast their arguments."""
+WITH_MASTERS = levels_where(lambda properties: properties.master_weights)
