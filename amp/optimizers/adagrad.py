@@ -47,17 +47,14 @@ class FusedAdagrad(FusedOptimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "lr_decay": lr_decay,
             "eps": eps,
             "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "adagrad_w_mode": bool(adagrad_w_mode),
-            "maximize": maximize,
-            "foreach": None,
-            "differentiable": False,
         }
+        defaults |= {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
+        defaults |= {"adagrad_w_mode": bool(adagrad_w_mode), "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _first_moment(self, group: Mapping[str, Any]) -> float:

@@ -59,20 +59,11 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam(master_weights=True): FP32 masters come from amp.initialize(model, "
                 "optimizer, opt_level='O2'), or 'O5' for bfloat16. Leave the argument out"
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bool(bias_correction),
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            # torch.optim.AdamW's names for what is the same in every group here
-            "decoupled_weight_decay": bool(adam_w_mode),
-            "capturable": bool(capturable),
-            "foreach": None,
-            "differentiable": False,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bool(bias_correction), "amsgrad": amsgrad, "maximize": maximize}
+        # torch.optim.AdamW's names for what is the same in every group here
+        defaults |= {"decoupled_weight_decay": bool(adam_w_mode), "capturable": bool(capturable)}
+        defaults |= {"foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:

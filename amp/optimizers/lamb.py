@@ -54,17 +54,9 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise AmpValueError("FusedLAMB has no amsgrad, nor does the paper; leave it out")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-            "grad_averaging": grad_averaging,
-            "use_nvlamb": use_nvlamb,
-            "maximize": maximize,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "adam_w_mode": adam_w_mode}
+        defaults |= {"grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb, "maximize": maximize}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _rule(self, group: Mapping[str, Any]) -> Any:

@@ -59,19 +59,12 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise AmpValueError("FusedNovoGrad has no amsgrad, nor does apex's; leave it out")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "reg_inside_moment": reg_inside_moment,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "reg_inside_moment": reg_inside_moment}
+        defaults |= {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(
+            params, {**defaults, "maximize": maximize}, set_grad_none, max_grad_norm, state_dtype
+        )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)

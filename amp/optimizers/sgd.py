@@ -57,12 +57,9 @@ class FusedSGD(FusedOptimizer):
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
-            "nesterov": bool(nesterov),
-            "wd_after_momentum": bool(wd_after_momentum),
-            "maximize": maximize,
-            "foreach": None,
-            "differentiable": False,
         }
+        defaults |= {"nesterov": bool(nesterov), "wd_after_momentum": bool(wd_after_momentum)}
+        defaults |= {"maximize": maximize, "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
