@@ -10,8 +10,8 @@ so that FP16 elements cannot overflow them; elements beyond 1.8e19, after unscal
 norm inf while `found_inf` stays as it was. Sparse gradients go through their values and must be
 coalesced, DTensors through their local shards, whose norms are those of one rank (`amp.distributed`
 adds them up).
-Launches: one for each device and dtype, and one for each device. Memory traffic: each tensor is read
-once.
+Launches: two for each device and dtype, and small operations of torch's for the total. Memory traffic:
+each tensor is read once.
 References: `torch._foreach_norm`, `torch.nn.utils.clip_grad_norm_`.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,21 +76,20 @@ def l2norm(
     values = dense(tensors)
     todo = plan(values, block=BLOCK, backend=backend)
     home = values[0].device if values else torch.device("cpu")
-    by_device: dict[torch.device, list[Launch]] = {}
-    for one in todo.launches:
-        by_device.setdefault(one.device, []).append(one)
-    norms = [
-        _launch(device, launches, len(values), inv_scale, found_inf, max_norm)
-        for device, launches in by_device.items()
-    ]
-    if list(by_device) == [home] and not todo.fallback:
-        return norms[0]
     each = torch.zeros(len(values), dtype=torch.float32, device=home)
-    for on_device in norms:
-        each += to_device(on_device.each, home)
+    for one in todo.launches:
+        is_home = one.device == home
+        norms = each if is_home else torch.zeros_like(each, device=one.device)
+        with flag_on(one.device, found_inf) as flag:
+            sums = torch.empty(len(one.chunks), dtype=torch.float32, device=one.device)
+            factor = number_on(one.device, inv_scale)
+            one.run(squares_kernel, inv_scale=factor, sums=sums, found_inf=flag, BLOCK=BLOCK)
+        norms_of_chunks(one, sums, norms)
+        if not is_home:
+            each += to_device(norms, home)
     for same in todo.fallback:
-        norms_of_same = l2norm_reference([values[i] for i in same], inv_scale, found_inf)
-        for i, norm in zip(same, norms_of_same.unbind(), strict=True):
+        norms = l2norm_reference([values[i] for i in same], inv_scale, found_inf)
+        for i, norm in zip(same, norms.unbind(), strict=True):
             each[i].copy_(to_device(norm, home))
     total = torch.linalg.vector_norm(each).reshape(1)
     return Norms(total, each, clip_factor(total, max_norm))
@@ -103,72 +102,17 @@ def clip_factor(total: Tensor, max_norm: float | None) -> Tensor:
     return (max_norm / (total + CLIP_EPS)).clamp(max=1.0)
 
 
-def _launch(
-    device: torch.device,
-    launches: Sequence[Launch],
-    n: int,
-    inv_scale: Tensor | None,
-    found_inf: Tensor | None,
-    max_norm: float | None,
-) -> Norms:
-    """Return the norms of the tensors on one device, 0 for those that are elsewhere."""
-    counts = [len(one.chunks) for one in launches]
-    memory = torch.empty(sum(counts) + n + 2, dtype=torch.float32, device=device)
-    partials, each, total, clip = memory.split([sum(counts), n, 1, 1])
-    of_launch = partials.split(counts)
-    if sum(len(one.indices) for one in launches) < n:
-        each.zero_()
-    with flag_on(device, found_inf) as flag:
-        for one, sums in zip(launches, of_launch, strict=True):
-            one.run(
-                squares_kernel,
-                inv_scale=number_on(device, inv_scale),
-                sums=sums,
-                found_inf=flag,
-                BLOCK=BLOCK,
-            )
-    for one, sums in zip(launches[:-1], of_launch, strict=False):
-        norms_of_chunks(one, sums, each)
-    norms_of_chunks(launches[-1], of_launch[-1], each, (partials, total, clip), max_norm)
-    return Norms(total, each, clip)
-
-
-def norms_of_chunks(
-    one: Launch,
-    sums: Tensor,
-    each: Tensor,
-    of_all: tuple[Tensor, Tensor, Tensor] | None = None,
-    max_norm: float | None = None,
-) -> None:
+def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor) -> None:
     """Write the norms of a launch's tensors from the sums of squares of its chunks. No host sync.
 
     Args:
         one: the launch.
         sums: float32 `[chunks]`.
         each: float32, where the norm of each goes, at its index.
-        of_all: for the norm of several launches together: the sums of squares of all their chunks, and
-            where that norm and what clips it go, float32 `[1]` each.
-        max_norm: what to clip it to; None does not clip.
     """
-    partials, total, clip = of_all or (sums, sums, sums)
-    launch(
-        norms_kernel,
-        len(one.indices) + (of_all is not None),
-        one.device,
-        rows=one.rows,
-        firsts=one.firsts,
-        sums=sums,
-        each=each,
-        partials=partials,
-        n_partials=len(partials),
-        max_norm=None if max_norm is None else float(max_norm),
-        total=total,
-        clip=clip,
-        n=len(one.indices),
-        COLUMNS=one.rows.shape[1],
-        EPS=CLIP_EPS,
-        BLOCK=FINISH_BLOCK,
-    )
+    columns, block = one.rows.shape[1], FINISH_BLOCK
+    tables: dict[str, Any] = {"rows": one.rows, "firsts": one.firsts, "sums": sums, "each": each}
+    launch(norms_kernel, len(one.indices), one.device, **tables, COLUMNS=columns, BLOCK=block)
 
 
 @jit
@@ -189,45 +133,17 @@ def squares_kernel(rows, chunks, inv_scale, sums, found_inf, DTYPES: tl.constexp
     tl.store(sums + tl.program_id(0), total)
 
 
-@jit
-def _sum_of(sums, first, end, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float32)
-    for at in range(first, end, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        total += tl.load(sums + i, mask=i < end, other=0.0)
-    return tl.sum(total, axis=0)
-
-
-@jit(do_not_specialize=["sums", "each", "partials", "n_partials", "total", "clip", "n"])
-def norms_kernel(
-    rows,
-    firsts,
-    sums,
-    each,
-    partials,
-    n_partials,
-    max_norm,
-    total,
-    clip,
-    n,
-    COLUMNS: tl.constexpr,
-    EPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program i < n finishes the norm of a launch's i-th tensor; program n, if any, the total."""
+@jit(do_not_specialize=["sums", "each"])
+def norms_kernel(rows, firsts, sums, each, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program i finishes the norm of a launch's i-th tensor."""
     program = tl.program_id(0)
-    if program < n:
-        square = _sum_of(sums, tl.load(firsts + program), tl.load(firsts + program + 1), BLOCK)
-        index = tl.load(rows + program * COLUMNS + COLUMNS - 1)
-        tl.store(each + index, tl.sqrt_rn(square))
-    else:
-        norm = tl.sqrt_rn(_sum_of(partials, 0, n_partials, BLOCK))
-        tl.store(total, norm)
-        if max_norm is not None:
-            factor = tl.div_rn(max_norm, norm + EPS)
-            tl.store(clip, tl.minimum(factor, 1.0, propagate_nan=tl.PropagateNan.ALL))
-        else:
-            tl.store(clip, 1.0)
+    end = tl.load(firsts + program + 1)
+    square = tl.zeros([BLOCK], tl.float32)
+    for at in range(tl.load(firsts + program), end, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        square += tl.load(sums + i, mask=i < end, other=0.0)
+    index = tl.load(rows + program * COLUMNS + COLUMNS - 1)
+    tl.store(each + index, tl.sqrt_rn(tl.sum(square, axis=0)))
 
 
 def l2norm_reference(
