@@ -31,8 +31,7 @@ def run(
 
     Args:
         kernel: for Triton.
-        reference: for plain torch: takes lists of tensors of one device and combination of dtypes, and
-            `arguments`.
+        reference: for plain torch, on lists of tensors of one device and combination of dtypes.
         lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
         writes: how many of the lists are written: the last ones.
         block: the number of elements of a chunk.

@@ -21,12 +21,7 @@ from amp.training.scaler import LossScaler, ScaleSnapshot
 
 
 class Block:
-    """One block.
-
-    Args:
-        scaler: of the loss.
-        gradients: of the optimizers whose parameters the loss reaches.
-    """
+    """One block: a loss's scaler, and the gradients of the optimizers whose parameters it reaches."""
 
     def __init__(self, scaler: LossScaler, gradients: Sequence[Gradients]) -> None:
         self.scaler = scaler

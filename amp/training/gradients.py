@@ -71,12 +71,6 @@ class State(enum.Enum):
 class Gradients:
     """The gradients of one optimizer.
 
-    Args:
-        optimizer: whose groups say what is stepped.
-        masters: the session's masters.
-        dtypes: of the model's parameters, as they were.
-        takes_scaled: whether the optimizer takes scaled gradients of masters.
-
     Attributes:
         lists: what the groups held when that was last looked at.
         verdicts: what the checks found since the last step.

@@ -22,13 +22,11 @@ class ParameterLists:
     Attributes:
         in_groups: as the groups have them; torch lets one be in a group twice.
         stepped: each parameter once, in the order of the groups: masters, and those without a master.
-        masters: the masters.
-        master_ids: their ids.
+        masters, master_ids: the masters.
         models: the model's parameter of each master.
         unmastered: the parameters that are stepped themselves.
         shard_groups: the process groups over which any of `stepped` is cut into shards.
-        master_list: the masters, with what a launch must know of them.
-        model_list: likewise the models.
+        master_list, model_list: the masters and the models, with what a launch must know of them.
     """
 
     def __init__(self, in_groups: Sequence[Tensor], masters: MasterWeights) -> None:
@@ -86,11 +84,7 @@ class ParameterLists:
 
 
 class KnownDtypes:
-    """The dtypes that the model's parameters had when their optimizer came.
-
-    Args:
-        name_of: returns how to call a parameter in a message, or None.
-    """
+    """The dtypes that the model's parameters had when their optimizer came."""
 
     def __init__(self, name_of: Callable[[Tensor], str | None]) -> None:
         self._name_of = name_of
@@ -109,11 +103,7 @@ class KnownDtypes:
         return self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
 
     def check(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Raise AmpRuntimeError if the model was cast after `initialize`.
-
-        Args:
-            parameters: those to look at; None looks at all.
-        """
+        """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
         for parameter in self._parameters if parameters is None else parameters:
             dtype = self._dtype_of.get(id(parameter), parameter.dtype)
             if parameter.dtype is not dtype:

@@ -22,11 +22,6 @@ class StepInputs:
     gradients and change them. Parameters without a master are not among it: their gradients are
     unscaled, in their `.grad`.
 
-    Args:
-        look_up: returns the gradients of masters.
-        low_halves: returns the low halves of masters, or None where masters are whole.
-        found_inf: see below.
-
     Attributes:
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
         wrote_models_once: to be set by an optimizer that has raised the version of each of `models` by
