@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
 
 from amp.errors import AmpRuntimeError, AmpTypeError
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+ProcessGroup: TypeAlias = "distributed.ProcessGroup"  # in quotes: a build of torch may have none
 
 
 def rank() -> int:
