@@ -44,7 +44,8 @@ def attached_to(optimizer: Any) -> AttachedOptimizer:
     if attached is None:
         raise AmpRuntimeError(
             f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
-            "closed. Pass it through: model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
+            "closed. Pass it through: "
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
         )
     return attached
 

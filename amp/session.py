@@ -130,7 +130,7 @@ class Session:
             if self.properties.cast_model_type in LOW_PRECISION or self.properties.master_weights:
                 for model in models:
                     for handle in install_state_dict_hooks(self._masters, model):
-                        undo.callbacks.callback(handle.remove)
+                        undo.callback(handle.remove)
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
         except BaseException:
             undo.roll_back()
@@ -141,7 +141,7 @@ class Session:
         on_eps = [advise_on_eps(one.optimizer) for one in attached]
         for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
             self._log(logging.WARNING, message)
-        self._undo.push(undo.callbacks)
+        self._undo.push(undo)
 
     def _attach(self, optimizer: Any, undo: Undo) -> AttachedOptimizer:
         attached = AttachedOptimizer(
@@ -152,7 +152,7 @@ class Session:
             report=self._report_overflows,
             name_of=self._name_of,
         )
-        undo.callbacks.callback(attached.detach)
+        undo.callback(attached.detach)
         attached.attach(undo.before)
         return attached
 

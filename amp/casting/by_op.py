@@ -30,7 +30,7 @@ class CastOps(Strategy):
         """Patch the functions, once in a session."""
         if self._caster is None:
             caster = OpCaster(self._policy)
-            undo.callbacks.callback(caster.close)
+            undo.callback(caster.close)
             caster.install(registered())
             self._caster = caster
 
@@ -38,9 +38,9 @@ class CastOps(Strategy):
         """Let the model's forwards run in autocast regions, and modules under a rule in FP32."""
         assert self._caster is not None
         for handle in self._caster.watch(model):
-            undo.callbacks.callback(handle.remove)
+            undo.callback(handle.remove)
         chosen = run_in_float32(model, self.properties.rules, self._caster)
-        undo.callbacks.callback(restore_classes, chosen)
+        undo.callback(restore_classes, chosen)
 
     @property
     def casts_ops(self) -> bool:

@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from amp.casting.containers import map_tensors
+from amp.casting.containers import cast_tensors
 from amp.casting.regions import Caster, disable_casts
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpWarning
@@ -93,7 +94,8 @@ def _float32_class(base: Any, caster: Caster) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not caster.live:
             return base.forward(self, *args, **kwargs)
-        args, kwargs = map_tensors(_widen, args), map_tensors(_widen, kwargs)
+        args = cast_tensors(args, LOW_PRECISION, torch.float32)
+        kwargs = cast_tensors(kwargs, LOW_PRECISION, torch.float32)
         with disable_casts():
             return base.forward(self, *args, **kwargs)
 
@@ -106,7 +108,3 @@ def _float32_class(base: Any, caster: Caster) -> Any:
     }
     # Past the metaclass, which may keep a registry of the user's classes.
     return type.__new__(type(base), base.__name__, (_InFloat32, base), body)
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in LOW_PRECISION else tensor

@@ -101,7 +101,7 @@ class OpCaster:
             and not rule.name.startswith("__")
             and hasattr(target, in_place)
         ):
-            self._patches.wrap(target, in_place, functools.partial(_make_in_place, self, rule))
+            self._patches.surround(target, in_place, functools.partial(_write_in_place, self, rule))
 
     def replace_names(self) -> None:
         """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""
@@ -264,6 +264,7 @@ def _make_wrapper(caster: OpCaster, rule: OpRule, original: Function) -> Functio
         return nothing_to_cast(*args, **kwargs)
 
     def float_along_dim(self: Tensor, dim: Any, dtype: torch.dtype | None = None) -> Any:
+        # F.softmax calls Tensor.softmax, so its calls pay for two wrappers: this one is a short one.
         if self.dtype is right and dtype is None:
             return original(self, dim)
         return slow(self, dim, dtype=dtype)
@@ -380,26 +381,23 @@ def _script(patches: Patches, original: Function, *args: Any, **kwargs: Any) -> 
         return original(*args, _frames_up=kwargs.pop("_frames_up", 0) + 2, **kwargs)
 
 
-def _make_in_place(caster: OpCaster, rule: OpRule, original: Function) -> Function:
-    """Return an in-place form, whose other arguments are cast to the dtype that it writes to.
+def _write_in_place(
+    caster: OpCaster, rule: OpRule, original: Function, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function's in-place form, with the other arguments cast to the dtype that it writes to.
 
     That of a function that gives FP32 casts nothing, and raises where it would write to a half tensor.
     """
+    target = args[0] if args else None
     gives_float32 = rule.category == "float"
     concerned = LOW_PRECISION if gives_float32 else CASTABLE
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        target: Any = args[0] if args else None
-        is_concerned = isinstance(target, Tensor) and target.dtype in concerned
-        if is_concerned and casts(caster, target.device.type):
-            if gives_float32:
-                raise AmpNotImplementedError(
-                    f"{rule.name}_ runs in FP32 and cannot write to a {target.dtype} tensor in place. "
-                    f"Call {rule.name}, which returns an FP32 tensor, or use "
-                    "amp.disable_casts() around it."
-                )
-            args, kwargs = _cast_to(target.dtype, args, kwargs)
+    is_concerned = isinstance(target, Tensor) and target.dtype in concerned
+    if not is_concerned or not casts(caster, target.device.type):
         return original(*args, **kwargs)
-
-    return wrapper
+    if gives_float32:
+        raise AmpNotImplementedError(
+            f"{rule.name}_ runs in FP32 and cannot write to a {target.dtype} tensor in place. Call "
+            f"{rule.name}, which returns an FP32 tensor, or use amp.disable_casts() around it."
+        )
+    args, kwargs = _cast_to(target.dtype, args, kwargs)
+    return original(*args, **kwargs)
