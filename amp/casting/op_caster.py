@@ -388,7 +388,7 @@ def _write_in_place(
 
     That of a function that gives FP32 casts nothing, and raises where it would write to a half tensor.
     """
-    target = args[0] if args else None
+    target: Any = args[0] if args else None
     gives_float32 = rule.category == "float"
     concerned = LOW_PRECISION if gives_float32 else CASTABLE
     is_concerned = isinstance(target, Tensor) and target.dtype in concerned
