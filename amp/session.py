@@ -21,7 +21,7 @@ from amp.casting.strategy import Undo
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
-from amp.masters.lean import make_masters
+from amp.masters import make_masters
 from amp.masters.state_dicts import install_state_dict_hooks
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties

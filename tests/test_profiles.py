@@ -383,8 +383,9 @@ def test_the_table_of_levels_in_the_docs_is_what_they_resolve_to() -> None:
 
 @pytest.mark.parametrize("name", OVERRIDE_KEYS)
 def test_initialize_takes_every_key_that_may_be_overridden(name: str) -> None:
+    wrong: dict[str, Any] = {name: "O2" if name == "enabled" else object()}
     with pytest.raises(amp.AmpError, match=f"^{name}="):
-        amp.initialize(linear(), **{name: object() if name != "enabled" else "O2"})
+        amp.initialize(linear(), **wrong)
 
 
 # Through initialize.
