@@ -150,11 +150,8 @@ class CastModel(Strategy):
 def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype that the input of this layer must have, or None if it takes any."""
     dtype = next((tensor.dtype for tensor in _tensors_of(module) if tensor.is_floating_point()), None)
-    if isinstance(module, _ONE_DTYPE_LAYERS):
-        return dtype
-    if isinstance(module, _NormBase) and dtype is model_dtype:  # wider statistics take any input
-        return dtype
-    return None
+    is_cast_norm = isinstance(module, _NormBase) and dtype is model_dtype  # a wider one takes any input
+    return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
 
 
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:

@@ -22,11 +22,7 @@ from amp.profiles.properties import LeanMasters
 
 
 class LeanMasterWeights(MasterWeights):
-    """The masters of one session, as the model's own weights and 16 bits more.
-
-    Args:
-        kind: `split16` or `kahan`.
-    """
+    """The masters of one session, as the model's own weights and 16 bits more."""
 
     def __init__(self, kind: LeanMasters) -> None:
         super().__init__()
