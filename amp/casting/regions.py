@@ -44,7 +44,7 @@ _NO_CASTS = {_OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
 
 
 class Caster(Protocol):
-    """What casts functions: see `amp.casting.op_caster.OpCaster`."""
+    """What casts functions: see `amp.casting.by_op.CastOps`."""
 
     dtype: torch.dtype
     live: bool
