@@ -85,15 +85,7 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 
 def explain(op: str, properties: Properties) -> str:
-    """Return what happens to an op under some properties, and which rule of which file says so.
-
-    Args:
-        op: a function's full name.
-        properties: what a profile resolves to; see `amp.load_profile`.
-
-    Raises:
-        AmpValueError: there is no such function.
-    """
+    """Return what happens to the function of this full name, and which rule of which file says so."""
     op = op.strip()
     holder, place, name = find(op)
     if not callable(getattr(holder, name, None)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -71,8 +70,8 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
         AmpTypeError: something that is no model or optimizer, or an unknown argument.
         AmpValueError: a value that a property does not take.
     """
-    _refuse_unknown(others)
-    enabled, min_loss_scale = _as_bool(enabled), min_loss_scale or None
+    _check_arguments(enabled, others)
+    enabled, min_loss_scale = bool(enabled), min_loss_scale or None
     given: dict[str, Any] = {key: value for key, value in locals().items() if key in OVERRIDE_KEYS}
     given |= others
     session = Session(
@@ -90,7 +89,9 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
     return result
 
 
-def _refuse_unknown(others: Mapping[str, Any]) -> None:
+def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:
+    if isinstance(enabled, str):  # the third position, where a level is often put
+        raise AmpTypeError(f"enabled={enabled!r} is not a bool; did you mean opt_level={enabled!r}?")
     for name in others.keys() - OVERRIDE_KEYS.keys():
         takes = dict.fromkeys([*inspect.signature(initialize).parameters, *OVERRIDE_KEYS])
         del takes["others"]
@@ -98,13 +99,6 @@ def _refuse_unknown(others: Mapping[str, Any]) -> None:
             f"initialize() got an unexpected keyword argument '{name}'"
             f"{did_you_mean(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
         )
-
-
-def _as_bool(enabled: object) -> bool:
-    """Read `enabled`, the third position, where `initialize(model, optimizer, "O2")` puts a level."""
-    if isinstance(enabled, str):
-        raise AmpTypeError(f"enabled={enabled!r} is not a bool; did you mean opt_level={enabled!r}?")
-    return bool(enabled)
 
 
 def scale_loss(
@@ -216,7 +210,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     Raises:
         AmpRuntimeError: `initialize` has not been called.
     """
-    state: OrderedDict[str, Any] = _default("amp.state_dict").state_dict()
+    state = _default("amp.state_dict").state_dict()
     if destination is None:
         return state
     destination.update(state)

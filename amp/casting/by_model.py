@@ -110,7 +110,7 @@ class CastModel(Strategy):
         """Cast the parameters, buffers and gradients of the model in place, and hook it."""
         for tensor, dtype in dtypes_to_be(model, self.properties).items():
             if tensor.dtype is not dtype:
-                undo.before[tensor] = held = Contents.of(tensor)
+                undo.before[tensor] = held = Contents(tensor.data, tensor.grad)
                 grad = None if held.grad is None else held.grad.to(dtype)
                 Contents(held.data.to(dtype), grad).put_into(tensor)
         for module in model.modules():

@@ -28,18 +28,20 @@ from amp.profiles.rules import Rule
 class _InFloat32:
     """A mixin for classes of modules that run in FP32. A pickled module is of its own class again."""
 
+    _amp_plain_class: Any
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Call no `__init_subclass__` of the user's: the subclass is none of theirs."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         _, (cls, *args), *rest = reduced
-        return (_new, (_plain_class(cls), *args), *rest)
+        return (_new, (cls._amp_plain_class, *args), *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the module as its own class would, and let the rule hold for the copy too."""
         cls = type(self)
-        self.__class__ = _plain_class(cls)
+        self.__class__ = cls._amp_plain_class
         try:
             copied = copy.deepcopy(self, memo)
         finally:
@@ -81,12 +83,7 @@ def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> l
 def restore_classes(modules: Iterable[nn.Module]) -> None:
     """Undo `run_in_float32`, where nothing else has changed the class since."""
     for module in modules:
-        if "_amp_plain_class" in vars(type(module)):
-            module.__class__ = _plain_class(type(module))
-
-
-def _plain_class(cls: type) -> Any:
-    return cls._amp_plain_class  # type: ignore[attr-defined]
+        module.__class__ = vars(type(module)).get("_amp_plain_class", type(module))
 
 
 def _float32_class(base: Any, caster: Caster) -> Any:

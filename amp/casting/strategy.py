@@ -19,11 +19,6 @@ class Contents(NamedTuple):
     data: Tensor
     grad: Tensor | None
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Contents:
-        """Return what `tensor` holds now."""
-        return cls(tensor.data, tensor.grad)
-
     def put_into(self, tensor: Tensor) -> None:
         """Make these the contents of `tensor`, whatever its dtype was."""
         tensor.grad = None
