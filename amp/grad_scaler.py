@@ -73,13 +73,12 @@ class _TorchInternals(torch.amp.GradScaler):
     _growth_factor, _backoff_factor, _growth_interval = map(_setting, _SETTINGS)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale, growth_tracker = self._scale, self._growth_tracker
-        if scale is None or growth_tracker is None:
+        if not self._has_scaled:
             raise AmpAssertionError(
                 f"GradScaler.{funcname} was called before GradScaler.scale: no gradient is scaled yet. "
                 "Call scaler.scale(loss).backward() first"
             )
-        return scale, growth_tracker
+        return self._scaler.scale_on_device, self._scaler.good_steps_on_device
 
     def _begin_iteration(self) -> None:
         self._per_optimizer_states: dict[int, dict[str, Any]]
@@ -419,10 +418,8 @@ def _configured(config: LossScaling, **changes: Any) -> LossScaling:
 def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters of an optimizer that have gradients, and the gradients.
 
-    Sparse 16-bit gradients are coalesced: their sums may overflow.
-
-    Raises:
-        AmpTypeError: a gradient is of a dtype that cannot be unscaled. Nothing has been changed then.
+    Sparse 16-bit gradients are coalesced: their sums may overflow. Nothing has been changed when a
+    gradient that cannot be unscaled is refused.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for i, parameter in enumerate(params):

@@ -26,7 +26,7 @@ from amp.casting.policy import OpRule, policy_of, resolve
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy, Undo
-from amp.casting.wrappers import check_rnn_input, make_wrapper, write_in_place
+from amp.casting.wrappers import check_rnn_input, make_wrapper
 from amp.dtypes import dtype_name
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.patching import Patches
@@ -37,9 +37,9 @@ class CastOps(Strategy):
     """Functions cast their arguments, for as long as the session is open.
 
     Attributes:
-        policy: which functions, and to what.
+        policy: the rule of each function.
         dtype: of the ops that gain from half precision.
-        live: whether the functions are patched.
+        live: whether functions are patched.
     """
 
     def __init__(self, properties: Properties) -> None:
@@ -101,14 +101,8 @@ class CastOps(Strategy):
             self._functions.setdefault(id(function), (function, rule, target))
         if target is Tensor and rule.name in vars(FunctionalTensor):
             self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
-        in_place = f"{rule.name}_"
-        if (
-            rule.category in ("native", "half", "promote", "float")
-            and rule.place != "torch.nn.functional"
-            and not rule.name.startswith("__")
-            and hasattr(target, in_place)
-        ):
-            self._patches.surround(target, in_place, functools.partial(write_in_place, self, rule))
+        if rule.in_place is not None and hasattr(target, rule.in_place.name):
+            self.patch(rule.in_place, target)
 
     def replace_names(self) -> None:
         """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""

@@ -128,6 +128,18 @@ def _convert(
                     raise AmpNotImplementedError(
                         f"{rule.op} was given a {tensor.dtype} tensor: {rule.note}."
                     )
+        case "in_place":
+            for target in _tensors(args[:1]):
+                if target.dtype in CASTABLE:
+                    return _cast_to(target.dtype, args, kwargs)
+        case "in_place_float":
+            for target in _tensors(args[:1]):
+                if target.dtype in LOW_PRECISION:
+                    raise AmpNotImplementedError(
+                        f"{rule.name} runs in FP32 and cannot write to a {target.dtype} tensor in "
+                        f"place. Call {rule.name[:-1]}, which returns an FP32 tensor, or use "
+                        "amp.disable_casts() around it."
+                    )
     return (args, kwargs) if rule.dtype is None else _cast_to(rule.dtype, args, kwargs)
 
 
@@ -184,23 +196,3 @@ def check_rnn_input(
         input = torch.empty_like(input, dtype=weight.dtype, device="meta")
     with regions.plain_torch():
         original(module, input, batch_sizes)
-
-
-def write_in_place(caster: Caster, rule: OpRule, original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Call a function's in-place form, with the other arguments cast to the dtype that it writes to.
-
-    That of a function that gives FP32 casts nothing, and raises where it would write to a half tensor.
-    """
-    target: Any = args[0] if args else None
-    gives_float32 = rule.category == "float"
-    concerned = LOW_PRECISION if gives_float32 else CASTABLE
-    is_concerned = isinstance(target, Tensor) and target.dtype in concerned
-    if not is_concerned or not casts(caster, target.device.type):
-        return original(*args, **kwargs)
-    if gives_float32:
-        raise AmpNotImplementedError(
-            f"{rule.name}_ runs in FP32 and cannot write to a {target.dtype} tensor in place. Call "
-            f"{rule.name}, which returns an FP32 tensor, or use amp.disable_casts() around it."
-        )
-    args, kwargs = _cast_to(target.dtype, args, kwargs)
-    return original(*args, **kwargs)
