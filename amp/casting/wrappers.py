@@ -57,6 +57,7 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
     Two cheap questions come first: whether torch.autocast casts here, and whether all tensors are in
     the right dtype already.
     """
+    # A rule that does not cast down leaves tensors alone that are float32.
     right = caster.dtype if rule.category in ("native", "half") else torch.float32
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +91,7 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
 
     if rule.category == "native":
         wrapper: Function = native
-    elif rule.category not in ("half", "float") or rule.closed:
+    elif rule.category in ("recurrent", "sequence") or rule.closed:
         wrapper = slow
     elif rule.op in ("torch.Tensor.softmax", "torch.Tensor.log_softmax"):
         wrapper = float_along_dim
