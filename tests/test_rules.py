@@ -361,7 +361,7 @@ def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("torch.relu", "O1", ["follows its input"]),
         ("torch.cat", "O1", ["widest"]),
         ("torch.Tensor.exp_", "O1", ["raises on half tensors, because torch.Tensor.exp gives float32"]),
-        ("torch.Tensor.addmm_", "O1", ["casts its other arguments"]),
+        ("torch.Tensor.addmm_", "O1", ["casts its other arguments", "configs/ops/float16.yaml:"]),
         ("torch.nn.functional.binary_cross_entropy", "O1", ["raises on half", "BCEWithLogitsLoss"]),
         ("torch.matmul", "O2", ["Functions cast only at 'O1' (float16) or 'O4'", "inputs are float16"]),
         ("torch.matmul", "16-mixed", ["O1", "float16"]),
