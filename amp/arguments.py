@@ -26,32 +26,47 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def as_optimizers_of_a_loss(optimizers: Any) -> list[Any]:
-    """Return the optimizers of a `scale_loss`, each once; at least one."""
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return [optimizers]
-    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:
+    """Return what is attached to the optimizers of a `scale_loss`, each once; at least one."""
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     wrong = [type(value).__name__ for value in given if not is_optimizer(value)]
     if wrong or not given:
         raise AmpTypeError(
             "amp.scale_loss needs the optimizer, or the list of optimizers, whose gradients the loss "
             f"makes; got {wrong[0] if wrong else 'an empty list'}"
         )
-    unique: dict[int, Any] = {}
-    for optimizer in given:
-        unique.setdefault(id(innermost(optimizer)), optimizer)
-    return list(unique.values())
+    return list(dict.fromkeys(map(attached_to, given)))
+
+
+def attached_to(optimizer: Any) -> AttachedOptimizer:
+    """Return what a live session has attached to an optimizer; raise AmpRuntimeError if none has."""
+    attached = AttachedOptimizer.of(optimizer)
+    if attached is None:
+        raise AmpRuntimeError(
+            f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
+            "closed. Pass it through: "
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
+        )
+    return attached
 
 
 def as_optimizers(optimizers: Any) -> list[Any]:
     """Return the optimizers of an `initialize`, each of which is new to amp and in the list once."""
     given = _as_list(optimizers, is_optimizer, "optimizers", "a torch.optim.Optimizer")
-    seen: set[int] = set()
+    inner = list(map(innermost, given))
     for i, optimizer in enumerate(given):
-        if id(innermost(optimizer)) in seen:
+        if any(inner[i] is other for other in inner[:i]):
             raise AmpRuntimeError(f"optimizers[{i}] is in the list twice; pass each optimizer once")
-        seen.add(id(innermost(optimizer)))
-        _check_unattached(i, optimizer)
+        attached = AttachedOptimizer.of(optimizer)
+        if attached is not None:
+            why = (
+                "has been through amp.initialize and its session is live. Make a new optimizer, or "
+                "close that session first: amp.get_session(optimizer).close()"
+            )
+            if attached.optimizer is not inner[i]:
+                made_of = type(attached.optimizer).__name__
+                why = f"scales losses itself. Pass the {made_of} that it was made of to amp.initialize"
+            raise AmpRuntimeError(f"optimizers[{i}] ({type(optimizer).__name__}) {why}")
     return given
 
 
@@ -103,14 +118,6 @@ def check_environment() -> None:
         raise AmpValueError(f"the environment variable {error}") from None
 
 
-def foreign_optimizer(optimizer: Any) -> AmpRuntimeError:
-    """Return the error for an optimizer that no live session knows."""
-    return AmpRuntimeError(
-        f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
-        "closed. Pass it through: model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
-    )
-
-
 def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -> list[Any]:
     items = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
@@ -120,17 +127,3 @@ def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -
                 f"{name} must be {kind} or a list of them, and got {type(item).__name__}{hint}"
             )
     return items
-
-
-def _check_unattached(i: int, optimizer: Any) -> None:
-    attached = AttachedOptimizer.of(optimizer)
-    if attached is None:
-        return
-    why = (
-        "has been through amp.initialize and its session is live. Make a new optimizer, or close that "
-        "session first: amp.get_session(optimizer).close()"
-    )
-    if attached.optimizer is not innermost(optimizer):
-        inner = type(attached.optimizer).__name__
-        why = f"scales losses itself. Pass the {inner} that it was made of to amp.initialize"
-    raise AmpRuntimeError(f"optimizers[{i}] ({type(optimizer).__name__}) {why}")

@@ -33,13 +33,7 @@ def save(scalers: Sequence[LossScaler], opt_level: str | None) -> OrderedDict[st
 
 
 def check(state: object) -> None:
-    """Raise unless `state` is a state dict of ours or of apex's.
-
-    Raises:
-        AmpTypeError: it is not a mapping.
-        AmpRuntimeError: it has a key that belongs to neither.
-        AmpValueError: a scaler's entry is damaged.
-    """
+    """Raise an AmpError unless `state` is a state dict of ours or of apex's."""
     if not isinstance(state, Mapping):
         raise AmpTypeError(
             f"expected what amp.state_dict() returns, a dict, and got a {type(state).__name__}"

@@ -85,15 +85,7 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 
 def explain(op: str, properties: Properties) -> str:
-    """Return what happens to an op under some properties, and which rule of which file says so.
-
-    Args:
-        op: a function's full name.
-        properties: what a profile resolves to; see `amp.load_profile`.
-
-    Raises:
-        AmpValueError: there is no such function.
-    """
+    """Return what happens to the function of this full name, and which rule of which file says so."""
     op = op.strip()
     holder, place, name = find(op)
     if not callable(getattr(holder, name, None)):
@@ -109,18 +101,14 @@ def explain(op: str, properties: Properties) -> str:
             f"{shown(properties.cast_model_type) if properties.casts_model else 'what they were'}."
         )
     policy = policy_of(properties)
-    rules = {rule.op: rule for rule in policy.rules}
+    in_place = [rule.in_place for rule in policy.rules if rule.in_place is not None]
+    rules = {rule.op: rule for rule in (*in_place, *policy.rules)}
     told = [rules[op]] if op in rules else []
     if told and told[0].category == "calls":
         told.append(rules[told[0].note])
     lines = [f"{op} at {level}: {_describe(rules.get(op), policy)}"]
     lines += [f"{inner.op}: {_describe(inner, policy)}" for inner in told[1:]]
     others = [f"{p}.{n}" for p, n in spellings(place, name) if (p, n) != (place, name)]
-    in_place = rules.get(op.removesuffix("_")) if op.endswith("_") else None
-    if in_place is not None and in_place.category == "float":
-        lines = [f"{op} at {level}: raises on half tensors, because {in_place.op} gives float32."]
-    elif in_place is not None and in_place.category in ("native", "half", "promote"):
-        lines = [f"{op} at {level}: casts its other arguments to the dtype that it writes to."]
     if others:
         lines.append(f"other spellings: {', '.join(others)}")
     categories: set[str | None] = {rule.category for rule in told} or {None}
@@ -147,6 +135,8 @@ def _describe(rule: OpRule | None, policy: OpPolicy) -> str:
         "sequence": "runs in the widest dtype among the tensors of its first argument",
         "banned": f"raises on half arguments: {rule.note}",
         "calls": f"is not patched itself: it calls {rule.note}, which is",
+        "in_place": "casts its other arguments to the dtype that it writes to",
+        "in_place_float": f"raises on half tensors, because {rule.note} gives float32",
         "cast": f"runs in {cast}, and so does all that it calls"
         if cast
         else "follows its input, and nothing that it calls casts",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
 
 from amp.errors import AmpRuntimeError, AmpTypeError
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+ProcessGroup: TypeAlias = "distributed.ProcessGroup"  # in quotes: a build of torch may have none
 
 
 def rank() -> int:
@@ -69,26 +68,20 @@ def check_placements(grad: Tensor) -> None:
 
 
 def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
-    """Make an overflow on one rank an overflow on all ranks of the groups.
+    """Make an overflow on one rank an overflow on all ranks of the groups, which all call this.
 
-    Args:
-        found_inf: float32 `[1]`, changed in place. The host waits only where the groups' backend makes
-            it, as gloo does.
-        groups: all ranks of each have to call this.
+    `found_inf`, float32 `[1]`, is changed in place. The host waits only where the groups' backend makes
+    it, as gloo does.
     """
     for group in groups:
         distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX, group=group)
 
 
 def reduce_norm(norm: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
-    """Return the norm of what the ranks of the groups hold together, given each rank's own.
+    """Return the norm of what the ranks of the groups hold together, given that of each one's own.
 
-    Args:
-        norm: float32 `[1]`, of tensors that no other rank of the groups holds.
-        groups: all ranks of each have to call this.
-
-    Returns:
-        float32 `[1]`, inf on every rank if the norm is inf or NaN on any.
+    Norms are float32 `[1]`. All ranks of the groups call this, and get inf if the norm is inf or NaN on
+    any.
     """
     groups = tuple(groups)
     if not groups:

@@ -15,14 +15,9 @@ SCALABLE = CASTABLE | {torch.float64}
 """The dtypes that gradients of a scaled loss may have."""
 
 DTYPES = {
-    "float16": torch.float16,
-    "half": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "fp32": torch.float32,
+    **dict.fromkeys(("float16", "half", "fp16"), torch.float16),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float32", "float", "fp32"), torch.float32),
 }
 """The names under which a user may ask for a dtype."""
 

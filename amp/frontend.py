@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from amp import checkpoint
-from amp.arguments import as_optimizers_of_a_loss, foreign_optimizer
+from amp.arguments import attached_to
+from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
 from amp.profiles.loss_scaling import LossScaling
-from amp.profiles.properties import OVERRIDE_KEYS, OverridesBeyondApex
+from amp.profiles.properties import OVERRIDE_KEYS
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class _Default:
@@ -49,7 +46,7 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
     *,
     process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
     allow_incoming_model_not_fp32: bool = False,
-    **others: Unpack[OverridesBeyondApex],
+    **others: Any,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training, and return them.
 
@@ -73,8 +70,8 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
         AmpTypeError: something that is no model or optimizer, or an unknown argument.
         AmpValueError: a value that a property does not take.
     """
-    _refuse_unknown(others)
-    enabled, min_loss_scale = _as_bool(enabled), min_loss_scale or None
+    _check_arguments(enabled, others)
+    enabled, min_loss_scale = bool(enabled), min_loss_scale or None
     given: dict[str, Any] = {key: value for key, value in locals().items() if key in OVERRIDE_KEYS}
     given |= others
     session = Session(
@@ -92,7 +89,9 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
     return result
 
 
-def _refuse_unknown(others: Mapping[str, Any]) -> None:
+def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:
+    if isinstance(enabled, str):  # the third position, where a level is often put
+        raise AmpTypeError(f"enabled={enabled!r} is not a bool; did you mean opt_level={enabled!r}?")
     for name in others.keys() - OVERRIDE_KEYS.keys():
         takes = dict.fromkeys([*inspect.signature(initialize).parameters, *OVERRIDE_KEYS])
         del takes["others"]
@@ -100,13 +99,6 @@ def _refuse_unknown(others: Mapping[str, Any]) -> None:
             f"initialize() got an unexpected keyword argument '{name}'"
             f"{did_you_mean(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
         )
-
-
-def _as_bool(enabled: object) -> bool:
-    """Read `enabled`, the third position, where `initialize(model, optimizer, "O2")` puts a level."""
-    if isinstance(enabled, str):
-        raise AmpTypeError(f"enabled={enabled!r} is not a bool; did you mean opt_level={enabled!r}?")
-    return bool(enabled)
 
 
 def scale_loss(
@@ -149,15 +141,10 @@ def scale_loss(
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     attached = next(filter(None, map(AttachedOptimizer.of, given)), None)
-    default = _Default.session
-    if attached is None and default is not None and not default.properties.enabled:
-        return default.scale_loss(loss, optimizers)  # which does not look at them
-    given = as_optimizers_of_a_loss(optimizers)
     if attached is None:
-        _default("amp.scale_loss")
-        raise foreign_optimizer(given[0])
-    _Default.waiting_state = None
-    session: Session = attached.owner
+        session = _default("amp.scale_loss")  # it refuses them, unless it is disabled
+    else:
+        session, _Default.waiting_state = attached.owner, None
     return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
@@ -178,10 +165,7 @@ def get_session(optimizer: Any = None) -> Session:
     """
     if optimizer is None:
         return _default("amp.get_session()")
-    attached = AttachedOptimizer.of(optimizer)
-    if attached is None:
-        raise foreign_optimizer(optimizer)
-    session: Session = attached.owner
+    session: Session = attached_to(optimizer).owner
     return session
 
 
@@ -203,12 +187,10 @@ def step_was_skipped(optimizer: Any) -> bool:
     Raises:
         AmpRuntimeError: the optimizer did not come out of `initialize`.
     """
-    attached = AttachedOptimizer.of(optimizer)
-    if attached is not None:
-        return attached.step_was_skipped
-    if _Default.session is not None and not _Default.session.properties.enabled:
+    disabled = _Default.session is not None and not _Default.session.properties.enabled
+    if disabled and AttachedOptimizer.of(optimizer) is None:
         return False
-    raise foreign_optimizer(optimizer)
+    return attached_to(optimizer).step_was_skipped
 
 
 def loss_scale(loss_id: int = 0) -> float:
@@ -228,7 +210,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     Raises:
         AmpRuntimeError: `initialize` has not been called.
     """
-    state: OrderedDict[str, Any] = _default("amp.state_dict").state_dict()
+    state = _default("amp.state_dict").state_dict()
     if destination is None:
         return state
     destination.update(state)

@@ -30,6 +30,8 @@ from amp.training.scaler import LossScaler
 Init = TypeVar("Init", bound=Callable[..., None])
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+_BEYOND_TORCH = ("hysteresis_left", "overflows_in_a_row")
+"""What a state dict holds of the scaler's state besides torch's entries, each after an underscore."""
 
 
 def _setting(name: str) -> Any:
@@ -39,7 +41,8 @@ def _setting(name: str) -> Any:
         return getattr(self._scaler.config, name)
 
     def write(self: _TorchInternals, value: Any) -> None:
-        self._configure(**{name: value})
+        if self._enabled:
+            self._scaler.config = _configured(self._scaler.config, **{name: value})
 
     return property(read, write)
 
@@ -69,19 +72,13 @@ class _TorchInternals(torch.amp.GradScaler):
 
     _growth_factor, _backoff_factor, _growth_interval = map(_setting, _SETTINGS)
 
-    def _configure(self, **changes: Any) -> None:
-        if self._enabled:
-            _check_factors(**changes)
-            self._scaler.config = dataclasses.replace(self._scaler.config, **changes)
-
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale, growth_tracker = self._scale, self._growth_tracker
-        if scale is None or growth_tracker is None:
+        if not self._has_scaled:
             raise AmpAssertionError(
                 f"GradScaler.{funcname} was called before GradScaler.scale: no gradient is scaled yet. "
                 "Call scaler.scale(loss).backward() first"
             )
-        return scale, growth_tracker
+        return self._scaler.scale_on_device, self._scaler.good_steps_on_device
 
     def _begin_iteration(self) -> None:
         self._per_optimizer_states: dict[int, dict[str, Any]]
@@ -90,7 +87,10 @@ class _TorchInternals(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale an optimizer's gradients where they are, and report an overflow. No host sync."""
+        """Unscale an optimizer's gradients where they are, and report an overflow. No host sync.
+
+        Float16 ones too, whatever `allow_fp16` says: scripts replace this method to pass True.
+        """
         from amp.kernels.unscale import unscale  # loads Triton
 
         params, grads = _gradients(optimizer)
@@ -106,13 +106,14 @@ class _TorchInternals(torch.amp.GradScaler):
         from amp.kernels.unscale import check  # loads Triton
 
         params, grads = _gradients(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
+        found: dict[Any, Tensor] = {}
         if grads:
             flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
             check(grads, self._scaler.snapshot().inv_scale, flag)
             reduce_found_inf(flag, groups_of_shards(params))
-            state["found_inf_per_device"] = {flag.device: flag.reshape(())}
-        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+            found = {flag.device: flag.reshape(())}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
 
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -208,9 +209,9 @@ class GradScaler(_TorchInternals):
             self._enabled = False
         config = LossScaling()
         if self._enabled:
-            _check_factors(growth_factor, backoff_factor)
             init_scale = parse_positive("init_scale", init_scale)
-            config = LossScaling(
+            config = _configured(
+                config,
                 init=init_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
@@ -373,11 +374,7 @@ class GradScaler(_TorchInternals):
         if not self._enabled:
             return {}
         ours = self._scaler.state_dict()
-        return {
-            **super().state_dict(),
-            "_hysteresis_left": ours["hysteresis_left"],
-            "_overflows_in_a_row": ours["overflows_in_a_row"],
-        }
+        return {**super().state_dict(), **{f"_{name}": ours[name] for name in _BEYOND_TORCH}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, torch's or this class's. A scale out of bounds is brought within them.
@@ -393,53 +390,36 @@ class GradScaler(_TorchInternals):
                 "the state dict is empty: it was saved from a GradScaler that was disabled. Save one "
                 "from an enabled scaler, or leave load_state_dict out"
             )
-        config, state = _read_state(state_dict, self._scaler.config)
-        self._scaler.load_state_dict(state)
+        missing = [name for name in ("scale", *_SETTINGS, "_growth_tracker") if name not in state_dict]
+        if missing:
+            raise AmpValueError(
+                f"the state dict has no {', '.join(missing)}, only {', '.join(state_dict)}: it is no "
+                "GradScaler's"
+            )
+        config = _configured(self._scaler.config, **{name: state_dict[name] for name in _SETTINGS})
+        state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
+        ours = {name: state_dict[f"_{name}"] for name in _BEYOND_TORCH if f"_{name}" in state_dict}
+        self._scaler.load_state_dict(state | ours)
         self._scaler.config = config
         loaded = self._scaler.state_dict()
         self._init_scale, self._init_growth_tracker = loaded["loss_scale"], loaded["unskipped"]
 
 
-def _check_factors(
-    growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 1
-) -> None:
-    """Raise AmpValueError unless one factor makes the scale grow, and the other makes it smaller.
-
-    The interval is checked by `LossScaling`.
-    """
-    if not isinstance(growth_factor, (int, float)) or not 1 < growth_factor < torch.inf:
-        raise AmpValueError(f"growth_factor={growth_factor!r} must be a finite number above 1")
-    if not isinstance(backoff_factor, (int, float)) or not 0 < backoff_factor < 1:
-        raise AmpValueError(f"backoff_factor={backoff_factor!r} must be a number between 0 and 1")
-
-
-def _read_state(
-    state_dict: Mapping[str, Any], config: LossScaling
-) -> tuple[LossScaling, dict[str, Any]]:
-    """Return the configuration and the state of a `LossScaler` that a saved state describes."""
-    missing = [name for name in ("scale", *_SETTINGS, "_growth_tracker") if name not in state_dict]
-    if missing:
-        raise AmpValueError(
-            f"the state dict has no {', '.join(missing)}, only {', '.join(state_dict)}: it is no "
-            "GradScaler's"
-        )
-    settings = {name: state_dict[name] for name in _SETTINGS}
-    _check_factors(**settings)
-    return dataclasses.replace(config, **settings), {
-        "loss_scale": state_dict["scale"],
-        "unskipped": state_dict["_growth_tracker"],
-        "hysteresis_left": state_dict.get("_hysteresis_left", config.hysteresis),
-        "overflows_in_a_row": state_dict.get("_overflows_in_a_row", 0),
-    }
+def _configured(config: LossScaling, **changes: Any) -> LossScaling:
+    """Return a changed configuration, whose factors make the scale grow and shrink as torch's do."""
+    growth, backoff = changes.get("growth_factor", 2.0), changes.get("backoff_factor", 0.5)
+    if not isinstance(growth, (int, float)) or not 1 < growth < torch.inf:
+        raise AmpValueError(f"growth_factor={growth!r} must be a finite number above 1")
+    if not isinstance(backoff, (int, float)) or not 0 < backoff < 1:
+        raise AmpValueError(f"backoff_factor={backoff!r} must be a number between 0 and 1")
+    return dataclasses.replace(config, **changes)
 
 
 def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters of an optimizer that have gradients, and the gradients.
 
-    Sparse 16-bit gradients are coalesced: their sums may overflow.
-
-    Raises:
-        AmpTypeError: a gradient is of a dtype that cannot be unscaled. Nothing has been changed then.
+    Sparse 16-bit gradients are coalesced: their sums may overflow. Nothing has been changed when a
+    gradient that cannot be unscaled is refused.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for i, parameter in enumerate(params):

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,18 +18,16 @@ from amp import arguments, checkpoint, distributed
 from amp.advice import advise_on_eps, advise_on_rules
 from amp.casting.strategies import strategies_for
 from amp.casting.strategy import Undo
+from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
-from amp.masters.lean import make_masters
+from amp.masters import make_masters
 from amp.masters.state_dicts import install_state_dict_hooks
 from amp.profiles.levels import resolve
-from amp.profiles.properties import Overrides, Properties
+from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, innermost
 from amp.training.blocks import Block
 from amp.training.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("amp")
 
@@ -55,7 +52,7 @@ class Session:
         process_group: the process group, or list of them, whose ranks hold different gradients and must
             skip a step together. None is right for one process, for DDP, whose ranks hold the same
             gradients, and for DTensors, which know their groups.
-        **overrides: properties on top of the profile; see `Overrides`.
+        **overrides: properties on top of the profile, as in docs/profiles.md; None changes nothing.
 
     Attributes:
         properties: what the profile and the overrides resolved to.
@@ -72,7 +69,7 @@ class Session:
         num_losses: int = 1,
         verbosity: int = 1,
         process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
-        **overrides: Unpack[Overrides],
+        **overrides: Any,
     ) -> None:
         if isinstance(num_losses, bool) or not hasattr(num_losses, "__index__") or num_losses < 1:
             raise AmpValueError(f"num_losses={num_losses!r} must be an integer of at least 1")
@@ -133,7 +130,7 @@ class Session:
             if self.properties.cast_model_type in LOW_PRECISION or self.properties.master_weights:
                 for model in models:
                     for handle in install_state_dict_hooks(self._masters, model):
-                        undo.callbacks.callback(handle.remove)
+                        undo.callback(handle.remove)
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
         except BaseException:
             undo.roll_back()
@@ -144,7 +141,7 @@ class Session:
         on_eps = [advise_on_eps(one.optimizer) for one in attached]
         for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
             self._log(logging.WARNING, message)
-        self._undo.push(undo.callbacks)
+        self._undo.push(undo)
 
     def _attach(self, optimizer: Any, undo: Undo) -> AttachedOptimizer:
         attached = AttachedOptimizer(
@@ -155,7 +152,7 @@ class Session:
             report=self._report_overflows,
             name_of=self._name_of,
         )
-        undo.callbacks.callback(attached.detach)
+        undo.callback(attached.detach)
         attached.attach(undo.before)
         return attached
 
@@ -184,12 +181,7 @@ class Session:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # Training.
@@ -213,9 +205,9 @@ class Session:
             yield loss
             return
         scaler = self._scaler(loss_id)
-        given = arguments.as_optimizers_of_a_loss(optimizers)
-        # Of another session, perhaps: its gradients are as good.
-        block = Block(scaler, [_attached(optimizer).gradients for optimizer in given])
+        # An optimizer may be of another session: its gradients are as good.
+        given = arguments.attached_of_a_loss(optimizers)
+        block = Block(scaler, [attached.gradients for attached in given])
         scaled_loss = block.enter(loss)
         try:
             self._report_overflows(scaler)
@@ -283,10 +275,3 @@ class Session:
     def _log(self, level: int, message: str, *args: object) -> None:
         if self.verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)
-
-
-def _attached(optimizer: Any) -> AttachedOptimizer:
-    attached = AttachedOptimizer.of(optimizer)
-    if attached is None:
-        raise arguments.foreign_optimizer(optimizer)
-    return attached

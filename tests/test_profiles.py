@@ -18,8 +18,6 @@ from amp.profiles.loss_scaling import SCALING_KEYS
 from amp.profiles.properties import (
     OVERRIDE_KEYS,
     PROPERTY_KEYS,
-    Overrides,
-    OverridesBeyondApex,
 )
 from tests.models import linear, sgd
 
@@ -383,11 +381,11 @@ def test_the_table_of_levels_in_the_docs_is_what_they_resolve_to() -> None:
         assert f"| {' | '.join(row)} |".replace("|  |", "| |") in page
 
 
-def test_type_checkers_and_the_keys_agree_on_what_may_be_overridden() -> None:
-    """`Overrides` is for type checkers: all else follows from the metadata."""
-    assert Overrides.__annotations__.keys() == OVERRIDE_KEYS.keys()
-    arguments = inspect.signature(amp.initialize).parameters
-    assert OVERRIDE_KEYS.keys() - arguments.keys() == OverridesBeyondApex.__annotations__.keys()
+@pytest.mark.parametrize("name", OVERRIDE_KEYS)
+def test_initialize_takes_every_key_that_may_be_overridden(name: str) -> None:
+    wrong: dict[str, Any] = {name: "O2" if name == "enabled" else object()}
+    with pytest.raises(amp.AmpError, match=f"^{name}="):
+        amp.initialize(linear(), **wrong)
 
 
 # Through initialize.

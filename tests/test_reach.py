@@ -29,7 +29,7 @@ X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 def script() -> Iterator[types.ModuleType]:
     """Make a loaded module that took functions from torch by name."""
     module: Any = types.ModuleType("a_script_of_somebody")
-    module.linear, module.gelu = F.linear, F.gelu
+    module.linear, module.gelu, module.exp_ = F.linear, F.gelu, torch.exp_
     module.other = "not a function"
     sys.modules[module.__name__] = module
     yield module
@@ -37,15 +37,18 @@ def script() -> Iterator[types.ModuleType]:
 
 
 def test_names_that_modules_took_earlier_cast_too(script: Any) -> None:
-    linear, gelu = script.linear, script.gelu
+    linear, gelu, exp_ = script.linear, script.gelu, script.exp_
     with amp.Session("O1") as session:
         session.initialize(None)
         assert script.linear(X, X).dtype is HALF
         assert script.gelu(X.half()).dtype is WIDE
         assert script.gelu is F.gelu
+        with pytest.raises(NotImplementedError, match="exp_ runs in FP32"):
+            script.exp_(X.half())
         script.later = F.conv1d
     assert script.linear is linear
     assert script.gelu is gelu
+    assert script.exp_ is exp_
     assert script.later is F.conv1d, "also what it took meanwhile"
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amp
-from amp.casting.op_caster import OpCaster
-from amp.casting.policy import OpRule, load_policy
+from amp.casting.by_op import CastOps
+from amp.casting.policy import OpRule
+from amp.casting.strategy import Undo
 from amp.cli import main
 from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd
 from tests.processes import run_python
@@ -360,7 +361,7 @@ def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("torch.relu", "O1", ["follows its input"]),
         ("torch.cat", "O1", ["widest"]),
         ("torch.Tensor.exp_", "O1", ["raises on half tensors, because torch.Tensor.exp gives float32"]),
-        ("torch.Tensor.addmm_", "O1", ["casts its other arguments"]),
+        ("torch.Tensor.addmm_", "O1", ["casts its other arguments", "configs/ops/float16.yaml:"]),
         ("torch.nn.functional.binary_cross_entropy", "O1", ["raises on half", "BCEWithLogitsLoss"]),
         ("torch.matmul", "O2", ["Functions cast only at 'O1' (float16) or 'O4'", "inputs are float16"]),
         ("torch.matmul", "16-mixed", ["O1", "float16"]),
@@ -403,11 +404,11 @@ def test_the_module_runs() -> None:
 
 def test_a_table_that_names_what_this_torch_lacks_says_so() -> None:
     """Tables may be ahead of an older torch: the name is reported, and the rest works."""
-    policy = load_policy(HALF)
+    by_op, undo = CastOps(amp.load_profile("O1")), Undo()
     new = OpRule("float", "torch", "an_op_of_tomorrow")
-    caster = OpCaster(replace(policy, rules=(*policy.rules, new)))
+    by_op.policy = replace(by_op.policy, rules=(*by_op.policy.rules, new))
     with pytest.warns(amp.AmpWarning, match="has no torch.an_op_of_tomorrow: the rules for float16"):
-        caster.install()
+        by_op.begin(undo)
     assert (X @ X).dtype is HALF
-    caster.close()
+    undo.close()
     assert (X @ X).dtype is WIDE

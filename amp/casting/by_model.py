@@ -1,13 +1,13 @@
 """Casting a model's weights, and its inputs and outputs.
 
 Weights are cast in place, so parameters keep their identity: optimizers, tied weights and hooks
-keep working. Activations are cast by module hooks that are plain picklable objects, so a deep copy, a
+keep working. Activations are cast by module hooks that can be copied and pickled, so a deep copy, a
 pickle, DataParallel and DDP see an ordinary module.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from amp.casting.containers import map_tensors
+from amp.casting.containers import cast_tensors
 from amp.casting.strategy import Contents, Strategy, Undo
 from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
 from amp.errors import AmpRuntimeError
@@ -110,14 +110,14 @@ class CastModel(Strategy):
         """Cast the parameters, buffers and gradients of the model in place, and hook it."""
         for tensor, dtype in dtypes_to_be(model, self.properties).items():
             if tensor.dtype is not dtype:
-                undo.before[tensor] = held = Contents.of(tensor)
+                undo.before[tensor] = held = Contents(tensor.data, tensor.grad)
                 grad = None if held.grad is None else held.grad.to(dtype)
                 Contents(held.data.to(dtype), grad).put_into(tensor)
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:
                 module.flatten_parameters()
         for handle in self._hooks(model):
-            undo.callbacks.callback(handle.remove)
+            undo.callback(handle.remove)
 
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
         """Make the model cast its inputs and outputs, and its layers what they are given.
@@ -139,7 +139,8 @@ class CastModel(Strategy):
                 if needed is None and module is model:
                     needed = dtype
                 if needed is not None:
-                    yield module.register_forward_pre_hook(CastInputs(needed), with_kwargs=True)
+                    hook = functools.partial(_cast_inputs, needed)
+                    yield module.register_forward_pre_hook(hook, with_kwargs=True)
                 if needed not in (None, dtype) and module is not model and module not in ruled:
                     yield _cast_outputs(module, dtype)
         if outputs is not None:
@@ -149,44 +150,19 @@ class CastModel(Strategy):
 def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype that the input of this layer must have, or None if it takes any."""
     dtype = next((tensor.dtype for tensor in _tensors_of(module) if tensor.is_floating_point()), None)
-    if isinstance(module, _ONE_DTYPE_LAYERS):
-        return dtype
-    if isinstance(module, _NormBase) and dtype is model_dtype:  # wider statistics take any input
-        return dtype
-    return None
+    is_cast_norm = isinstance(module, _NormBase) and dtype is model_dtype  # a wider one takes any input
+    return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
 
 
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    return module.register_forward_hook(CastOutputs(dtype), prepend=True)
+    return module.register_forward_hook(functools.partial(_cast_output, dtype), prepend=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class CastInputs:
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """A forward pre-hook: floating arguments, float64 included, go in as `dtype`."""
-
-    dtype: torch.dtype
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, cast."""
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self.dtype) if tensor.dtype in SCALABLE else tensor
-
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
+    return cast_tensors(args, SCALABLE, dtype), cast_tensors(kwargs, SCALABLE, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class CastOutputs:
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook: float16, bfloat16 and float32 outputs come out as `dtype`."""
-
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output, cast."""
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self.dtype) if tensor.dtype in CASTABLE else tensor
-
-        return map_tensors(cast, output)
+    return cast_tensors(output, CASTABLE, dtype)

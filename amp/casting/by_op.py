@@ -1,25 +1,57 @@
-"""The strategy by which torch's functions cast their arguments, op by op."""
+"""The strategy by which torch's functions cast their arguments, op by op.
+
+The functions of an `OpPolicy` are replaced by wrappers, process-wide, until the session closes: under
+every name that a loaded module has for them, and in what modules of the model hold as attributes.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import functools
+import hashlib
+import inspect
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from amp.casting import regions
 from amp.casting.module_rules import restore_classes, run_in_float32
-from amp.casting.op_caster import OpCaster
-from amp.casting.policy import policy_of
-from amp.casting.regions import DEVICE_TYPES, casts
+from amp.casting.policy import OpRule, policy_of, resolve
+from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy, Undo
+from amp.casting.wrappers import check_rnn_input, make_wrapper
+from amp.dtypes import dtype_name
+from amp.errors import AmpRuntimeError, AmpWarning
+from amp.patching import Patches
 from amp.profiles.properties import Properties
 
 
 class CastOps(Strategy):
-    """Functions cast their arguments, for as long as the session is open."""
+    """Functions cast their arguments, for as long as the session is open.
+
+    Attributes:
+        policy: the rule of each function.
+        dtype: of the ops that gain from half precision.
+        live: whether functions are patched.
+    """
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
-        self._policy = policy_of(properties)
-        self._caster: OpCaster | None = None
+        self.policy = policy_of(properties)
+        self.dtype = self.policy.dtype
+        self.live = False
+        self._has_begun = False
+        self._patches = Patches()
+        # Originals and wrappers, by their ids: the function, its rule, and what holds it.
+        self._functions: dict[int, tuple[Any, OpRule, Any]] = {}
+        self._watched: list[weakref.ref[nn.Module]] = []
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -27,27 +59,171 @@ class CastOps(Strategy):
         return properties.patch_torch_functions
 
     def begin(self, undo: Undo) -> None:
-        """Patch the functions, once in a session."""
-        if self._caster is None:
-            caster = OpCaster(self._policy)
-            undo.callbacks.callback(caster.close)
-            caster.install(registered())
-            self._caster = caster
+        """Patch the functions, once in a session; one that this torch lacks gets a warning."""
+        if self._has_begun:
+            return
+        missing = self.policy.missing()
+        if missing:
+            warnings.warn(
+                f"torch {torch.__version__} has no {', '.join(missing)}: the rules for "
+                f"{dtype_name(self.dtype)} that name them do nothing",
+                AmpWarning,
+                stacklevel=2,
+            )
+        undo.callback(self.stop)
+        self.live = True
+        _introduce_dynamo()
+        regions.open_for(self, self._patches)
+        for rule in self.policy.rules:
+            if rule.category != "calls" and rule.op not in missing:
+                self.patch(rule, resolve(rule.place))
+        self._patches.surround(nn.RNNBase, "check_input", functools.partial(check_rnn_input, self))
+        self._patches.surround(torch.jit, "script", functools.partial(_script, self._patches))
+        for rule, target in registered():
+            self.patch(rule, target)
+        self.replace_names()
+        _forget_compiled()
+        self._has_begun = True
+
+    def patch(self, rule: OpRule, target: Any) -> None:
+        """Patch one function of `target`, and its in-place form."""
+        shown = getattr(target, rule.name)  # the original, or an older session's wrapper
+        attribute = inspect.getattr_static(target, rule.name, None)
+
+        def make(function: Function) -> Any:
+            if isinstance(attribute, classmethod):
+                return classmethod(make_wrapper(self, rule, attribute.__func__))
+            wrapper = make_wrapper(self, rule, function)
+            return staticmethod(wrapper) if isinstance(attribute, staticmethod) else wrapper
+
+        original = self._patches.wrap(target, rule.name, make)
+        for function in (original, shown, getattr(target, rule.name)):
+            self._functions.setdefault(id(function), (function, rule, target))
+        if target is Tensor and rule.name in vars(FunctionalTensor):
+            self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
+        if rule.in_place is not None and hasattr(target, rule.in_place.name):
+            self.patch(rule.in_place, target)
+
+    def replace_names(self) -> None:
+        """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""
+        for module in _modules_of_others():
+            self._rename(module)
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Let the model's forwards run in autocast regions, and modules under a rule in FP32."""
-        assert self._caster is not None
-        for handle in self._caster.watch(model):
-            undo.callbacks.callback(handle.remove)
-        chosen = run_in_float32(model, self.properties.rules, self._caster)
-        undo.callbacks.callback(restore_classes, chosen)
+        """Let the model's forwards run in autocast regions, and modules under a rule in FP32.
+
+        Functions that its modules hold as attributes cast too. What is held in a way that cannot be
+        patched gets a warning that names it.
+        """
+        held: dict[str, None] = {}  # in the order in which they were found
+        for name, module in model.named_modules():
+            self._rename(module)
+            self._watched.append(weakref.ref(module))
+            for where, value in _held_by(module, name or type(module).__name__):
+                if id(value) in self._functions:
+                    _, rule, target = self._functions[id(value)]
+                    if getattr(target, rule.name) is not value:
+                        held[f"{where} {rule.op}"] = None
+        if held:
+            warnings.warn(
+                "some functions were taken from torch before amp.initialize and will not cast their "
+                f"arguments: {'; '.join(held)}. Call them by their name in torch, from a method.",
+                AmpWarning,
+                stacklevel=2,
+            )
+        for handle in regions.watch(model, self):
+            undo.callback(handle.remove)
+        chosen = run_in_float32(model, self.properties.rules, self)
+        undo.callback(restore_classes, chosen)
 
     @property
     def casts_ops(self) -> bool:
         """Whether functions cast their arguments, here and now."""
-        return self._caster is not None and any(casts(self._caster, kind) for kind in DEVICE_TYPES)
+        return any(casts(self, kind) for kind in DEVICE_TYPES)
 
     def stop(self) -> None:
-        """Give torch its functions back."""
-        if self._caster is not None:
-            self._caster.close()
+        """Give every function back, also where it was imported by name meanwhile. Idempotent."""
+        if not self.live:
+            return
+        self.live = False
+        regions.close_for(self)
+        self._patches.undo()
+        watched = [module for reference in self._watched if (module := reference()) is not None]
+        for holder in (*_modules_of_others(), *watched):
+            self._rename(holder)
+        _forget_compiled()
+
+    def _rename(self, holder: Any) -> None:
+        """Let the attributes of `holder` that are patched functions be what those are in torch now."""
+        for name, value in list(vars(holder).items()):
+            if id(value) in self._functions:
+                _, rule, target = self._functions[id(value)]
+                setattr(holder, name, getattr(target, rule.name))
+
+
+def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a module holds in ways that cannot be patched, each with words that say how."""
+    for key, value in vars(module).items():
+        yield f"{name}.{key} is a partial of", getattr(value, "func", None)
+        if type(value) in (list, tuple, dict):
+            items = value.values() if type(value) is dict else value
+            yield from ((f"{name}.{key} holds", item) for item in items)
+    for cls in type(module).__mro__:
+        for key, value in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
+            yield f"{cls.__qualname__}.{key} is", getattr(value, "__func__", value)
+
+
+def _modules_of_others() -> Iterator[ModuleType]:
+    """Yield the loaded modules that are neither torch's nor ours."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "amp"):
+            yield module
+
+
+def _introduce_dynamo() -> None:
+    """Let Dynamo make its tables of torch's functions before these are patched.
+
+    It makes them once in a process, by identity. Made while a session is open they would hold wrappers,
+    and after the session Dynamo would not know the functions themselves.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import torch as in_graph
+
+    handlers = getattr(in_graph, "TorchInGraphFunctionVariable", None)
+    for holder, name in (
+        (trace_rules, "get_torch_obj_rule_map"),
+        (trace_rules, "get_tensor_method"),
+        (in_graph, "get_overridable_functions"),
+        (handlers, "_get_handlers"),
+    ):
+        getattr(holder, name, lambda: None)()
+
+
+_TAG = "|amp:"
+
+
+def _forget_compiled() -> None:
+    """Reset `torch.compile`, and give its caches on disk a key that is for these rules alone.
+
+    Dynamo does not look at what `x @ w` calls: neither its guards nor its cache keys would know.
+    """
+    caster = regions.newest_caster()
+    tag, _, _ = torch.compiler.config.cache_key_tag.partition(_TAG)
+    if caster is not None:
+        tag += _TAG + hashlib.sha256(repr(caster.policy).encode()).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag = tag
+    torch._dynamo.reset()
+
+
+def _script(patches: Patches, original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.jit.script`, which can compile torch's functions and no wrapper of them."""
+    for module in args[0].modules() if args and isinstance(args[0], nn.Module) else ():
+        if regions.is_watched(module):
+            raise AmpRuntimeError(
+                f"torch.jit.script cannot compile this {type(module).__name__}: its functions "
+                "cast as they are called, which its source does not say. Use "
+                "torch.jit.trace, torch.export or torch.compile, or script it after "
+                "amp.get_session().close()."
+            )
+    with patches.lifted():
+        return original(*args, _frames_up=kwargs.pop("_frames_up", 0) + 2, **kwargs)

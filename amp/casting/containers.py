@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -23,6 +24,11 @@ def map_tensors(function: Function, value: Any) -> Any:
     as it was.
     """
     return _map(function, value, frozenset())
+
+
+def cast_tensors(value: Any, dtypes: Collection[torch.dtype], dtype: torch.dtype) -> Any:
+    """Return `value` with the tensors in it that are of one of `dtypes` cast to `dtype`."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in dtypes else tensor, value)
 
 
 def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:

@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from amp.casting.containers import map_tensors
+from amp.casting.containers import cast_tensors
 from amp.casting.regions import Caster, disable_casts
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpWarning
@@ -27,18 +28,20 @@ from amp.profiles.rules import Rule
 class _InFloat32:
     """A mixin for classes of modules that run in FP32. A pickled module is of its own class again."""
 
+    _amp_plain_class: Any
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Call no `__init_subclass__` of the user's: the subclass is none of theirs."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         _, (cls, *args), *rest = reduced
-        return (_new, (_plain_class(cls), *args), *rest)
+        return (_new, (cls._amp_plain_class, *args), *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the module as its own class would, and let the rule hold for the copy too."""
         cls = type(self)
-        self.__class__ = _plain_class(cls)
+        self.__class__ = cls._amp_plain_class
         try:
             copied = copy.deepcopy(self, memo)
         finally:
@@ -80,12 +83,7 @@ def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> l
 def restore_classes(modules: Iterable[nn.Module]) -> None:
     """Undo `run_in_float32`, where nothing else has changed the class since."""
     for module in modules:
-        if "_amp_plain_class" in vars(type(module)):
-            module.__class__ = _plain_class(type(module))
-
-
-def _plain_class(cls: type) -> Any:
-    return cls._amp_plain_class  # type: ignore[attr-defined]
+        module.__class__ = vars(type(module)).get("_amp_plain_class", type(module))
 
 
 def _float32_class(base: Any, caster: Caster) -> Any:
@@ -93,7 +91,8 @@ def _float32_class(base: Any, caster: Caster) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not caster.live:
             return base.forward(self, *args, **kwargs)
-        args, kwargs = map_tensors(_widen, args), map_tensors(_widen, kwargs)
+        args = cast_tensors(args, LOW_PRECISION, torch.float32)
+        kwargs = cast_tensors(kwargs, LOW_PRECISION, torch.float32)
         with disable_casts():
             return base.forward(self, *args, **kwargs)
 
@@ -106,7 +105,3 @@ def _float32_class(base: Any, caster: Caster) -> Any:
     }
     # Past the metaclass, which may keep a registry of the user's classes.
     return type.__new__(type(base), base.__name__, (_InFloat32, base), body)
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in LOW_PRECISION else tensor

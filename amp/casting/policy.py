@@ -18,12 +18,13 @@ from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.levels import CONFIGS
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
-from amp.profiles.yamlfile import read_mapping
+from amp.profiles.yamlfile import Entry, read_mapping
 
-Category = Literal[
-    "native", "half", "recurrent", "float", "promote", "padding", "sequence", "banned", "calls", "cast"
+TableCategory = Literal[
+    "native", "half", "recurrent", "float", "promote", "padding", "sequence", "banned", "calls"
 ]
-_KEYS = ("closed", *(name for name in get_args(Category) if name != "cast"))
+Category = Literal[TableCategory, "cast", "in_place", "in_place_float"]
+_KEYS = ("closed", *get_args(TableCategory))
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class OpRule:
 
     Attributes:
         category: what is done with them; `configs/ops/float16.yaml` explains the categories. `cast` is
-            a user's: floating arguments are cast to `dtype`.
+            a user's: floating arguments are cast to `dtype`. `in_place` casts to the dtype of what is
+            written to, and `in_place_float` refuses to write to half tensors.
         place: the module or class that holds the function, as a dotted name.
         name: the function's name there.
         dtype: for `cast`, to what; None casts nothing.
-        note: for `banned`, what to do instead; for `calls`, what it calls.
+        note: for `banned`, what to do instead; for `calls`, what it calls; for `in_place_float`, the
+            function that gives FP32.
         closed: whether nothing that the function calls casts its arguments again.
         source: where the rule was written, `file:line`.
     """
@@ -53,6 +56,16 @@ class OpRule:
     def op(self) -> str:
         """The function's full name."""
         return f"{self.place}.{self.name}"
+
+    @property
+    def in_place(self) -> OpRule | None:
+        """The rule for the in-place form of the function, should it have one."""
+        if self.category not in ("native", "half", "promote", "float"):
+            return None
+        if self.place == "torch.nn.functional" or self.name.startswith("__"):
+            return None
+        category: Category = "in_place_float" if self.category == "float" else "in_place"
+        return OpRule(category, self.place, f"{self.name}_", note=self.op, source=self.source)
 
 
 @dataclass(frozen=True)
@@ -85,40 +98,38 @@ def policy_of(properties: Properties) -> OpPolicy:
 @functools.cache
 def load_policy(dtype: torch.dtype) -> OpPolicy:
     """Return the table of `configs/ops` for `dtype`, float16 or bfloat16."""
-    tables = _load(CONFIGS / "ops" / f"{dtype_name(dtype)}.yaml")
-    closed_in, _ = tables.pop("closed", ({}, {}))
+    table = _load(CONFIGS / "ops" / f"{dtype_name(dtype)}.yaml")
+    closed, _ = table.pop("closed")
     rules = tuple(
         OpRule(
             category,  # type: ignore[arg-type]
             place,
             name,
             note=names[name] if isinstance(names, dict) else "",
-            closed=name in closed_in.get(place, ()),
-            source=sources[place, name],
+            closed=name in closed.value.get(place, ()),
+            source=f"configs/ops/{file}:{entry.lines[place, name]}",
         )
-        for category, (table, sources) in tables.items()
-        for place, names in table.items()
+        for category, (entry, file) in table.items()
+        for place, names in entry.value.items()
         for name in names
     )
     return OpPolicy(dtype, rules)
 
 
-def _load(path: Path) -> dict[str, tuple[Any, dict[Any, str]]]:
-    """Return each key's value, and where each `place, name` in it was written."""
-    tables: dict[str, tuple[Any, dict[Any, str]]] = {}
+def _load(path: Path) -> dict[str, tuple[Entry, str]]:
+    """Return the entries of a table and of those that it extends, each with the name of its file."""
+    table: dict[str, tuple[Entry, str]] = {}
     for entry in read_mapping(path):
         if entry.key == "extends":
-            tables = _load(path.with_name(f"{entry.value}.yaml"))
+            table = _load(path.with_name(f"{entry.value}.yaml"))
         elif entry.key in _KEYS:
-            file = f"configs/ops/{path.name}"
-            sources = {inner: f"{file}:{line}" for inner, line in entry.lines.items()}
-            tables[entry.key] = entry.value, sources
+            table[entry.key] = entry, path.name
         else:
             raise AmpValueError(
                 f"{path}:{entry.line}: '{entry.key}' is not one of extends, "
                 f"{', '.join(_KEYS)}{did_you_mean(entry.key, _KEYS)}"
             )
-    return tables
+    return table
 
 
 def resolve(place: str) -> Any:

@@ -39,11 +39,12 @@ DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator.type)
 
 Function = Callable[..., Any]
 
+_internals: Any = torch._C  # which has no types for what is asked of it here
 _NO_CASTS = {_OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
 
 
 class Caster(Protocol):
-    """What casts functions: see `amp.casting.op_caster.OpCaster`."""
+    """What casts functions: see `amp.casting.by_op.CastOps`."""
 
     dtype: torch.dtype
     live: bool
@@ -60,18 +61,17 @@ def newest_caster() -> Any:
 
 def casts(caster: Caster, device_type: str) -> bool:
     """Whether the functions of `caster` cast tensors of a device type, here and now."""
-    if not caster.live or (not torch.compiler.is_dynamo_compiling() and _is_in_kernel()):
+    if not caster.live or (not torch.compiler.is_dynamo_compiling() and _is_in_op()):
         return False
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
     return not torch.is_autocast_enabled(_OFF)
 
 
-def _is_in_kernel() -> bool:
+def _is_in_op() -> bool:
     """Whether the caller is inside an op: a decomposition, a meta function, a dispatch mode."""
-    internals: Any = torch._C
-    key = internals.DispatchKey.PythonTLSSnapshot
-    return bool(internals._dispatch_tls_is_dispatch_key_excluded(key))
+    key = _internals.DispatchKey.PythonTLSSnapshot
+    return bool(_internals._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 @contextmanager
@@ -153,12 +153,6 @@ class _Forwards(threading.local):
 forwards = _Forwards()
 
 
-def _is_transformed() -> bool:
-    """Whether a transform of torch.func runs, which would ignore a region that begins inside it."""
-    internals: Any = torch._C
-    return internals._functorch.peek_interpreter_stack() is not None
-
-
 @functools.cache
 def _is_available(kind: str) -> bool:
     return kind == "cpu" or torch.accelerator.is_available()
@@ -176,8 +170,8 @@ class _ForwardHooks:
     def before(self, module: nn.Module, args: Any) -> None:
         if self.caster is None or not self.caster.live or torch.compiler.is_compiling():
             return  # Dynamo follows each hook by itself, and would lose what one opens for another
-        if not _is_transformed():
-            forwards.enter(module, newest_caster())
+        if _internals._functorch.peek_interpreter_stack() is None:
+            forwards.enter(module, newest_caster())  # a transform of torch.func would ignore regions
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -213,12 +207,11 @@ def open_for(caster: Caster, patches: Patches) -> None:
     live_casters.append(caster)
     forwards.leave_all()
     torch.set_autocast_enabled(_OFF, False)
-    patches.wrap(torch.autocast, "__enter__", functools.partial(_make_enter, caster))
-    patches.wrap(torch.autocast, "__exit__", _make_exit)
-    recording = PreDispatchTorchFunctionMode
     for target, name, function in (
-        (recording, "__torch_function__", _record),
-        (recording, "__exit__", _end_recording),
+        (torch.autocast, "__enter__", functools.partial(_enter, caster)),
+        (torch.autocast, "__exit__", _exit),
+        (PreDispatchTorchFunctionMode, "__torch_function__", _record),
+        (PreDispatchTorchFunctionMode, "__exit__", _end_recording),
         (torch.utils.checkpoint, "_get_autocast_kwargs", functools.partial(_autocast_kwargs, caster)),
         (nn.DataParallel, "parallel_apply", functools.partial(_parallel_apply, caster)),
     ):
@@ -232,34 +225,26 @@ def close_for(caster: Caster) -> None:
     forwards.leave_all()
 
 
-def _make_enter(caster: Caster, original: Function) -> Function:
-    """Return `torch.autocast.__enter__` that marks a region where it alone says what is cast."""
-
-    @functools.wraps(original)
-    def enter(region: Any) -> Any:
-        region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
-        result = original(region)
-        ours = region._enabled and region.fast_dtype is caster.dtype
-        foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
-        torch.set_autocast_enabled(_OFF, was_off or foreign)
-        if region.fast_dtype is not region.prev_fastdtype:
-            torch.clear_autocast_cache()  # it does not look at the dtype of the casts that it holds
-        return result
-
-    return enter
+def _enter(caster: Caster, original: Function, region: Any) -> Any:
+    """Enter a torch.autocast region, and mark one that alone says what is cast in it."""
+    region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
+    result = original(region)
+    ours = region._enabled and region.fast_dtype is caster.dtype
+    foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
+    torch.set_autocast_enabled(_OFF, was_off or foreign)
+    if region.fast_dtype is not region.prev_fastdtype:
+        torch.clear_autocast_cache()  # it does not look at the dtype of the casts that it holds
+    return result
 
 
-def _make_exit(original: Function) -> Function:
-    @functools.wraps(original)
-    def exit(region: Any, *exception: Any) -> Any:
-        was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
-        if was_off is not None:
-            torch.set_autocast_enabled(_OFF, was_off)
-        if region.fast_dtype is not region.prev_fastdtype:
-            torch.clear_autocast_cache()
-        return original(region, *exception)
-
-    return exit
+def _exit(original: Function, region: Any, *exception: Any) -> Any:
+    """Exit a torch.autocast region."""
+    was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
+    if was_off is not None:
+        torch.set_autocast_enabled(_OFF, was_off)
+    if region.fast_dtype is not region.prev_fastdtype:
+        torch.clear_autocast_cache()
+    return original(region, *exception)
 
 
 def _end_recording(original: Function, mode: Any, *exception: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from amp.casting import regions
-from amp.casting.op_caster import call_with_casts
 from amp.casting.policy import Category, OpRule, is_immutable
+from amp.casting.wrappers import call_with_casts
 from amp.dtypes import dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 from amp.patching import Patches

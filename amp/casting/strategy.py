@@ -19,11 +19,6 @@ class Contents(NamedTuple):
     data: Tensor
     grad: Tensor | None
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Contents:
-        """Return what `tensor` holds now."""
-        return cls(tensor.data, tensor.grad)
-
     def put_into(self, tensor: Tensor) -> None:
         """Make these the contents of `tensor`, whatever its dtype was."""
         tensor.grad = None
@@ -31,23 +26,22 @@ class Contents(NamedTuple):
         tensor.grad = self.grad
 
 
-class Undo:
-    """What one `initialize` has done.
+class Undo(ExitStack):
+    """What takes back what one `initialize` has done, newest first.
 
     Attributes:
         before: what tensors held that it has cast; the model keeps its dtype when the session closes.
-        callbacks: everything else, newest last.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.before: dict[Tensor, Contents] = {}
-        self.callbacks = ExitStack()
 
     def roll_back(self) -> None:
         """Make everything what it was: `initialize` has failed."""
         for tensor, contents in self.before.items():
             contents.put_into(tensor)
-        self.callbacks.close()
+        self.close()
 
 
 class Strategy:

@@ -14,23 +14,15 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpRuntimeError
+from amp.kernels.split import decode, encode, join, low_dtype, split
 from amp.kernels.tensor_lists import are_plain
 from amp.masters.parameter import set_memory
 from amp.masters.whole import MasterWeights
 from amp.profiles.properties import LeanMasters
 
 
-def make_masters(kind: bool | LeanMasters | None) -> MasterWeights:
-    """Return the masters that `master_weights` in a profile asks for."""
-    return MasterWeights() if kind is None or isinstance(kind, bool) else LeanMasterWeights(kind)
-
-
 class LeanMasterWeights(MasterWeights):
-    """The masters of one session, as the model's own weights and 16 bits more.
-
-    Args:
-        kind: `split16` or `kahan`.
-    """
+    """The masters of one session, as the model's own weights and 16 bits more."""
 
     def __init__(self, kind: LeanMasters) -> None:
         super().__init__()
@@ -48,12 +40,9 @@ class LeanMasterWeights(MasterWeights):
 
     @torch.no_grad()
     def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
-        from amp.kernels.split import low_dtype  # loads Triton
-
         dtype = low_dtype(self.kind, parameter.dtype)
-        low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        _split([data.to(torch.float32)], [parameter.detach()], [low])
-        self._low_of[master] = low
+        low = self._low_of[master] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        split([data.to(torch.float32)], [parameter.detach()], [low])
 
     def release(self, master: Tensor) -> None:
         """Let one optimizer go; the last one takes the master and its low half with it."""
@@ -79,13 +68,11 @@ class LeanMasterWeights(MasterWeights):
     @contextmanager
     def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:
         """Let masters hold FP32 values inside the block, and split them at its end. No host sync."""
-        from amp.kernels.split import join  # loads Triton
-
         lean = [m for m in masters if m in self._low_of and m not in self._in_float32]
         parameters = [self._model_of[master] for master in lean]
         for master, parameter in zip(lean, parameters, strict=True):
             set_memory(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
-        join(parameters, [self._low_of[master] for master in lean], lean)
+        join(parameters, self.low_halves(lean), lean)
         self._in_float32.update(lean)
         try:
             yield
@@ -95,7 +82,7 @@ class LeanMasterWeights(MasterWeights):
             for master, parameter in zip(lean, parameters, strict=True):
                 set_memory(master, _placeholder(parameter))
 
-    def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor] | None:
+    def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Return the low halves of masters."""
         return [self._low_of[master] for master in masters]
 
@@ -107,12 +94,10 @@ class LeanMasterWeights(MasterWeights):
 
     def _split(self, masters: Sequence[Tensor]) -> None:
         models = [self._model_of[master] for master in masters]
-        _split(masters, models, [self._low_of[master] for master in masters])
+        split(masters, models, self.low_halves(masters))
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Clear the low bits of zeros, and those that do not round to a weight: it was written to."""
-        from amp.kernels.split import decode, encode  # load Triton
-
         low = self._low_of[master]
         high, _ = encode(decode(parameter, low), parameter.dtype, low.dtype)
         low.copy_(torch.where((high == parameter) & (parameter != 0), low, 0))
@@ -121,8 +106,6 @@ class LeanMasterWeights(MasterWeights):
         """Return what a master stands for, float32, in new memory. No host sync."""
         if master in self._in_float32:
             return master.detach()
-        from amp.kernels.split import join  # loads Triton
-
         parameter = self._model_of[master]
         values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
         join([parameter], [self._low_of[master]], [values])
@@ -133,7 +116,7 @@ class LeanMasterWeights(MasterWeights):
         parameter = self._model_of[master]
         wide = values.detach().to(device=parameter.device, dtype=torch.float32)
         weights = parameter.detach().clone()
-        _split([wide], [weights], [self._low_of[master]])
+        split([wide], [weights], [self._low_of[master]])
         return weights
 
 
@@ -141,9 +124,3 @@ def _placeholder(parameter: Tensor) -> Tensor:
     """Return what has the shape of a master and the memory of one number, which is NaN."""
     nan = torch.full((), torch.nan, dtype=torch.float32, device=parameter.device)
     return nan.expand(parameter.shape)
-
-
-def _split(masters: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:
-    from amp.kernels.split import split  # loads Triton
-
-    split(masters, weights, lows)

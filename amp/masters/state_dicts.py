@@ -28,13 +28,8 @@ class _StateDictHook:
     A copy or a pickle of the model has no masters: its state dict holds its own weights, widened.
     """
 
-    def __init__(self, masters: MasterWeights | None = None) -> None:
-        self.masters = MasterWeights() if masters is None else masters
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StateDictHook:
-        copied = type(self)()
-        copied.__dict__.update({k: v for k, v in vars(self).items() if k != "masters"})
-        return copied
+    def __init__(self, masters: MasterWeights) -> None:
+        self.masters = masters
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "masters": MasterWeights()}

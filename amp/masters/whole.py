@@ -57,10 +57,8 @@ class MasterWeights:
     ) -> nn.Parameter:
         """Return the master of a 16-bit parameter for one more optimizer, made now if there is none.
 
-        Args:
-            parameter: a float16 or bfloat16 parameter, trainable or frozen.
-            before: what parameters held before they were cast.
-            takes_scaled: whether the optimizer takes scaled gradients.
+        `before` says what parameters held before they were cast, and `takes_scaled` whether the
+        optimizer takes scaled gradients.
         """
         master = self._master_of.get(parameter)
         if master is None:
@@ -149,11 +147,9 @@ class MasterWeights:
         self.agree(map(id, sources), [model._version for model in models])
 
     def agree(self, ids: Iterable[int], versions: Iterable[int]) -> None:
-        """Note that parameters of these versions are their rounded masters; `follow` looks no closer.
+        """Note that the parameters of the masters with these ids are the rounded masters now.
 
-        Args:
-            ids: of the masters.
-            versions: of their parameters.
+        At these versions of the parameters `follow` looks no closer.
         """
         self._versions.update(zip(ids, versions, strict=True))
 

@@ -52,10 +52,9 @@ def keys_of(cls: type) -> dict[str, Key]:
 
 
 def find_key(name: str, keys: Mapping[str, Key], what: str, others: tuple[str, ...] = ()) -> Key:
-    """Return the key that is written as `name`.
+    """Return the key that is written as `name`, or raise an AmpTypeError that begins with `what`.
 
-    Raises:
-        AmpTypeError: there is none. `what` begins the message, and `others` are allowed besides.
+    The error lists the keys, and `others`, which are allowed besides.
     """
     for each in keys.values():
         if name == each.name or name in each.aliases:

@@ -93,9 +93,8 @@ def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> 
     if "rules" in changes:
         changes["rules"] = properties.rules + changes["rules"]
     bounds = {SCALE_BOUNDS[name]: changes.pop(name) for name in SCALE_BOUNDS if name in changes}
-    if bounds:
-        scaling = changes.get("loss_scaling", properties.loss_scaling)
-        changes["loss_scaling"] = replace(scaling, **bounds)
+    scaling = changes.get("loss_scaling", properties.loss_scaling)
+    changes["loss_scaling"] = replace(scaling, **bounds)
     return _changed(properties, changes)
 
 

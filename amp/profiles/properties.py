@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Literal
 
 import torch
 
@@ -122,26 +121,3 @@ OVERRIDE_KEYS = {
     **{name: replace(SCALING_KEYS[key], name=name, field=name) for name, key in SCALE_BOUNDS.items()},
 }
 """What a caller may set on top of a profile, by name."""
-
-
-class OverridesBeyondApex(TypedDict, total=False):
-    """The overrides that apex's `initialize` did not have, for type checkers."""
-
-    patch_torch_functions_type: torch.dtype | str | None
-    keep_norm_fp32: bool | str | None
-    state_dtype: torch.dtype | str | None
-    rules: Sequence[Mapping[str, Any] | Rule] | None
-
-
-class Overrides(OverridesBeyondApex, total=False):
-    """What a caller may set on top of a profile, for type checkers; None stands for "not given"."""
-
-    enabled: bool
-    cast_model_type: torch.dtype | str | Literal[False] | None
-    patch_torch_functions: bool | str | None
-    keep_batchnorm_fp32: bool | str | None
-    master_weights: bool | str | None
-    loss_scale: float | str | Mapping[str, Any] | LossScaling | None
-    cast_model_outputs: torch.dtype | str | None
-    min_loss_scale: float | None
-    max_loss_scale: float | None

@@ -61,13 +61,7 @@ def _names_of(cls: type) -> tuple[str, ...]:
 
 
 def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules that a list of mappings, or of `Rule`, holds.
-
-    Args:
-        name: of the key, for errors.
-        value: the list, or None.
-        sources: where each of them was written.
-    """
+    """Return the rules in a list of mappings, or of `Rule`; `sources` say where each was written."""
     if value is None:
         return ()
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):

@@ -1,0 +1,199 @@
+"""Functions of torch as callers see them at O1 and O4: they cast their own arguments.
+
+A wrapper casts what is not in the right dtype already and calls the original: autograd sees ordinary
+casts, so gradients come back in the dtype of the leaves. Where functions cast is decided in
+`regions`. In a model's forward the ops that torch.autocast casts itself are left to it: it is faster,
+and caches the casts of weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp.casting import regions
+from amp.casting.policy import OpRule
+from amp.casting.regions import DEVICE_TYPES, Caster, Function, casts, disable_casts, forwards
+from amp.dtypes import CASTABLE, LOW_PRECISION
+from amp.errors import AmpNotImplementedError
+
+_SCALARS = frozenset({type(None), bool, int, float, str, torch.Size})
+"""Arguments in which there is nothing to cast."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def call_with_casts(
+    caster: Caster, rule: OpRule, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `original` with its arguments cast by `rule`, if `caster` casts here and now."""
+    leave_alone = "dtype" if rule.category == "float" else "out"
+    if kwargs and (kwargs.get("out") is not None or kwargs.get(leave_alone) is not None):
+        return original(*args, **kwargs)
+    kind = _device_type(args, kwargs)
+    if not casts(caster, kind):
+        return original(*args, **kwargs)
+    on_gpu = rule.category == "recurrent" and kind != "cpu" and kind in DEVICE_TYPES
+    if on_gpu and caster.dtype is torch.float16:
+        with torch.autocast(kind, caster.dtype):  # casts weights into one buffer, as cuDNN wants them
+            return original(*args, **kwargs)
+    args, kwargs = _convert(caster.dtype, rule, args, kwargs)
+    if on_gpu:  # for cuDNN, torch.autocast casts to float16 whatever its own dtype is
+        with disable_casts(), torch.backends.cudnn.flags(enabled=False):
+            return original(*args, **kwargs)
+    if not rule.closed:
+        return original(*args, **kwargs)
+    with disable_casts():
+        return original(*args, **kwargs)
+
+
+def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
+    """Return `original` as callers see it while `caster` is live.
+
+    Two cheap questions come first: whether torch.autocast casts here, and whether all tensors are in
+    the right dtype already.
+    """
+    # A rule that does not cast down leaves tensors alone that are float32.
+    right = caster.dtype if rule.category in ("native", "half") else torch.float32
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        return call_with_casts(caster, rule, original, args, kwargs)
+
+    def nothing_to_cast(*args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            kind = type(value)
+            if kind is Tensor or kind is nn.Parameter:
+                if value.dtype is not right:
+                    return slow(*args, **kwargs)
+            elif kind not in _SCALARS and not (kind is tuple and value and type(value[0]) is int):
+                return slow(*args, **kwargs)
+        if not kwargs:
+            return original(*args)
+        for value in kwargs.values():
+            if type(value) not in _SCALARS:
+                return slow(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    def native(*args: Any, **kwargs: Any) -> Any:
+        if forwards.modules:
+            return original(*args, **kwargs)
+        return nothing_to_cast(*args, **kwargs)
+
+    def float_along_dim(self: Tensor, dim: Any, dtype: torch.dtype | None = None) -> Any:
+        # The loop over arguments would make a small softmax a tenth slower.
+        if self.dtype is right and dtype is None:
+            return original(self, dim)
+        return slow(self, dim, dtype=dtype)
+
+    if rule.category == "native":
+        wrapper: Function = native
+    elif rule.category in ("recurrent", "sequence") or rule.closed:
+        wrapper = slow
+    elif rule.op in ("torch.Tensor.softmax", "torch.Tensor.log_softmax"):
+        wrapper = float_along_dim
+    else:
+        wrapper = nothing_to_cast
+    functools.update_wrapper(wrapper, original)
+    place, _, cls = rule.place.rpartition(".")
+    in_class = rule.place == "torch.Tensor"
+    wrapper.__module__ = place if in_class else rule.place  # where pickle finds it again
+    wrapper.__qualname__ = f"{cls}.{rule.name}" if in_class else rule.name
+    return wrapper
+
+
+def _convert(
+    half: torch.dtype, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    """Return what a rule makes of arguments."""
+    match rule.category:
+        case "native" | "half" | "recurrent":
+            return _cast_to(half, args, kwargs)
+        case "float":
+            return _cast_to(torch.float32, args, kwargs)
+        case "promote":
+            return _cast_to_widest(args, kwargs)
+        case "sequence":
+            first, _ = _cast_to_widest(args[:1], {})
+            return (*first, *args[1:]), kwargs
+        case "padding":
+            mode = args[2] if len(args) > 2 else kwargs.get("mode")
+            repeats_values = mode in ("reflect", "replicate")
+            return _cast_to(torch.float32, args, kwargs) if repeats_values else (args, kwargs)
+        case "banned":
+            for tensor in _tensors([*args, *kwargs.values()]):
+                if tensor.dtype in LOW_PRECISION:
+                    raise AmpNotImplementedError(
+                        f"{rule.op} was given a {tensor.dtype} tensor: {rule.note}."
+                    )
+        case "in_place":
+            for target in _tensors(args[:1]):
+                if target.dtype in CASTABLE:
+                    return _cast_to(target.dtype, args, kwargs)
+        case "in_place_float":
+            for target in _tensors(args[:1]):
+                if target.dtype in LOW_PRECISION:
+                    raise AmpNotImplementedError(
+                        f"{rule.name} runs in FP32 and cannot write to a {target.dtype} tensor in "
+                        f"place. Call {rule.name[:-1]}, which returns an FP32 tensor, or use "
+                        "amp.disable_casts() around it."
+                    )
+    return (args, kwargs) if rule.dtype is None else _cast_to(rule.dtype, args, kwargs)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, which may hold lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the device type of the first tensor, or `"cpu"` if there is none to cast."""
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.device.type
+    for tensor in _tensors([*args, *kwargs.values()]):
+        return tensor.device.type
+    return "cpu"
+
+
+def _cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype and value.dtype in CASTABLE:
+                return value.to(dtype)
+        elif isinstance(value, list):
+            return [convert(item) for item in value]
+        elif type(value) is tuple:
+            return tuple([convert(item) for item in value])
+        return value
+
+    args = tuple([convert(value) for value in args])
+    return args, {key: convert(value) for key, value in kwargs.items()} if kwargs else kwargs
+
+
+def _cast_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    dtypes = {
+        tensor.dtype for tensor in _tensors([*args, *kwargs.values()]) if tensor.is_floating_point()
+    }
+    if len(dtypes) < 2 or not dtypes <= CASTABLE | {torch.float64}:
+        return args, kwargs
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return _cast_to(widest, args, kwargs)
+
+
+def check_rnn_input(
+    caster: Caster, original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
+) -> None:
+    """Check an input whose dtype need not be the weights': both are cast."""
+    weight = module._flat_weights[0]
+    if casts(caster, input.device.type) and isinstance(weight, Tensor) and input.dtype in CASTABLE:
+        input = torch.empty_like(input, dtype=weight.dtype, device="meta")
+    with regions.plain_torch():
+        original(module, input, batch_sizes)
