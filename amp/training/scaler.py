@@ -14,20 +14,18 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
 from amp.kernels import scale_state
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class ScaleSnapshot(NamedTuple):

@@ -53,9 +53,9 @@ def loop(call: Call) -> float:
 
 def without_amp(session: amp.Session) -> AbstractContextManager[None]:
     """Give torch its functions back for the block."""
+    by_op: Any
     (by_op,) = session._strategies
-    caster: Any = by_op._caster  # type: ignore[attr-defined]
-    lifted: AbstractContextManager[None] = caster._patches.lifted()
+    lifted: AbstractContextManager[None] = by_op._patches.lifted()
     return lifted
 
 
