@@ -83,7 +83,7 @@ class TensorList(Sequence[Tensor]):
             _, self.addresses, self.kind, self.device = known
 
     def _are(self, known: Known) -> bool:
-        is_same = are_same(self.tensors, [reference() for reference in known.references])
+        is_same = are_same(self.tensors, list(map(operator.call, known.references)))
         return is_same and [x.data_ptr() for x in self.tensors[:1]] == [*known.addresses[:1]]
 
     def __getitem__(self, index: Any) -> Any:

@@ -46,6 +46,7 @@ class Batch:
         index: of the group.
         stepped: what is in the group and has the state: parameters or masters.
         positions: where each is among the masters that are shown; None for parameters without a master.
+        has_all: whether these are all of the masters that are shown, in their order.
         entries: where in the optimizer's state each has its own; None where there is none yet.
         known: of each list of tensors, what the last step knew of it.
         checked: the kinds of tensors that were last found to be what a step takes.
@@ -54,6 +55,7 @@ class Batch:
     index: int
     stepped: list[Tensor]
     positions: list[int] | None
+    has_all: bool = False
     entries: list[int | None] = field(default_factory=list)
     known: dict[str, Known] = field(default_factory=dict)
     checked: list[Any] = field(default_factory=list)
@@ -76,9 +78,7 @@ class Batch:
         return {"params": models, "grads": grads, "lows": lows}
 
     def _of(self, shown: TensorList) -> TensorList:
-        if self.positions == list(range(len(shown))):
-            return shown
-        return shown.at(self.positions or ())
+        return shown if self.has_all else shown.at(self.positions or ())
 
     def remember(self, name: str, tensors: Sequence[Tensor]) -> TensorList:
         """Return tensors as a list of which the kind is known, if it is the list of the last step."""
@@ -144,6 +144,7 @@ def _batches(
         given = [parameter for parameter in params if id(parameter) in position_of]
         others = [parameter for parameter in params if id(parameter) in own]
         if given:
-            yield Batch(index, given, [position_of[id(parameter)] for parameter in given])
+            positions = [position_of[id(parameter)] for parameter in given]
+            yield Batch(index, given, positions, positions == list(range(len(masters))))
         if others:
             yield Batch(index, others, None)
