@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import run
+from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.unscale import scale_and_check
 
@@ -52,17 +52,7 @@ def axpby(
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    run(
-        axpby_kernel,
-        axpby_reference,
-        (xs, ys, outs),
-        writes=1,
-        block=BLOCK,
-        backend=backend,
-        a=a,
-        b=b,
-        found_inf=found_inf,
-    )
+    _AXPBY.run((xs, ys, outs), backend=backend, a=a, b=b, found_inf=found_inf)
 
 
 @jit
@@ -112,3 +102,6 @@ def _scaled(
         factor = torch.tensor([factor], dtype=torch.float32, device="cpu")
     scale_and_check(products, factor, found_inf)
     return products
+
+
+_AXPBY = Elementwise(axpby_kernel, axpby_reference, writes=1, block=BLOCK)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,37 +17,42 @@ from amp.kernels.tables import flag_on, number_on, plan
 from amp.kernels.tensor_lists import dense, were_written
 
 
-def run(
-    kernel: Any,
-    reference: Callable[..., None],
-    lists: Sequence[Sequence[Tensor]],
-    *,
-    writes: int,
-    block: int,
-    backend: str | None,
-    **arguments: Any,
-) -> None:
-    """Run an operation on parallel lists of tensors. The host does not wait for the device.
+class Elementwise(NamedTuple):
+    """An operation on the corresponding elements of lists of tensors.
 
-    Args:
+    Attributes:
         kernel: for Triton.
         reference: for plain torch, on lists of tensors of one device and combination of dtypes.
-        lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
         writes: how many of the lists are written: the last ones.
         block: the number of elements of a chunk.
-        backend: see `amp.kernels.backend`.
-        **arguments: numbers, or float32 `[1]` each, or None. `found_inf`, if there is one, is written.
     """
-    known = {id(tensors): dense(tensors) for tensors in lists}  # a list that is there twice asks once
-    columns = [known[id(tensors)] for tensors in lists]
-    todo = plan(*columns, block=block, backend=backend)
-    for each in todo.launches:
-        with flag_on(each.device, arguments.get("found_inf")) as flag:
-            here = {name: number_on(each.device, value) for name, value in arguments.items()}
-            if "found_inf" in arguments:
-                here["found_inf"] = flag
-            each.run(kernel, **here, BLOCK=block)
-    for same in todo.fallback:
-        with torch.no_grad():
-            reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)
-    were_written(itertools.chain(*lists[len(lists) - writes :]))
+
+    kernel: Any
+    reference: Callable[..., None]
+    writes: int
+    block: int
+
+    def run(
+        self, lists: Sequence[Sequence[Tensor]], *, backend: str | None = None, **arguments: Any
+    ) -> None:
+        """Run it. The host does not wait for the device.
+
+        Args:
+            lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
+            backend: see `amp.kernels.backend`.
+            **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
+                `found_inf`, if there is one, is written.
+        """
+        known = {id(tensors): dense(tensors) for tensors in lists}  # one that is there twice asks once
+        columns = [known[id(tensors)] for tensors in lists]
+        todo = plan(*columns, block=self.block, backend=backend)
+        for each in todo.launches:
+            with flag_on(each.device, arguments.get("found_inf")) as flag:
+                here = {name: number_on(each.device, value) for name, value in arguments.items()}
+                if "found_inf" in arguments:
+                    here["found_inf"] = flag
+                each.run(self.kernel, **here, BLOCK=self.block)
+        for same in todo.fallback:
+            with torch.no_grad():
+                self.reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)
+        were_written(itertools.chain(*lists[len(lists) - self.writes :]))

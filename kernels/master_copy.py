@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import run
+from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, tl
 
 BLOCK = 8192
@@ -30,7 +30,7 @@ def master_copy(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    run(copy_kernel, copy_reference, (sources, targets), writes=1, block=BLOCK, backend=backend)
+    _COPY.run((sources, targets), backend=backend)
 
 
 @jit
@@ -49,3 +49,6 @@ def copy_kernel(rows, chunks, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
 def copy_reference(sources: list[Tensor], targets: list[Tensor]) -> None:
     """Do `master_copy` in plain torch."""
     torch._foreach_copy_(targets, sources)
+
+
+_COPY = Elementwise(copy_kernel, copy_reference, writes=1, block=BLOCK)

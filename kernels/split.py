@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import run
+from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import constant, each_part, jit, narrow, not_finite, tl
 
 BLOCK = 4096
@@ -61,8 +61,7 @@ def join(
         masters: float32.
         backend: see `amp.kernels.backend`.
     """
-    lists = weights, lows, masters
-    run(join_kernel, join_reference, lists, writes=1, block=BLOCK, backend=backend)
+    _JOIN.run((weights, lows, masters), backend=backend)
 
 
 def split(
@@ -76,8 +75,7 @@ def split(
 
     Arguments are those of `join`.
     """
-    lists = masters, weights, lows
-    run(split_kernel, split_reference, lists, writes=2, block=BLOCK, backend=backend)
+    _SPLIT.run((masters, weights, lows), backend=backend)
 
 
 @jit
@@ -222,3 +220,7 @@ def encode(master: Tensor, weight_dtype: torch.dtype, low_dtype: torch.dtype) ->
         high |= torch.where(bits < 0, 0x8000, 0)
     low.masked_fill_(is_nan, 0)
     return high.short().view(weight_dtype), low.short()
+
+
+_JOIN = Elementwise(join_kernel, join_reference, writes=1, block=BLOCK)
+_SPLIT = Elementwise(split_kernel, split_reference, writes=2, block=BLOCK)

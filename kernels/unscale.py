@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import run
+from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import flag_on, to_device
 
@@ -49,16 +49,7 @@ def unscale(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    run(
-        unscale_kernel,
-        unscale_reference,
-        (sources, targets),
-        writes=1,
-        block=BLOCK,
-        backend=backend,
-        inv_scale=inv_scale,
-        found_inf=found_inf,
-    )
+    _UNSCALE.run((sources, targets), backend=backend, inv_scale=inv_scale, found_inf=found_inf)
 
 
 def check(
@@ -73,16 +64,7 @@ def check(
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
     `unscale`.
     """
-    run(
-        check_kernel,
-        check_reference,
-        (sources,),
-        writes=0,
-        block=CHECK_BLOCK,
-        backend=backend,
-        inv_scale=inv_scale,
-        found_inf=found_inf,
-    )
+    _CHECK.run((sources,), backend=backend, inv_scale=inv_scale, found_inf=found_inf)
 
 
 @jit
@@ -176,3 +158,7 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Ten
 def _is_at_most_one(factor: Tensor) -> bool:
     """Whether products cannot overflow, as far as the host knows without waiting for a device."""
     return factor.device.type == "cpu" and factor.tolist()[0] <= 1.0
+
+
+_UNSCALE = Elementwise(unscale_kernel, unscale_reference, writes=1, block=BLOCK)
+_CHECK = Elementwise(check_kernel, check_reference, writes=0, block=CHECK_BLOCK)

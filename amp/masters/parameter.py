@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,11 @@ _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 
 
-class GradientHolder(Protocol):
-    """What keeps the gradients of masters until the step; see `amp.training.gradients`."""
+class NoHolder:
+    """Holds no gradients."""
 
     def show(self) -> None:
         """Put unscaled gradients where `.grad` finds them."""
-
-
-class _Nobody:
-    def show(self) -> None:
-        """Do nothing."""
 
 
 class MasterParameter(nn.Parameter):
@@ -35,10 +30,10 @@ class MasterParameter(nn.Parameter):
     A copy or a pickle of it is an ordinary `nn.Parameter`.
 
     Attributes:
-        holder: what may hold its gradient.
+        holder: what may hold its gradient, with a method `show` as in `amp.training.gradients`.
     """
 
-    holder: GradientHolder = _Nobody()
+    holder: Any = NoHolder()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
