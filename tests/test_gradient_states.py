@@ -1,0 +1,63 @@
+"""The states of gradients, as the table of `amp/training/gradients.py` has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import amp
+from amp.errors import AmpRuntimeError
+from amp.training.attachment import AttachedOptimizer
+from amp.training.gradients import State
+from tests.gradient_harness import Model, compare
+
+
+def two_optimizers(level: str = "O1") -> tuple[Model, Any, Any]:
+    """Return a model with two losses, at two scales, and two optimizers."""
+    model = Model(0)
+    one, other = [torch.optim.SGD([getattr(model, name)], lr=0.5) for name in ("shift", "late_shift")]
+    scaling = {"init": 64, "growth_interval": 100}
+    amp.initialize(model, [one, other], opt_level=level, num_losses=2, loss_scale=scaling, verbosity=0)
+    return model, one, other
+
+
+def run_block(model: Model, optimizers: Any, name: str, number: float = 1.0, **kwargs: Any) -> None:
+    loss = model({name: number * Model.BASES[name]})
+    with amp.scale_loss(loss, optimizers, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+def test_a_nested_block_of_another_loss_is_refused_before_anything_moves() -> None:
+    model, one, other = two_optimizers()
+    run_block(model, one, "shift", delay_unscale=True)
+    run_block(model, other, "late_shift", delay_unscale=True)
+    with amp.scale_loss(model({"shift": Model.BASES["shift"]}), one) as scaled_loss:
+        with (
+            pytest.raises(AmpRuntimeError, match="inside another amp.scale_loss block"),
+            amp.scale_loss(torch.ones(()), [other, one], loss_id=1),
+        ):
+            pass
+        assert AttachedOptimizer.of(other).gradients.state is State.DELAYED
+        scaled_loss.backward()
+    compare(model.shift.grad, 2 * Model.BASES["shift"], "the gradient")
+
+
+def test_zeros_are_written_for_gradients_that_a_delayed_block_has_set_aside() -> None:
+    model, one, other = two_optimizers()
+    run_block(model, one, "shift")
+    run_block(model, [one, other], "late_shift", delay_unscale=True)
+    one.zero_grad(set_to_none=False)
+    compare(model.shift.grad, torch.zeros(2), "the gradient")
+
+
+def test_an_overflow_that_a_delayed_block_has_set_aside_is_not_forgotten() -> None:
+    model, one, other = two_optimizers()
+    before = model.shift.detach().clone()
+    run_block(model, one, "shift", math.inf)
+    run_block(model, [one, other], "late_shift", delay_unscale=True)
+    run_block(model, [one, other], "late_shift")
+    one.step()
+    assert torch.equal(model.shift, before)
