@@ -1,18 +1,61 @@
-"""The states of gradients, as the table of `amp/training/gradients.py` has them."""
+"""The states of gradients, as the table of `amp/training/gradients.py` has them.
+
+Scripts that hypothesis writes (`tests/gradient_machine.py`) run beside an oracle in plain FP64
+(`tests/gradient_oracle.py`). What they have found is below, each alone.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis.stateful import run_state_machine_as_test
 
 import amp
 from amp.errors import AmpRuntimeError
+from amp.profiles.levels import LEVELS
 from amp.training.attachment import AttachedOptimizer
 from amp.training.gradients import State
 from tests.gradient_harness import Model, compare
+from tests.gradient_machine import Script, profile_of
+
+
+def run(level: str, examples: int, steps: int, *phases: hypothesis.Phase) -> None:
+    """Run scripts of so many actions at one level, always the same ones."""
+    if profile_of(level).patch_torch_functions:
+        examples //= 4  # to patch functions takes most of the time
+    scripts_of_its_own = hypothesis.seed(list(LEVELS).index(level))
+    run_state_machine_as_test(
+        scripts_of_its_own(functools.partial(Script, level)),
+        settings=hypothesis.settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            phases=[hypothesis.Phase.generate, *phases],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_any_script(level: str) -> None:
+    run(level, 14, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_any_long_script(level: str) -> None:
+    run(level, 120, 40, hypothesis.Phase.shrink)  # which takes minutes when there is a failure
+
+
+# What the machine has found, each alone.
 
 
 def two_optimizers(level: str = "O1") -> tuple[Model, Any, Any]:
