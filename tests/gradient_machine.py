@@ -104,9 +104,11 @@ TROUBLED_BLOCKS = st.builds(
 class Stage(RuleBasedStateMachine):
     """Two optimizers and two losses beside their oracle, and what is true after each action."""
 
-    def __init__(self, level: str) -> None:
+    level: str
+    """The opt level; given by a subclass."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.level = level
         self.has_late = [False, False]
         self.frozen: set[str] = set()
         self.was_saved = False
@@ -182,11 +184,12 @@ class Stage(RuleBasedStateMachine):
                 assert (entry["unskipped"], entry["hysteresis_left"]) == (scale.good, scale.hysteresis)
 
     @invariant()
-    def states_are_those_of_the_table(self) -> None:
+    def states_and_verdicts_are_those_of_the_table(self) -> None:
         for optimizer, expected in zip(self.optimizers, self.expected, strict=True):
             attached = AttachedOptimizer.of(optimizer)
             assert attached is not None
             assert attached.gradients.state in expected.states
+            assert [v.found_inf.item() > 0 for v in attached.gradients.verdicts] == expected.verdicts
 
     @invariant()
     def models_have_the_weights_of_masters(self) -> None:
@@ -243,7 +246,7 @@ class Stage(RuleBasedStateMachine):
             ):
                 compare(scaled_loss, wide(loss) * scale.value, "the scaled loss")
                 self.run_backward(scaled_loss, given, expected, plan.fails)
-                self.states_are_those_of_the_table()
+                self.states_and_verdicts_are_those_of_the_table()
                 self.models_have_the_gradients_that_backward_left()
                 self.act_inside(plan)
                 if plan.fails == "after backward":
