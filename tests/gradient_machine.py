@@ -383,9 +383,12 @@ def assert_same(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> No
 class Script(Stage):
     """All that a script does."""
 
-    @rule(plan=BLOCKS)
-    def block(self, plan: BlockPlan) -> None:
-        self.run_block(plan)
+    @rule(plans=st.lists(BLOCKS, min_size=1, max_size=5))
+    def blocks(self, plans: list[BlockPlan]) -> None:
+        for plan in plans:
+            self.run_block(plan)
+            self.states_and_verdicts_are_those_of_the_table()
+            self.models_have_the_gradients_that_backward_left()
 
     @rule(plan=TROUBLED_BLOCKS)
     def troubled_block(self, plan: BlockPlan) -> None:

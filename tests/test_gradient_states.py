@@ -50,7 +50,7 @@ def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_any_script(level: str) -> None:
-    run(level, examples=20, steps=20, shrink=False)
+    run(level, examples=14, steps=20, shrink=False)
 
 
 @pytest.mark.slow
