@@ -79,7 +79,15 @@ WHICH = st.sampled_from([0, 1])
 NUMBERS = st.fixed_dictionaries(
     {name: st.sampled_from([1.0, 2.0, -1.0, -2.0, None]) for name in Model.BASES}
 )
-BAD = st.sampled_from([None, None, None, math.inf, -math.inf, math.nan])
+INSIDE = (
+    "look",
+    "zero_grad to None",
+    "zero_grad to zeros",
+    "block of another optimizer",
+    "block of another optimizer and loss",
+    "nested block",
+    "step",
+)
 BLOCKS = st.builds(
     BlockPlan,
     which=st.sampled_from([[0], [1], [0, 1]]),
@@ -87,18 +95,11 @@ BLOCKS = st.builds(
     loss_id=WHICH,
     delay=st.booleans(),
     waits=st.sampled_from([False, False, True]),
-    bad=BAD,
-    inside=st.none(),
+    bad=st.sampled_from([None, None, None, math.inf, -math.inf, math.nan]),
+    inside=st.sampled_from([*[None] * len(INSIDE), *INSIDE]),
     fails=st.none(),
 )
-TROUBLED_BLOCKS = st.builds(
-    lambda plan, inside, fails: plan._replace(inside=inside, fails=fails),
-    BLOCKS,
-    inside=st.sampled_from(
-        [None, "look", "zero_grad to None", "zero_grad", "another block", "nested block", "step"]
-    ),
-    fails=st.sampled_from([None, "before backward", "within backward", "after backward", "leaving"]),
-)
+FAILURES = st.sampled_from(["before backward", "within backward", "after backward", "leaving"])
 
 
 class Stage(RuleBasedStateMachine):
@@ -287,10 +288,13 @@ class Stage(RuleBasedStateMachine):
         i = plan.which[-1]
         if plan.inside == "look":
             self.look_at(i)
-        elif plan.inside is not None and plan.inside.startswith("zero_grad"):
+        elif plan.inside in ("zero_grad to None", "zero_grad to zeros"):
             self.zero_grad(i, set_to_none=plan.inside.endswith("None"))
-        elif plan.inside == "another block" and len(plan.which) == 1:
-            self.run_block(plan._replace(which=[1 - i], inside=None, fails=None))
+        elif plan.inside in ("block of another optimizer", "block of another optimizer and loss"):
+            if len(plan.which) > 1:
+                return
+            loss_id = 1 - plan.loss_id if plan.inside.endswith("loss") else plan.loss_id
+            self.run_block(plan._replace(which=[1 - i], loss_id=loss_id, inside=None, fails=None))
         elif plan.inside == "nested block":
             with (
                 pytest.raises(AmpRuntimeError, match="inside another amp.scale_loss block"),
@@ -390,9 +394,9 @@ class Script(Stage):
             self.states_and_verdicts_are_those_of_the_table()
             self.models_have_the_gradients_that_backward_left()
 
-    @rule(plan=TROUBLED_BLOCKS)
-    def troubled_block(self, plan: BlockPlan) -> None:
-        self.run_block(plan)
+    @rule(plan=BLOCKS, fails=FAILURES)
+    def failing_block(self, plan: BlockPlan, fails: str) -> None:
+        self.run_block(plan._replace(fails=fails))
 
     @rule(
         plans=st.lists(BLOCKS, min_size=1, max_size=3),
