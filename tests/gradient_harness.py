@@ -1,4 +1,7 @@
-"""What the state machine of gradients trains: a model, optimizers, and their twins without amp."""
+"""What the state machine of gradients trains: a model, optimizers, and their twins without amp.
+
+The last class, `Stage`, puts them beside their oracle and says what must be true after each action.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import amp
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from amp.profiles.levels import load_profile
+from amp.profiles.loss_scaling import parse_loss_scale
+from amp.training.attachment import AttachedOptimizer
+from tests import gradient_oracle as oracle
 
 SCALINGS: dict[str, Any] = {
     "as the level has it": None,
@@ -27,6 +37,8 @@ SCALINGS: dict[str, Any] = {
     },
 }
 """Values of `loss_scale`; powers of two, so that scaling rounds nothing."""
+
+profile_of = functools.cache(load_profile)
 
 _ADAM: dict[str, Any] = {"lr": 2**-5, "eps": 1e-3, "weight_decay": 0.01}
 _SGD: dict[str, Any] = {"lr": 2**-7, "momentum": 0.5, "weight_decay": 0.125}
@@ -145,3 +157,117 @@ def compare(actual: Tensor | None, expected: Tensor | None, what: str, tolerance
             equal_nan=True,
             msg=lambda text: f"{what}: {actual} instead of {expected}. {text}",
         )
+
+
+OWN = (("linear.weight", "norm.weight"), ("shift", "norm.bias"))
+"""What each of the two optimizers has from the start."""
+LATE = ("late_shift", "late_norm.bias")
+"""What each gets as another group."""
+
+
+class Stage(RuleBasedStateMachine):
+    """Two optimizers and two losses beside their oracle, and what is true after each action."""
+
+    level: str
+    """The opt level; given by a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_late = [False, False]
+        self.frozen: set[str] = set()
+        self.was_saved = False
+        self.is_inexact = [False, False]
+        """Whether gradients of an optimizer were rounded, by clipping their norm."""
+
+    @initialize(
+        scaling=st.sampled_from(list(SCALINGS)),
+        kinds=st.tuples(*[st.sampled_from(list(OPTIMIZERS))] * 2),
+    )
+    def start(self, scaling: str, kinds: tuple[str, str]) -> None:
+        self.kinds = kinds
+        profile = profile_of(self.level)
+        scale = SCALINGS[scaling]
+        if scale is None and profile.loss_scaling.dynamic:
+            scale = {"init": 512, "max": 1024}  # 2**16 is too much for these gradients
+        self.options: dict[str, Any] = {} if scale is None else {"loss_scale": scale}
+        config = profile.loss_scaling if scale is None else parse_loss_scale("loss_scale", scale)
+        self.make(seed=0)
+        self.scales = [oracle.Scale(config), oracle.Scale(config)]
+        self.expected = [
+            oracle.Optimizer(getattr(optimizer, "_step_takes_scaled_grads", False))
+            for optimizer in self.optimizers
+        ]
+        for i, names in enumerate(OWN):
+            for name in names:
+                self.expect_parameter(i, name)
+
+    def make(self, seed: int) -> None:
+        """Make the model and the optimizers, and initialize them."""
+        self.model = Model(seed)
+        self.named = dict(self.model.named_parameters())
+        self.optimizers = [
+            OPTIMIZERS[kind]([self.named[name] for name in names])
+            for kind, names in zip(self.kinds, OWN, strict=True)
+        ]
+        amp.initialize(
+            self.model, self.optimizers, opt_level=self.level, num_losses=2, verbosity=0, **self.options
+        )
+        for i, has in enumerate(self.has_late):
+            if has:
+                self.optimizers[i].add_param_group({"params": [self.named[LATE[i]]]})
+        for name in self.frozen:
+            self.named[name].requires_grad_(False)
+        dtype = torch.float32 if self.level == "O0" else torch.float64
+        self.twins = [Twin(OPTIMIZERS[TWIN_OF.get(kind, kind)], dtype) for kind in self.kinds]
+        for twin, optimizer in zip(self.twins, self.optimizers, strict=True):
+            twin.follow(optimizer)
+
+    def expect_parameter(self, i: int, name: str) -> None:
+        is_cast = self.named[name].dtype is not torch.float32
+        has_master = is_cast and bool(profile_of(self.level).master_weights)
+        self.expected[i].gradients[name] = oracle.Gradient(has_master)
+
+    def teardown(self) -> None:
+        if amp.get_session() is not None:
+            amp.get_session().close()
+
+    def stepped(self, i: int) -> dict[str, Any]:
+        """Return what an optimizer steps, by the name of the model's parameter."""
+        stepped = amp.master_params(self.optimizers[i])
+        return dict(zip(self.expected[i].gradients, stepped, strict=True))
+
+    def tolerance(self, i: int) -> float:
+        """Return how far a gradient may be from the oracle's."""
+        if not self.is_inexact[i]:
+            return 0.0
+        return 1e-2 if self.level == "O3" else 1e-6  # gradients of O3 are in FP16
+
+    @invariant()
+    def scales_are_as_expected(self) -> None:
+        for i, (scale, entry) in enumerate(zip(self.scales, amp.state_dict().values(), strict=False)):
+            assert amp.loss_scale(i) == scale.value
+            if scale.config.dynamic:
+                assert (entry["unskipped"], entry["hysteresis_left"]) == (scale.good, scale.hysteresis)
+
+    @invariant()
+    def states_and_verdicts_are_those_of_the_table(self) -> None:
+        for optimizer, expected in zip(self.optimizers, self.expected, strict=True):
+            attached = AttachedOptimizer.of(optimizer)
+            assert attached is not None
+            assert attached.gradients.state in expected.states
+            assert [v.found_inf.item() > 0 for v in attached.gradients.verdicts] == expected.verdicts
+
+    @invariant()
+    def models_have_the_weights_of_masters(self) -> None:
+        for i, expected in enumerate(self.expected):
+            for name, stepped in self.stepped(i).items():
+                model = self.named[name]
+                assert (stepped is not model) == expected.gradients[name].has_master, name
+                assert torch.equal(model, stepped.to(model.dtype)), name
+
+    @invariant()
+    def models_have_the_gradients_that_backward_left(self) -> None:
+        for i, expected in enumerate(self.expected):
+            for name, gradient in expected.gradients.items():
+                what = f"the model's gradient of {name}"
+                compare(self.named[name].grad, expected.in_model(gradient), what, self.tolerance(i))

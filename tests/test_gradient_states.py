@@ -20,8 +20,8 @@ from amp.errors import AmpRuntimeError
 from amp.profiles.levels import LEVELS
 from amp.training.attachment import AttachedOptimizer
 from amp.training.gradients import State
-from tests.gradient_harness import Model, compare
-from tests.gradient_machine import Script, profile_of
+from tests.gradient_harness import Model, compare, profile_of
+from tests.gradient_machine import Script
 
 
 def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:
