@@ -1,6 +1,6 @@
 """One `scale_loss` block: the gradients of one loss for all the optimizers that it names.
 
-enter    what other scales have left is unscaled; each optimizer makes room
+enter    it must not be inside another; what other scales have left is unscaled; each makes room
 leave    each optimizer's gradients are looked at; only when none is refused are they checked and
 unscaled, the ranks agree on what was found, and the scale moves
 delay    they stay scaled, until a block at another scale or a step finishes the block
@@ -30,6 +30,8 @@ class Block:
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait."""
+        for gradients in self._gradients:
+            gradients.refuse_nesting()
         # Finishing a block moves a scale, perhaps this one: look again until none is left.
         while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
             pass

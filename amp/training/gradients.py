@@ -124,13 +124,16 @@ class Gradients:
 
     # Around one block.
 
-    def enter(self, block: Block) -> None:
-        """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
+    def refuse_nesting(self) -> None:
+        """Raise AmpRuntimeError inside a block."""
         if self._open is not None:
             raise AmpRuntimeError(
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
+
+    def enter(self, block: Block) -> None:
+        """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
         lists = self.look_at_groups()
         if self.verdicts and self._held is None and not self._aside and not self._any_is_left(lists):
             self.verdicts = []  # what overflowed was cleared by hand

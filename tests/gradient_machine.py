@@ -1,0 +1,465 @@
+"""Scripts that hypothesis writes: what may be done to gradients, in any order.
+
+`tests/gradient_oracle.py` says what every gradient, verdict and loss scale must be after each action,
+and the twin of an optimizer what a step must make of it. Gradients are small integers and scales are
+powers of two, so sums are equal to the last bit. A step is compared within the rounding of what is
+stepped, from the values that the step before has left; at O0 it is equal in every bit to the step of
+an optimizer without amp.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import amp
+from amp.errors import AmpRuntimeError
+from amp.training import gradients
+from tests import gradient_oracle as oracle
+from tests.gradient_harness import LATE, TWIN_OF, Model, Stage, compare, state_of, wide
+
+LARGEST = 40
+"""No gradients are made beyond: every format holds what comes of these exactly."""
+
+
+class Planned(Exception):  # noqa: N818
+    """What is raised where a script may fail."""
+
+
+def fail(*_: object) -> None:
+    """Raise `Planned`."""
+    raise Planned
+
+
+class BlockPlan(NamedTuple):
+    """What one block does.
+
+    Attributes:
+        which: the optimizers.
+        numbers: how large the gradient of each parameter is; the loss does not reach those with None.
+        loss_id: of its loss.
+        delay: whether with `delay_unscale`.
+        waits: whether with `delay_overflow_check`: the scale does not move.
+        bad: what one element of a gradient is instead, under dynamic scaling.
+        inside: what is done after backward, before the block is left.
+        fails: where an exception is raised.
+    """
+
+    which: Sequence[int]
+    numbers: Mapping[str, float | None]
+    loss_id: int
+    delay: bool = False
+    waits: bool = False
+    bad: float | None = None
+    inside: str | None = None
+    fails: str | None = None
+
+
+WHICH = st.sampled_from([0, 1])
+NUMBERS = st.fixed_dictionaries(
+    {name: st.sampled_from([1.0, 2.0, -1.0, -2.0, None]) for name in Model.BASES}
+)
+INSIDE = (
+    "look",
+    "zero_grad to None",
+    "zero_grad to zeros",
+    "block of another optimizer",
+    "block of another optimizer and loss",
+    "nested block",
+    "step",
+)
+BLOCKS = st.builds(
+    BlockPlan,
+    which=st.sampled_from([[0], [1], [0, 1]]),
+    numbers=NUMBERS,
+    loss_id=WHICH,
+    delay=st.booleans(),
+    waits=st.sampled_from([False, False, True]),
+    bad=st.sampled_from([None, None, None, math.inf, -math.inf, math.nan]),
+    inside=st.sampled_from([*[None] * len(INSIDE), *INSIDE]),
+    fails=st.none(),
+)
+FAILURES = st.sampled_from(["before backward", "within backward", "after backward", "leaving"])
+
+
+class Actions(Stage):
+    """What the rules below are made of."""
+
+    # Blocks.
+
+    def given(self, which: Sequence[int], numbers: Mapping[str, float | None]) -> dict[str, Tensor]:
+        """Return inputs for the model: gradients of these optimizers' parameters that train."""
+        parts = [p for o in self.expected for g in o.gradients.values() for p in g.parts]
+        if any(part.nan_to_num(0, 0, 0).abs().max() > LARGEST for part in parts):
+            return {}
+        return {
+            name: number * Model.BASES[name]
+            for i in which
+            for name in self.expected[i].gradients
+            if name not in self.frozen and (number := numbers[name]) is not None
+        }
+
+    def run_block(self, plan: BlockPlan) -> None:
+        """Run a block, unless its loss would reach nothing."""
+        given = self.given(plan.which, plan.numbers)
+        if not given:
+            return
+        scale = self.scales[plan.loss_id]
+        if plan.bad is not None and scale.config.dynamic:
+            name = next(iter(given))
+            given[name] = given[name].clone()
+            given[name][..., -1] = plan.bad
+        expected = oracle.Block(scale, [self.expected[i] for i in plan.which])
+        optimizers: Any = [self.optimizers[i] for i in plan.which]
+        options = {"delay_unscale": plan.delay, "delay_overflow_check": plan.waits}
+        loss = self.model(given)
+        try:
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                amp.scale_loss(
+                    loss,
+                    optimizers if len(optimizers) > 1 else optimizers[0],
+                    loss_id=plan.loss_id,
+                    **options,
+                ) as scaled_loss,
+            ):
+                compare(scaled_loss, wide(loss) * scale.value, "the scaled loss")
+                self.run_backward(scaled_loss, given, expected, plan.fails)
+                self.states_and_verdicts_are_those_of_the_table()
+                self.models_have_the_gradients_that_backward_left()
+                self.act_inside(plan)
+                if plan.fails == "after backward":
+                    raise Planned
+                if plan.fails == "leaving":
+                    patch.setattr(gradients, "look_at_newest", fail)  # as what cannot be unscaled does
+        except Planned:
+            assert plan.fails is not None
+            expected.abort()
+            return
+        assert plan.fails is None
+        if plan.delay:
+            expected.delay()
+        else:
+            expected.leave(update=not plan.waits)
+
+    def run_backward(
+        self,
+        scaled_loss: Tensor,
+        given: Mapping[str, Tensor],
+        expected: oracle.Block,
+        fails: str | None,
+    ) -> None:
+        """Run the backward of a block, or a part of it."""
+        if fails == "before backward":
+            raise Planned
+        if fails == "within backward":
+            name, gradient = next(iter(given.items()))
+            torch.autograd.backward(scaled_loss, inputs=[self.named[name]], retain_graph=True)
+            expected.backward(name, gradient)
+            scaled_loss.register_hook(fail)
+        scaled_loss.backward()
+        for name, gradient in given.items():
+            expected.backward(name, gradient)
+
+    def act_inside(self, plan: BlockPlan) -> None:
+        """Do in a block what is allowed there, or what is refused and changes nothing."""
+        i = plan.which[-1]
+        if plan.inside == "look":
+            self.look_at(i)
+        elif plan.inside in ("zero_grad to None", "zero_grad to zeros"):
+            self.zero_grad(i, set_to_none=plan.inside.endswith("None"))
+        elif plan.inside in ("block of another optimizer", "block of another optimizer and loss"):
+            if len(plan.which) > 1:
+                return
+            loss_id = 1 - plan.loss_id if plan.inside.endswith("loss") else plan.loss_id
+            self.run_block(plan._replace(which=[1 - i], loss_id=loss_id, inside=None, fails=None))
+        elif plan.inside == "nested block":
+            with (
+                pytest.raises(AmpRuntimeError, match="inside another amp.scale_loss block"),
+                amp.scale_loss(torch.ones(()), self.optimizers, loss_id=1 - plan.loss_id),
+            ):
+                pass
+        elif plan.inside == "step":
+            with pytest.raises(AmpRuntimeError, match="inside the amp.scale_loss block"):
+                self.optimizers[i].step()
+
+    # What looks at gradients or clears them.
+
+    def look_at(self, i: int) -> dict[str, Any]:
+        """Compare the `.grad` that shows a total with the oracle's; return what has it, by name."""
+        expected = self.expected[i]
+        stepped = self.stepped(i)
+        is_scaled = expected.open or expected.delayed
+        names = [name for name, g in expected.gradients.items() if g.has_master or not is_scaled]
+        for name in names:
+            total = expected.gradients[name].total
+            compare(stepped[name].grad, total, f"the gradient of {name}", self.tolerance(i))
+            expected.is_held = expected.is_held and not expected.gradients[name].has_master
+        return {name: stepped[name] for name in names}
+
+    def zero_grad(self, i: int, set_to_none: bool) -> None:
+        self.optimizers[i].zero_grad(set_to_none=set_to_none)
+        self.expected[i].zero_grad(set_to_none)
+        self.is_inexact[i] = False
+
+    # Steps.
+
+    def ahead(self, i: int) -> oracle.Optimizer:
+        """Return what a step of an optimizer finds, and leave what is expected as it is."""
+        expected = copy.deepcopy(self.expected)[i]
+        expected.prepare_step()
+        return expected
+
+    def can_step(self, i: int) -> bool:
+        """Whether a step is one that a sane script takes: with finite gradients, or an overflow."""
+        ahead = self.ahead(i)
+        return ahead.is_finite or ahead.must_skip
+
+    def step_once(self, i: int) -> None:
+        """Step if that is sane, and compare with the twin."""
+        if not self.can_step(i):
+            return
+        expected = self.expected[i]
+        expected.prepare_step()
+        before = self.snapshot(i)
+        self.optimizers[i].step()
+        if expected.must_skip:
+            assert_same(self.snapshot(i), before)
+        else:
+            self.compare_with_twin(i)
+        expected.stepped()
+        for name, stepped in self.stepped(i).items():
+            assert stepped.grad is None or not expected.gradients[name].has_master, name
+
+    def snapshot(self, i: int) -> dict[str, Tensor]:
+        """Return copies of what an optimizer steps, and of its state."""
+        snapshot = {}
+        for name, stepped in self.stepped(i).items():
+            snapshot[name] = stepped.detach().clone()
+            for key, value in state_of(self.optimizers[i], stepped).items():
+                snapshot[f"{key} of {name}"] = value
+        return snapshot
+
+    def compare_with_twin(self, i: int) -> None:
+        """Let the twin step with the oracle's gradients, and compare, within what rounding does."""
+        twin, optimizer = self.twins[i], self.optimizers[i]
+        twin.step([gradient.total for gradient in self.expected[i].gradients.values()])
+        is_same = self.level == "O0" and self.kinds[i] not in TWIN_OF and not self.is_inexact[i]
+        for (name, stepped), copied in zip(self.stepped(i).items(), twin.copies, strict=True):
+            tolerance = 0.0 if is_same else 8 * torch.finfo(stepped.dtype).eps
+            compare(stepped, copied, name, tolerance)
+            state, expected = state_of(optimizer, stepped), state_of(twin.optimizer, copied)
+            assert state.keys() == expected.keys(), name
+            for key in state:
+                compare(state[key], expected[key], f"{key} of {name}", tolerance)
+        twin.follow(optimizer)
+
+
+def assert_same(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+    """Assert that nothing has changed."""
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert torch.equal(value, before[name]), name
+
+
+class Script(Actions):
+    """All that a script does."""
+
+    @rule(plans=st.lists(BLOCKS, min_size=1, max_size=5))
+    def blocks(self, plans: list[BlockPlan]) -> None:
+        for plan in plans:
+            self.run_block(plan)
+            self.states_and_verdicts_are_those_of_the_table()
+            self.models_have_the_gradients_that_backward_left()
+
+    @rule(plan=BLOCKS, fails=FAILURES)
+    def failing_block(self, plan: BlockPlan, fails: str) -> None:
+        self.run_block(plan._replace(fails=fails))
+
+    @rule(
+        plans=st.lists(BLOCKS, min_size=1, max_size=3),
+        clear=st.sampled_from(["first", "last", "never"]),
+        set_to_none=st.booleans(),
+    )
+    def iteration(self, plans: list[BlockPlan], clear: str, set_to_none: bool) -> None:
+        """Run what most scripts do over and over: some blocks, and a step of each optimizer."""
+        which = plans[0].which
+        for i in which if clear == "first" else ():
+            self.zero_grad(i, set_to_none)
+        for plan in plans:
+            self.run_block(plan._replace(which=which))
+        for i in which:
+            self.step_once(i)
+            if clear == "last":
+                self.zero_grad(i, set_to_none)
+
+    @rule(i=WHICH, numbers=NUMBERS)
+    def stray_backward(self, i: int, numbers: Mapping[str, float | None]) -> None:
+        """Call backward outside of any block."""
+        if self.expected[i].delayed is not None or not (given := self.given([i], numbers)):
+            return
+        self.model(given).backward()
+        for name, gradient in given.items():
+            self.expected[i].gradients[name].add_stray(gradient)
+
+    @rule(i=WHICH)
+    def look(self, i: int) -> None:
+        self.look_at(i)
+
+    @rule(i=WHICH, factor=st.sampled_from([-1.0, 0.5, 2.0]), in_place=st.booleans())
+    def scale_gradients(self, i: int, factor: float, in_place: bool) -> None:
+        """Multiply gradients, in place or by others in their place."""
+        parts = [p for g in self.expected[i].gradients.values() for p in g.parts]
+        if any(not torch.equal(p.half() * factor, p * factor) for p in parts if p.isfinite().all()):
+            return  # float16 would round it
+        for name, stepped in self.look_at(i).items():
+            if stepped.grad is not None and in_place:
+                stepped.grad.mul_(factor)
+            elif stepped.grad is not None:
+                stepped.grad = stepped.grad * factor
+            self.expected[i].gradients[name].change(lambda total: total * factor)
+
+    @rule(i=WHICH, number=st.integers(0, 2))
+    def drop_one(self, i: int, number: int) -> None:
+        """Delete the gradient of one parameter, unseen."""
+        expected = self.expected[i]
+        name = list(expected.gradients)[number % len(expected.gradients)]
+        gradient = expected.gradients[name]
+        if gradient.has_master:
+            expected.is_held = False
+        elif expected.delayed is not None:
+            return
+        self.stepped(i)[name].grad = None
+        gradient.total = None
+
+    @rule(i=WHICH, by_norm=st.booleans())
+    def clip(self, i: int, by_norm: bool) -> None:
+        """Clip with torch's functions, by value or by the norm of all."""
+        expected = self.expected[i]
+        totals = [g.total for g in expected.gradients.values() if g.total is not None]
+        if expected.delayed is not None or not totals or not expected.is_finite:
+            return
+        stepped = self.look_at(i)
+        if by_norm:
+            norm = clip_grad_norm_(amp.master_params(self.optimizers[i]), 3.0)
+            expected_norm = math.sqrt(sum(float(total.square().sum()) for total in totals))
+            assert math.isclose(float(norm), expected_norm, rel_tol=2e-3)
+            self.is_inexact[i] = True
+        else:
+            clip_grad_value_(amp.master_params(self.optimizers[i]), 2.0)
+        for name, parameter in stepped.items():
+            expected.gradients[name].change(
+                lambda total, p=parameter: wide(p.grad) if by_norm else total.clamp(-2, 2)
+            )
+
+    @rule(i=WHICH, set_to_none=st.booleans())
+    def clear(self, i: int, set_to_none: bool) -> None:
+        self.zero_grad(i, set_to_none)
+
+    @rule()
+    def clear_model(self) -> None:
+        """Call `model.zero_grad()`, which leaves what masters have."""
+        self.model.zero_grad()
+        for expected in self.expected:
+            expected.zero_grad_of_model()
+
+    @rule(i=WHICH, number=st.integers(0, 2))
+    def freeze_or_thaw(self, i: int, number: int) -> None:
+        names = list(self.expected[i].gradients)
+        name = names[number % len(names)]
+        self.frozen ^= {name}
+        self.named[name].requires_grad_(name not in self.frozen)
+
+    @precondition(lambda self: not all(self.has_late))
+    @rule(i=WHICH)
+    def add_group(self, i: int) -> None:
+        if self.has_late[i]:
+            return
+        self.has_late[i] = True
+        self.optimizers[i].add_param_group({"params": [self.named[LATE[i]]]})
+        self.twins[i].follow(self.optimizers[i])
+        self.expect_parameter(i, LATE[i])
+        if self.expected[i].is_held:
+            self.expected[i].is_held = None  # until the next block or step looks at the groups
+
+    @rule(i=WHICH, times=st.integers(1, 2))
+    def step(self, i: int, times: int) -> None:
+        for _ in range(times):
+            self.step_once(i)
+
+    @rule(i=WHICH)
+    def failing_step(self, i: int) -> None:
+        """Raise in a hook inside the step: it is still to be taken."""
+        expected = self.expected[i]
+        if not self.can_step(i) or (self.ahead(i).must_skip and not expected.holds):
+            return  # the host skips it before the hook is called
+        expected.prepare_step()
+        before = self.snapshot(i)
+        handle = self.optimizers[i].register_step_pre_hook(fail)
+        with pytest.raises(Planned):
+            self.optimizers[i].step()
+        handle.remove()
+        assert_same(self.snapshot(i), before)
+
+    @rule(i=WHICH, plan=BLOCKS, raises=st.sampled_from([False, False, True]))
+    def step_with_closure(self, i: int, plan: BlockPlan, raises: bool) -> None:
+        """Step with a closure, which is evaluated again after an overflow."""
+        expected = self.expected[i]
+        plans = [plan._replace(which=[i])]
+
+        def closure() -> float:
+            expected.finish_delayed()
+            assert len(plans) == 1 or expected.must_skip
+            self.zero_grad(i, set_to_none=True)
+            self.run_block(plans[-1])
+            plans.append(plans[-1]._replace(bad=None, waits=False))
+            if raises:
+                raise Planned
+            return 0.0
+
+        self.zero_grad(i, set_to_none=True)
+        if not self.given([i], plan.numbers):
+            return
+        if raises:
+            with pytest.raises(Planned):
+                self.optimizers[i].step(closure)
+            return
+        self.optimizers[i].step(closure)
+        expected.prepare_step()
+        assert not expected.must_skip
+        self.compare_with_twin(i)
+        expected.stepped()
+
+    @precondition(lambda self: not self.was_saved)  # to initialize again takes long
+    @rule()
+    def save_and_load(self) -> None:
+        """Go on in new objects, as the script does that is started again from a checkpoint."""
+        self.was_saved = True
+        before = [self.snapshot(i) for i in (0, 1)]
+        file = io.BytesIO()
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        torch.save([self.model.state_dict(), states, amp.state_dict()], file)
+        amp.get_session().close()
+        self.make(seed=1)
+        model, states, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        self.model.load_state_dict(model)
+        for optimizer, saved in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(saved)
+        amp.get_session().load_state_dict(state)
+        for i, expected in enumerate(self.expected):
+            expected.zero_grad(set_to_none=True)
+            self.is_inexact[i] = False
+            self.twins[i].follow(self.optimizers[i])
+            assert_same(self.snapshot(i), before[i])
+        for scale in self.scales:
+            scale.found_inf = False
