@@ -141,7 +141,7 @@ class Session:
         on_eps = [advise_on_eps(one.optimizer) for one in attached]
         for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
             self._log(logging.WARNING, message)
-        self._undo.push(undo)
+        self._undo.push(undo.pop_all())  # without what was held before the cast
 
     def _attach(self, optimizer: Any, undo: Undo) -> AttachedOptimizer:
         attached = AttachedOptimizer(

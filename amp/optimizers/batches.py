@@ -49,7 +49,7 @@ class Batch:
         has_all: whether these are all of the masters that are shown, in their order.
         entries: where in the optimizer's state each has its own; None where there is none yet.
         known: of each list of tensors, what the last step knew of it.
-        checked: the kinds of tensors that were last found to be what a step takes.
+        checked: the kinds and devices of the lists that were last found to be what a step takes.
     """
 
     index: int
@@ -86,17 +86,14 @@ class Batch:
         self.known[name] = result.known
         return result
 
-    def is_checked(self, lists: Sequence[Any]) -> bool:
-        """Whether these lists are of the kinds, and on the devices, that were checked last.
 
-        If not they are noted, and the caller checks them now.
-        """
-        try:
-            kinds = [(tensors.kind, tensors.device) for tensors in lists]
-        except (AttributeError, RuntimeError):  # of a class of their own, or sparse
-            kinds = []
-        known, self.checked = self.checked, kinds
-        return bool(kinds) and known == kinds
+
+def kinds_of(lists: Sequence[Any]) -> list[Any]:
+    """Return what lists of tensors are and where, to compare; nothing if a list cannot tell."""
+    try:
+        return [(tensors.kind, tensors.device) for tensors in lists]
+    except (AttributeError, RuntimeError):  # of a class of their own, or sparse
+        return []
 
 
 class Batches:

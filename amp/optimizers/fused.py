@@ -83,10 +83,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._batches = Batches()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a subclass with a `step` of its own find unscaled gradients, unless it says otherwise."""
+        """Let a subclass with a `step` of its own be skipped, and find unscaled gradients.
+
+        Unless it says that it reads `found_inf`, and `scaled_grads`, itself.
+        """
         super().__init_subclass__(**kwargs)
-        if "step" in vars(cls) and "_step_takes_scaled_grads" not in vars(cls):
-            cls._step_takes_scaled_grads = False
+        for name in ("_step_takes_scaled_grads", "_step_supports_amp_scaling"):
+            if "step" in vars(cls) and name not in vars(cls):
+                setattr(cls, name, False)
 
     # What an optimizer has of its own.
 

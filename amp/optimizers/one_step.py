@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import groups_of_shards, reduce_norm
-from amp.optimizers.batches import Batch
+from amp.optimizers.batches import Batch, kinds_of
 from amp.optimizers.checks import check_batch
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ def _look_at(
         state = [batch.remember(name, list(map(itemgetter(name), own))) for name in names]
     except (KeyError, TypeError):  # there is no state yet, or not all of it
         state = None
-    if state is None or not batch.is_checked([*lists.values(), *state]):
+    kinds = [] if state is None else kinds_of([*lists.values(), *state])
+    if not kinds or kinds != batch.checked:
         check_batch(optimizer, batch, lists["grads"])
+        batch.checked = kinds
     inv_scale = inputs.own_inv_scale if batch.positions is None else inputs.inv_scale
     return Ready(batch, lists, state, inv_scale)
 

@@ -40,11 +40,11 @@ class Block:
             for gradients in self._gradients:
                 gradients.enter(self)
                 entered.append(gradients)
+            scaled_loss, self._scale = self.scaler.scale_and_remember(loss)
         except BaseException:
             for gradients in entered:
                 gradients.abort()
             raise
-        scaled_loss, self._scale = self.scaler.scale_and_remember(loss)
         return scaled_loss
 
     def leave(self, update: bool = True) -> None:

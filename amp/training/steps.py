@@ -23,6 +23,7 @@ from torch import Tensor
 
 from amp.casting.regions import disable_casts, same_casts
 from amp.errors import AmpRuntimeError
+from amp.masters.parameter import stored_grad
 from amp.masters.whole import MasterWeights
 from amp.training.gradients import Gradients
 from amp.training.parameter_lists import ParameterLists
@@ -64,7 +65,7 @@ class Stepper:
         self.masters.write_back(
             master
             for master, model in zip(lists.masters, lists.models, strict=True)
-            if (model.requires_grad or master.grad is not None) and master not in without
+            if master not in without and (model.requires_grad or stored_grad(master) is not None)
         )
 
 
@@ -165,6 +166,7 @@ class ClosureStep(Stepper):
 
     def _evaluate(self) -> Any:
         self.write_back()
+        torch.clear_autocast_cache()  # of casts of the weights of the last evaluation
         with self._as_around_the_step():
             for _ in range(_CLOSURE_TRIES):
                 loss = self._closure()
