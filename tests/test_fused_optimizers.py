@@ -617,3 +617,19 @@ def test_moments_in_16_bits_are_not_for_float64() -> None:
     with pytest.raises(TypeError, match=r"params.* is torch.float64 .* Leave state_dtype out"):
         optimizer.step()
     assert not optimizer.state
+
+
+def test_what_was_refused_is_refused_again() -> None:
+    """As when the cell of a notebook is run once more."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([parameter])
+    for dtype in (torch.float32, torch.float16):
+        parameter.grad = None
+        parameter.data = parameter.data.to(dtype)
+        parameter.grad = torch.ones(4, dtype=dtype)
+        if dtype is torch.float32:
+            optimizer.step()
+    for _ in range(2):
+        with pytest.raises(AmpRuntimeError, match="was changed after its first step"):
+            optimizer.step()
+    assert (parameter == parameter[0]).all()

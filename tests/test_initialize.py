@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amp
@@ -541,3 +542,12 @@ def test_a_backend_that_does_not_exist_is_refused_before_anything_changes(
         amp.initialize(model, sgd(model), opt_level="O2")
     assert isinstance(e.value, amp.AmpError)
     assert model.weight.dtype is torch.float32
+
+
+def test_what_weights_were_before_the_cast_is_freed() -> None:
+    """Weights of 2 bytes must not cost 6."""
+    model = nn.Linear(61, 67, bias=False)
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    gc.collect()
+    wide = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape == (67, 61)]
+    assert [tensor.dtype for tensor in wide] == [torch.float16]

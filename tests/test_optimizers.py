@@ -855,3 +855,42 @@ def test_close_succeeds_whatever_gradients_wait_for_unscaling() -> None:
     amp.get_session().close()
     assert "step" not in vars(optimizer)
     assert model.weight.grad is None  # it was scaled, and could not be unscaled any more
+
+
+def test_each_evaluation_of_a_closure_sees_the_weights_of_its_time() -> None:
+    """Also in a region of torch.autocast, which caches casts of weights."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            first = closure()
+            super().step()
+            return first, closure()
+
+    model = nn.Linear(4, 2)
+    model, optimizer = initialize(model, Twice(model.parameters(), lr=0.5), "O0")
+    x = torch.ones(3, 4)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return float(loss.detach())
+
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = optimizer.step(closure)
+    assert first != second
+
+
+def test_a_gradient_from_outside_of_any_block_stays_when_the_session_closes() -> None:
+    model = nn.Linear(4, 2)
+    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), "O2")
+    for inside in (True, False):
+        loss = model(torch.ones(3, 4)).float().mean()
+        if inside:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+    amp.get_session().close()
+    torch.testing.assert_close(model.bias.grad, torch.ones_like(model.bias))

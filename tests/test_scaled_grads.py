@@ -18,6 +18,7 @@ from amp.errors import AmpValueError
 from amp.kernels import unscale
 from amp.masters.whole import MasterWeights
 from amp.optimizers import FusedAdam, FusedSGD
+from amp.training.scaler import LossScaler
 from tests.covering import covering
 from tests.levels import DYNAMIC, WITH_MASTERS
 from tests.models import initialize
@@ -89,6 +90,48 @@ def test_no_gradient_is_written_between_backward_and_step(level: str, loss_scale
         optimizer.zero_grad()
     if loss_scale == "dynamic":
         assert amp.loss_scale() == SCALES["dynamic"]["init"] * 2
+
+
+@pytest.mark.usefixtures("no_gradient_of_a_master_is_unscaled")
+def test_nor_where_a_parameter_is_frozen() -> None:
+    model, optimizer = make("O2")
+    model[0].weight.requires_grad_(False)
+    for i in range(3):
+        block(model, optimizer, i)
+        optimizer.step()
+
+
+def test_a_subclass_with_a_step_of_its_own_is_skipped() -> None:
+    class Signs(FusedAdam):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in amp.master_params(self):
+                p.sub_(p.grad.sign(), alpha=0.01)
+
+    model, optimizer = make("O2", Signs)
+    before = [p.detach().clone() for p in model.parameters()]
+    overflow(model, optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    block(model, optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_a_block_that_cannot_be_entered_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when there is no memory for the loss in FP32."""
+    model, optimizer = make("O2")
+
+    def fail(self: Any, loss: Tensor) -> Any:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LossScaler, "scale_and_remember", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            block(model, optimizer)
+    block(model, optimizer)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp.kernels.tensor_lists import Known, TensorList, are_plain, are_same
+from amp.masters.parameter import stored_grad
 
 
 class NoSession(NamedTuple):
@@ -87,7 +88,6 @@ class Batch:
         return result
 
 
-
 def kinds_of(lists: Sequence[Any]) -> list[Any]:
     """Return what lists of tensors are and where, to compare; nothing if a list cannot tell."""
     try:
@@ -117,7 +117,8 @@ class Batches:
             self._lists = [list(params) for params in lists]
             given = set(map(id, inputs.stepped))
             self._others = [p for params in lists[:-1] for p in params if id(p) not in given]
-        has_own = [parameter.grad is not None for parameter in self._others]
+        # Of a master that has no gradient `.grad` is not asked: it would show what is held for others.
+        has_own = [stored_grad(parameter) is not None for parameter in self._others]
         if is_new or has_own != self._has_own:
             self._has_own = has_own
             own = {id(p) for p, has in zip(self._others, has_own, strict=True) if has}
