@@ -880,17 +880,3 @@ def test_each_evaluation_of_a_closure_sees_the_weights_of_its_time() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         first, second = optimizer.step(closure)
     assert first != second
-
-
-def test_a_gradient_from_outside_of_any_block_stays_when_the_session_closes() -> None:
-    model = nn.Linear(4, 2)
-    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), "O2")
-    for inside in (True, False):
-        loss = model(torch.ones(3, 4)).float().mean()
-        if inside:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        else:
-            loss.backward()
-    amp.get_session().close()
-    torch.testing.assert_close(model.bias.grad, torch.ones_like(model.bias))

@@ -130,7 +130,6 @@ class AttachedOptimizer:
             return
         try:
             self.gradients.finish_delayed()
-            self.gradients.gather_strays()
             self.gradients.show()
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self.gradients.clear()
