@@ -275,16 +275,25 @@ def assert_same(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> No
 class Script(Actions):
     """All that a script does."""
 
-    @rule(plans=st.lists(BLOCKS, min_size=1, max_size=5))
-    def blocks(self, plans: list[BlockPlan]) -> None:
+    @rule(plans=st.lists(BLOCKS, min_size=1, max_size=8), one_loss=st.booleans())
+    def blocks(self, plans: list[BlockPlan], one_loss: bool) -> None:
         for plan in plans:
-            self.run_block(plan)
+            self.run_block(plan._replace(loss_id=plans[0].loss_id) if one_loss else plan)
             self.states_and_verdicts_are_those_of_the_table()
             self.models_have_the_gradients_that_backward_left()
 
-    @rule(plan=BLOCKS, fails=FAILURES)
-    def failing_block(self, plan: BlockPlan, fails: str) -> None:
-        self.run_block(plan._replace(fails=fails))
+    @rule(
+        before=st.lists(BLOCKS, max_size=2),
+        plan=BLOCKS,
+        inside=st.sampled_from([None, *INSIDE]),
+        fails=FAILURES,
+    )
+    def failing_block(
+        self, before: list[BlockPlan], plan: BlockPlan, inside: str | None, fails: str
+    ) -> None:
+        for each in before:
+            self.run_block(each)
+        self.run_block(plan._replace(inside=inside, fails=fails))
 
     @rule(
         plans=st.lists(BLOCKS, min_size=1, max_size=3),

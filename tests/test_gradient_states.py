@@ -1,7 +1,7 @@
 """The states of gradients, as the table of `amp/training/gradients.py` has them.
 
 Scripts that hypothesis writes (`tests/gradient_machine.py`) run beside an oracle in plain FP64
-(`tests/gradient_oracle.py`). What they have found is below, each alone.
+(`tests/gradient_oracle.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_any_long_script(level: str) -> None:
     run(level, examples=240, steps=40, shrink=True)
 
 
-# What the machine has found, each alone.
+# What the machine has found in the library, or in a change that was made to try it, each alone.
 
 
 def two_optimizers(level: str = "O1") -> tuple[Model, Any, Any]:
@@ -108,3 +108,13 @@ def test_an_overflow_that_a_delayed_block_has_set_aside_is_not_forgotten() -> No
     run_block(model, [one, other], "late_shift")
     one.step()
     assert torch.equal(model.shift, before)
+
+
+def test_a_delayed_block_at_a_scale_that_another_delayed_block_moves_is_unscaled_first() -> None:
+    model, one, other = two_optimizers()
+    run_block(model, other, "late_shift", math.inf, delay_unscale=True)
+    run_block(model, one, "shift")
+    run_block(model, one, "shift", delay_unscale=True)
+    run_block(model, [one, other], "shift")  # halves the scale by what `other` has delayed
+    assert amp.loss_scale(0) == 32
+    compare(model.shift.grad, 3 * Model.BASES["shift"], "the gradient")
