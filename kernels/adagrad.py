@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl  # noqa: F401 (the interpreter looks for tl)
-from amp.kernels.rule import Numbers, Prepared, Rule
+from amp.kernels.rule import Numbers, Rule
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -32,11 +32,6 @@ def _prepare(numbers, t, of_tensor, n):
     return lr / (1.0 + (t - 1.0) * lr_decay), eps, l2, decay
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
-    lr, lr_decay, eps, l2, decay = numbers
-    return lr / (1 + (t - 1) * lr_decay), eps, l2, decay
-
-
 @jit
 def _update(p, g, m, v, prepared, sqrt):
     rate, eps, l2, decay = prepared
@@ -45,5 +40,5 @@ def _update(p, g, m, v, prepared, sqrt):
     return p - rate * (g / (sqrt(m) + eps) + decay * p), m, v
 
 
-ADAGRAD = Rule(1, _numbers, _prepare, _at, _update)
+ADAGRAD = Rule(1, _numbers, _prepare, None, _update)
 """Adagrad: its moment is the sum of squared gradients."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Numbers, Prepared, Rule, in_double
+from amp.kernels.rule import Numbers, Rule, in_double
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -28,11 +28,6 @@ def _numbers(group: Mapping[str, Any]) -> Numbers:
 def _prepare(numbers, t, of_tensor, n):
     lr, beta1, beta2, new1, new2, decay = numbers
     return lr, 1.0 - lr * decay, beta1, new1, beta2, new2
-
-
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
-    lr, beta1, beta2, new1, new2, decay = numbers
-    return lr, 1 - lr * decay, beta1, new1, beta2, new2
 
 
 @jit
@@ -48,5 +43,5 @@ def _plain_update(p: Tensor, g: Tensor, m: Tensor, v: Any, prepared: Any, sqrt: 
     return p * keep - lr * (beta1 * m + new1 * g).sign(), beta2 * m + new2 * g, v
 
 
-LION = Rule(1, _numbers, _prepare, _at, _update, plain_update=_plain_update)
+LION = Rule(1, _numbers, _prepare, None, _update, plain_update=_plain_update)
 """Lion: its moment is the running mean of gradients."""

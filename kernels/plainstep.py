@@ -54,7 +54,13 @@ def step_plainly(
     rule, of_tensor, seed = settings.rule, settings.of_tensor, settings.seed
     scale = math.prod(float(x) for x in (settings.inv_scale, settings.clip) if x is not None)
     own = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
-    at = functools.cache(functools.partial(rule.at, list(map(float, settings.numbers))))
+    numbers = list(map(float, settings.numbers))
+    prepare = plain(rule.prepare)
+
+    @functools.cache
+    def at(t: float, own: float | None) -> Prepared:
+        return prepare(numbers, t, None, 0) if rule.at is None else rule.at(numbers, t, own)
+
     for number, group in enumerate(groups):
         # What is written by way of `.data` has no version: autograd is told of the whole step once.
         of_group = _map(lambda tensors: [tensors[i].data for i in group], lists)  # noqa: B023

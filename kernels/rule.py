@@ -29,6 +29,7 @@ class Rule(NamedTuple):
         prepare: for Triton, in FP32: from the numbers, t, a pointer to the tensor's own numbers and how
             far apart they are to what `update` needs of them.
         at: the same for plain torch, on the host in FP64: from the numbers, t and the tensor's own.
+            None where `prepare` is right for both.
         update: from a parameter, its gradient, two moments, what was prepared and a square root to the
             new parameter and moments. Triton and plain torch both run it. A moment that the rule does
             not have comes and goes as it is.
@@ -40,7 +41,7 @@ class Rule(NamedTuple):
     moments: int
     numbers: Callable[[Mapping[str, Any]], Numbers]
     prepare: Any
-    at: Callable[[list[float], float, float | None], Prepared]
+    at: Callable[[list[float], float, float | None], Prepared] | None
     update: Any
     direction: Any = None
     plain_update: Any = None

@@ -57,18 +57,13 @@ def _prepare_without_momentum(numbers, t, of_tensor, n):
     return lr, before + after
 
 
-def _at_without_momentum(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
-    lr, before, after, _, _, _ = numbers
-    return lr, before + after
-
-
 @jit
 def _update_without_momentum(p, g, m, v, prepared, sqrt):
     lr, decay = prepared
     return p - lr * (g + decay * p), m, v
 
 
-SGD = Rule(0, _numbers, _prepare_without_momentum, _at_without_momentum, _update_without_momentum)
+SGD = Rule(0, _numbers, _prepare_without_momentum, None, _update_without_momentum)
 """SGD without momentum."""
 
 MOMENTUM_SGD = Rule(1, _numbers, _prepare, _at, _update)

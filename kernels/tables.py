@@ -40,15 +40,7 @@ T = TypeVar("T")
 
 
 class UnsupportedTensorError(TypeError):
-    """A tensor that no kernel takes.
-
-    Attributes:
-        index: where in its list it is.
-    """
-
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(message)
-        self.index = index
+    """A tensor that no kernel takes."""
 
 
 class Launch(NamedTuple):
@@ -199,8 +191,7 @@ def _check(lists: Sequence[TensorList], numbers: Sequence[TensorList]) -> None:
             if tensor.dtype not in _TAKEN:
                 raise UnsupportedTensorError(
                     f"tensor {i} of shape {tuple(tensor.shape)} is {tensor.dtype}; kernels take "
-                    "float16, bfloat16, float32 and float64",
-                    i,
+                    "float16, bfloat16, float32 and float64"
                 )
         if len({tensor.shape for tensor in tensors}) > 1:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)

@@ -19,8 +19,12 @@ class MasterGroups:
 
     def _groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
         """Return what is stepped of each group, with the model's parameter of each master."""
-        attached = AttachedOptimizer.of(self._optimizer_of_groups())
-        groups = [] if attached is None else attached.groups()
+        optimizer = self._optimizer_of_groups()
+        attached = AttachedOptimizer.of(optimizer)
+        if attached is None:
+            return []
+        model = attached.masters.model
+        groups = [[(p, model(p)) for p in group["params"]] for group in optimizer.param_groups]
         return [[pair for pair in group if _model(*pair).requires_grad] for group in groups]
 
     @property

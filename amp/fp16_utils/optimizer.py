@@ -164,13 +164,16 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         """
         gradients = self._attached.gradients
         if gradients.delayed is None and any(p.grad is not None for p in self.all_fp16_params):
-            Block.delayed_by_hand(self._session.scalers[0], gradients)
+            block = Block(scaler := self._session.scalers[0], [gradients])
+            block.scale = scaler.snapshot()  # by which the caller has scaled the loss
+            gradients.delay(block)
         self._attached.gradients.finish_delayed()
 
     @property
     def overflow(self) -> bool:
         """Whether the gradients overflowed, those of the last step or newer. The host waits."""
-        return self._attached.overflowed
+        verdicts = self._attached.gradients.verdicts or self._attached.stepped_by
+        return any(verdict.overflowed for verdict in verdicts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters, and write them to the model; or skip after an overflow.

@@ -321,8 +321,8 @@ def _class_name(optimizer: Any) -> str:
 def _extra_moments(optimizer: Any) -> dict[int, int]:
     """Return how many tensors the arguments of its group add to the state of each parameter, by id."""
     binding = AttachedOptimizer.of(optimizer)
-    pairs = [] if binding is None else [pair for group in binding.groups() for pair in group]
-    model_of = {id(stepped): model for stepped, model in pairs if model is not None}
+    lists = None if binding is None else binding.gradients.look_at_groups()
+    model_of = dict(zip(map(id, lists.masters), lists.models, strict=True)) if lists else {}
     name = _class_name(optimizer)
     return {
         id(model_of.get(id(parameter), parameter)): sum(

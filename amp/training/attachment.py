@@ -60,6 +60,7 @@ class AttachedOptimizer:
 
     Attributes:
         gradients: where its gradients are.
+        stepped_by: what the checks before the last step found.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class AttachedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.owner = owner
-        self._masters = masters
+        self.masters = masters
         self._use_masters = use_masters
         self._report = report
         self._patches = Patches()
@@ -88,8 +89,7 @@ class AttachedOptimizer:
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(optimizer, masters, self._dtypes, self._takes_scaled)
         self._fused_step = FusedStep(optimizer, self.gradients, masters)
-        self._stepped_by: list[Verdict] = []
-        """What the checks before the last step found."""
+        self.stepped_by: list[Verdict] = []
 
     @staticmethod
     def of(optimizer: Any) -> AttachedOptimizer | None:
@@ -140,7 +140,7 @@ class AttachedOptimizer:
         for group in self.optimizer.param_groups:
             params = group["params"]
             for i, master in enumerate(params):
-                parameter = self._masters.model(master)
+                parameter = self.masters.model(master)
                 if parameter is None:
                     continue
                 params[i] = parameter_of[master] = parameter
@@ -148,7 +148,7 @@ class AttachedOptimizer:
                     parameter.grad = master.grad.to(parameter.dtype)
                 if isinstance(master, MasterParameter) and master.holder is self.gradients:
                     del master.holder
-                self._masters.release(master)
+                self.masters.release(master)
         self._rekey_state(parameter_of)
         self.gradients.let_go()
         if keeps_moments(self.optimizer):
@@ -180,7 +180,7 @@ class AttachedOptimizer:
         self._dtypes.add(params)
         for i, parameter in enumerate(params):
             if self._use_masters and parameter.dtype in LOW_PRECISION:
-                master = self._masters.acquire(parameter, before, self._takes_scaled)
+                master = self.masters.acquire(parameter, before, self._takes_scaled)
                 params[i] = master_of[parameter] = master
         self._rekey_state(master_of)
 
@@ -197,11 +197,10 @@ class AttachedOptimizer:
             params = group["params"]
             if not isinstance(params, (Tensor, set)):
                 params = group["params"] = list(params)
+            stepped = set(map(id, self.gradients.look_at_groups().stepped))
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
-                master = self._masters.master(parameter)
-                stepped = self.gradients.look_at_groups().stepped
-                if master is not None and any(master is p for p in stepped):
+                if id(self.masters.master(parameter)) in stepped:
                     raise AmpValueError(
                         f"a parameter of shape {tuple(parameter.shape)} is in this optimizer already; "
                         "give each parameter to one group"
@@ -211,13 +210,6 @@ class AttachedOptimizer:
         for new_group in self.optimizer.param_groups[known:]:
             self._adopt(new_group, {})
         return result
-
-    def groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        """Return what is stepped of each group, with the model's parameter of each master."""
-        return [
-            [(stepped, self._masters.model(stepped)) for stepped in group["params"]]
-            for group in self.optimizer.param_groups
-        ]
 
     # The wrapped methods.
 
@@ -229,35 +221,32 @@ class AttachedOptimizer:
             )
         self.gradients.look_at_groups()
         if closure is not None:
-
-            def run(closure: Any) -> Any:
-                return step(closure, *args, **kwargs)
-
-            parts = self.optimizer, self.gradients, self._masters
-            result = ClosureStep(*parts, closure, self._report_all).run(run, ())
-            self._stepped_by = []
+            parts = self.optimizer, self.gradients, self.masters
+            with_closure = ClosureStep(*parts, closure, self._report_all)
+            result = with_closure.run(lambda evaluate: step(evaluate, *args, **kwargs))
+            self.stepped_by = []
             self.gradients.drop_stepped()
             return result
         self.gradients.finish_delayed()
         self.gradients.gather_strays()
-        self._stepped_by, self.gradients.verdicts = self.gradients.verdicts, []
+        self.stepped_by, self.gradients.verdicts = self.gradients.verdicts, []
         try:
             way = self._way()
-            result = way.run(functools.partial(step, *args, **kwargs), self._stepped_by)
+            result = way.run(functools.partial(step, *args, **kwargs), self.stepped_by)
         except BaseException:
-            self.gradients.verdicts = self._stepped_by  # the step is still to be taken
+            self.gradients.verdicts = self.stepped_by  # the step is still to be taken
             raise
         torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
         self.gradients.drop_stepped()
-        self._report_all(self._stepped_by)  # last: a warning may be an error
+        self._report_all(self.stepped_by)  # last: a warning may be an error
         return result
 
     def _way(self) -> Stepper:
         """Return the way in which the optimizer steps now; see `amp.training.steps`."""
         if self._takes_scaled:
             return self._fused_step
-        skips = self._skips_on_device and self._stepped_by and can_skip_on_device(self.optimizer)
-        return (DeviceSkip if skips else HostSkip)(self.optimizer, self.gradients, self._masters)
+        skips = self._skips_on_device and self.stepped_by and can_skip_on_device(self.optimizer)
+        return (DeviceSkip if skips else HostSkip)(self.optimizer, self.gradients, self.masters)
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
@@ -277,18 +266,13 @@ class AttachedOptimizer:
     # What others ask and tell.
 
     @property
-    def overflowed(self) -> bool:
-        """Whether gradients overflowed: those since the last step, else those of it. The host waits."""
-        return any(verdict.overflowed for verdict in self.gradients.verdicts or self._stepped_by)
-
-    @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped. The host waits if the optimizer itself decided that."""
-        return any(verdict.overflowed for verdict in self._stepped_by)
+        return any(verdict.overflowed for verdict in self.stepped_by)
 
     def write_back(self) -> None:
         """Write all masters to the model. No host sync."""
-        self._masters.write_back(self.gradients.look_at_groups().masters)
+        self.masters.write_back(self.gradients.look_at_groups().masters)
 
     def _report_all(self, verdicts: Sequence[Verdict]) -> None:
         for scaler in {verdict.scaler: None for verdict in verdicts}:

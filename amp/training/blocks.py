@@ -26,7 +26,7 @@ class Block:
     def __init__(self, scaler: LossScaler, gradients: Sequence[Gradients]) -> None:
         self.scaler = scaler
         self._gradients = gradients
-        self._scale: ScaleSnapshot | None = None
+        self.scale: ScaleSnapshot  # what the loss was scaled by, once the block is entered
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait."""
@@ -40,7 +40,7 @@ class Block:
             for gradients in self._gradients:
                 gradients.enter(self)
                 entered.append(gradients)
-            scaled_loss, self._scale = self.scaler.scale_and_remember(loss)
+            scaled_loss, self.scale = self.scaler.scale_and_remember(loss)
         except BaseException:
             for gradients in entered:
                 gradients.abort()
@@ -66,20 +66,6 @@ class Block:
         """Do what leaving the block without a delay would have done, where it is still to be done."""
         together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
         _unscale(together, self.scale)
-
-    @property
-    def scale(self) -> ScaleSnapshot:
-        """What the loss was scaled by."""
-        assert self._scale is not None
-        return self._scale
-
-    @classmethod
-    def delayed_by_hand(cls, scaler: LossScaler, gradients: Gradients) -> Block:
-        """Return a delayed block for gradients of a loss that somebody has scaled as it is now."""
-        block = cls(scaler, [gradients])
-        block._scale = scaler.snapshot()
-        gradients.delay(block)
-        return block
 
 
 def _finish_other_scale(gradients: Gradients, scaler: LossScaler) -> bool:

@@ -94,8 +94,6 @@ class Gradients:
         self._can_hold = False
         self._are_shown = True
         """Whether the masters' gradients are in their `.grad`, as in SETTLED."""
-        self._latest = self.lists
-        """Of these, the ones that had a gradient in the last block."""
 
     @property
     def state(self) -> State:
@@ -119,7 +117,7 @@ class Gradients:
                 for master in lists.masters
             )
             self.show()
-            self.lists = self._latest = lists
+            self.lists = lists
         return self.lists
 
     # Around one block.
@@ -135,8 +133,9 @@ class Gradients:
     def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
         lists = self.look_at_groups()
-        if self.verdicts and self._held is None and not self._aside and not self._any_is_left(lists):
-            self.verdicts = []  # what overflowed was cleared by hand
+        every = (*lists.stepped, *lists.models) if self.verdicts else ()
+        if self._held is None and not self._aside and all(stored_grad(p) is None for p in every):
+            self.verdicts = []  # what overflowed, if anything did, was cleared by hand
         self._masters.drop_stepped_grads(lists.masters)
         if self.delayed is None:
             self.gather_strays()
@@ -149,10 +148,6 @@ class Gradients:
                         self._aside.append((parameter, grad.clone() if grad._is_view() else grad))
                         parameter.grad = None
         self._open, self._held_before = block, self._held
-
-    def _any_is_left(self, lists: ParameterLists) -> bool:
-        grads = [stored_grad(parameter) for parameter in (*lists.stepped, *lists.models)]
-        return any(grad is not None for grad in grads)
 
     def gather_strays(self) -> None:
         """Add to masters what a backward outside of any block has left in 16-bit parameters."""
@@ -193,11 +188,10 @@ class Gradients:
                 ranks.
         """
         lists = self.look_at_groups()
-        newest = look_at_newest(lists, self._latest, self._dtypes, claimed)
+        newest = look_at_newest(lists, self._dtypes, claimed)
         newest = newest._replace(will_be_held=self._can_be_held(newest))
         if not scale.scaler.is_identity:
             newest.check(self._dtypes)
-        self._latest = newest.of_masters
         return newest
 
     def _can_be_held(self, newest: Newest) -> bool:
@@ -279,8 +273,8 @@ class Gradients:
         if self._held is not None:
             return self._held
         there = [stored_grad(master) is not None for master in self.lists.masters]
-        self._latest = self.lists.only(there, self._latest)
-        return Held(self._latest, TensorList([m.grad for m in self._latest.masters]), None)
+        of = self.lists.only(there)
+        return Held(of, TensorList([master.grad for master in of.masters]), None)
 
     def drop_stepped(self) -> None:
         """Free the masters' gradients after a step, so that `model.zero_grad()` is all that is left."""
@@ -299,7 +293,7 @@ class Gradients:
     def let_go(self) -> None:
         """Forget the parameters: the optimizer leaves the session."""
         self.forget()
-        self.lists = self._latest = ParameterLists((), self._masters)
+        self.lists = ParameterLists((), self._masters)
 
     def check_dtypes(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""

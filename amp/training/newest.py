@@ -52,14 +52,11 @@ class Newest(NamedTuple):
             _check_gradient(parameter, grad, dtypes)
 
 
-def look_at_newest(
-    lists: ParameterLists, latest: ParameterLists, dtypes: KnownDtypes, claimed: Collection[int]
-) -> Newest:
+def look_at_newest(lists: ParameterLists, dtypes: KnownDtypes, claimed: Collection[int]) -> Newest:
     """Return what backward has made, and change nothing.
 
     Args:
         lists: what the optimizer's groups hold.
-        latest: `of_masters` of the block before.
         dtypes: which raise if the model was cast.
         claimed: ids of parameters whose gradients another optimizer sees to.
     """
@@ -67,11 +64,11 @@ def look_at_newest(
     there = [grad is not None for grad in found]
     if claimed:
         there = [has and id(p) not in claimed for has, p in zip(there, lists.models, strict=True)]
-    of_masters = lists.only(there, latest)
+    of_masters = lists.only(there)
     grads = TensorList(list(compress(found, there)), like=of_masters.model_list)  # type: ignore[arg-type]
     kind = _kind_of(grads)
     if kind is None or of_masters is not lists or kind.dtypes != lists.model_list.kind.dtypes:
-        dtypes.check()  # a gradient has its parameter's dtype, so there is a doubt only now
+        dtypes.check()  # where gradients have the dtypes of before, so have their parameters
     dtypes.check(lists.unmastered)
     unmastered = [p for p in lists.unmastered if p.grad is not None and id(p) not in claimed]
     are_dense = kind is not None and set(kind.dtypes) <= SCALABLE

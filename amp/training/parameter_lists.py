@@ -31,6 +31,7 @@ class ParameterLists:
 
     def __init__(self, in_groups: Sequence[Tensor], masters: MasterWeights) -> None:
         self._registry = masters
+        self._part: ParameterLists | None = None
         self.in_groups = in_groups
         self.stepped = list(dict.fromkeys(in_groups))
         models = [masters.model(parameter) for parameter in self.stepped]
@@ -68,19 +69,14 @@ class ParameterLists:
         _ = self.model_list.addresses
         return True
 
-    def only(self, chosen: Sequence[bool], latest: ParameterLists) -> ParameterLists:
-        """Return the lists of those masters that are chosen, and no others.
-
-        Args:
-            chosen: for each of `masters`.
-            latest: what this returned the last time, which is returned again if it is the same.
-        """
+    def only(self, chosen: Sequence[bool]) -> ParameterLists:
+        """Return the lists of the chosen masters alone: the same as the last time if these are."""
         if all(chosen):
             return self
         masters = list(compress(self.masters, chosen))
-        if are_same(masters, latest.masters):
-            return latest
-        return ParameterLists(masters, self._registry)
+        if self._part is None or not are_same(masters, self._part.masters):
+            self._part = ParameterLists(masters, self._registry)
+        return self._part
 
 
 class KnownDtypes:

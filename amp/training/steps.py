@@ -155,8 +155,8 @@ class ClosureStep(Stepper):
         self._report = report
         self._as_around_the_step = same_casts()
 
-    def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict]) -> Any:
-        """Step with the closure."""
+    def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict] = ()) -> Any:
+        """Step with the closure, which `step` is given."""
         self.gradients.check_dtypes()
         self.follow_models()
         with disable_casts(), self.masters.as_float32(self.gradients.lists.masters):

@@ -411,9 +411,8 @@ def test_a_dtype_that_no_kernel_takes(device: torch.device, dtype: torch.dtype) 
         lambda ts: l2norm(ts),
         lambda ts: master_copy(ts, ts),
     ):
-        with pytest.raises(UnsupportedTensorError, match=rf"tensor 1 .* is {dtype}; .*float64") as info:
+        with pytest.raises(UnsupportedTensorError, match=rf"tensor 1 .* is {dtype}; .*float64"):
             operation([fine, odd])
-        assert info.value.index == 1
     assert torch.equal(fine, torch.ones(4, device=device))
 
 
