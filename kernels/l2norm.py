@@ -103,12 +103,9 @@ def clip_factor(total: Tensor, max_norm: float | None) -> Tensor:
 
 
 def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor) -> None:
-    """Write the norms of a launch's tensors from the sums of squares of its chunks. No host sync.
+    """Write the norms of a launch's tensors to `each`, float32, at their indices. No host sync.
 
-    Args:
-        one: the launch.
-        sums: float32 `[chunks]`.
-        each: float32, where the norm of each goes, at its index.
+    `sums`, float32 `[chunks]`, has the sums of squares of its chunks.
     """
     columns, block = one.rows.shape[1], FINISH_BLOCK
     tables: dict[str, Any] = {"rows": one.rows, "firsts": one.firsts, "sums": sums, "each": each}
@@ -154,12 +151,9 @@ def l2norm_reference(
     norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
     if inv_scale is not None:
         norms *= to_device(inv_scale, norms.device)
-    if found_inf is not None and not _are_known_finite(norms):
+    # On the CPU the host knows without waiting whether there is anything to look for.
+    is_finite = norms.device.type == "cpu" and all(map(math.isfinite, norms.tolist()))
+    if found_inf is not None and not is_finite:
         one = torch.ones(1, dtype=torch.float32, device="cpu")
         check_reference(tensors, one if inv_scale is None else inv_scale, found_inf)
     return norms
-
-
-def _are_known_finite(norms: Tensor) -> bool:
-    """Whether norms are finite, as far as the host knows without waiting for a device."""
-    return norms.device.type == "cpu" and all(map(math.isfinite, norms.tolist()))

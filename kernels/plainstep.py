@@ -1,17 +1,21 @@
 """The optimizer step without Triton: the plain formula, compiled on the CPU where that pays.
 
 A step reads and writes each tensor once, and a formula in eager torch goes through memory for each of
-its operations. So a large model on the CPU is stepped by the formula as Inductor compiles it
-(`amp.kernels.inductor`). In eager torch large tensors are done in slices that stay in the cache, and
-all small ones are gathered into one.
+its operations. So a large model on the CPU is stepped by the formula as torch's Inductor compiles it,
+which finds the compiler, keeps what it has compiled for later processes, and takes care that several
+processes may do so at once. It is given a graph directly: `torch.compile` would take 90 us more for
+each call, and what it made is lost when a session opens or closes, which resets Dynamo. In eager
+torch large tensors are done in slices that stay in the cache, and all small ones are gathered into one.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +23,6 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
-from amp.kernels.inductor import compile_for_cpu
 from amp.kernels.language import plain
 from amp.kernels.rule import Prepared, Settings
 from amp.kernels.split import decode, encode
@@ -33,6 +36,11 @@ parameter that is the high half of a master)."""
 
 Formula = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """A rule's update in plain torch; see `amp.kernels.rule.Rule`."""
+
+logger = logging.getLogger("amp")
+
+INDUCTOR_CONFIG = {"cpp.dynamic_threads": True}
+"""As many threads as torch has when the function is called, and not when it is compiled."""
 
 WORTH_COMPILING = 2**20
 """Elements from which a compiled step soon saves more time than its compilation takes."""
@@ -133,7 +141,36 @@ def _compiled(
         return []
 
     examples = [torch.zeros(64, dtype=dtype, device="cpu") for _, dtype in dtypes]
-    return compile_for_cpu(run, [*examples, torch.ones(sum(there), device="cpu", dtype=torch.float32)])
+    return _compile_for_cpu(run, [*examples, torch.ones(sum(there), device="cpu", dtype=torch.float32)])
+
+
+def _compile_for_cpu(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor]) -> Any:
+    """Return a function that writes to its arguments, compiled; None, and say why, where that fails.
+
+    The host works on it for some ten seconds, or two where an earlier process has done it.
+
+    Args:
+        function: of tensors alone, which it may write to; returns a list of tensors, perhaps empty.
+        examples: arguments on the CPU; the compiled function takes any sizes, and these dtypes.
+    """
+    logger.warning(
+        "compiling the optimizer step for this CPU with torch's Inductor: about ten seconds, or two if "
+        "it was done before. AMP_KERNELS=reference leaves it out"
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's of itself, which a user may have made errors
+            from torch._inductor import standalone_compile
+            from torch.fx.experimental.proxy_tensor import make_fx
+
+            graph: Any = make_fx(function, tracing_mode="symbolic")(*examples)
+            return standalone_compile(
+                graph, list(examples), options={"config_patches": INDUCTOR_CONFIG}
+            )
+    except Exception as error:  # of a compiler, a cache folder, a release of torch that is too old
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        logger.warning("it could not be compiled, so eager torch runs it, slower: %s", reason)
+        return None
 
 
 def _noise(seed: int | None, piece: int, t: float) -> int | None:

@@ -39,14 +39,7 @@ kind_of = functools.lru_cache(maxsize=256)(Kind)
 
 
 class Known(NamedTuple):
-    """What is known of a list, without the tensors: nothing here keeps them in memory.
-
-    Attributes:
-        references: to the tensors, weak.
-        addresses: see `TensorList`.
-        kind: likewise.
-        device: likewise.
-    """
+    """What is known of a `TensorList`, without the tensors: nothing here keeps them in memory."""
 
     references: list[weakref.ref[Tensor]]
     addresses: tuple[int, ...]

@@ -1,7 +1,7 @@
 """The loss scale's state machine, one transition.
 
 State, one float32 tensor `[6]`: scale, inverse scale, good steps since the scale last moved,
-hysteresis left, found_inf, overflows in a row; see `amp.kernels.scale_state`.
+hysteresis left, found_inf, overflows in a row. Counts are whole numbers, exact up to 2**24.
 
     overflow:  good = 0; hysteresis -= 1
                if hysteresis <= 0: scale = max(scale * backoff, floor)

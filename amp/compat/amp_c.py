@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp.profiles.keys import SMALLEST_SCALE
+from amp.training import scaler
 
 __all__ = [
     "MultiTensorApply",
@@ -238,16 +239,15 @@ def update_scale_hysteresis(
 
     As apex's it does not grow to inf, and it falls to 0 instead of a denormal number.
     """
-    from amp.kernels import scale_state
     from amp.kernels.update_scale import update_scale  # loads Triton
 
     parts = {
-        scale_state.SCALE: current_scale,
-        scale_state.GOOD_STEPS: growth_tracker,
-        scale_state.HYSTERESIS: hysteresis_tracker,
+        scaler.SCALE: current_scale,
+        scaler.GOOD_STEPS: growth_tracker,
+        scaler.HYSTERESIS: hysteresis_tracker,
     }
-    state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32, device=current_scale.device)
-    for at, part in {**parts, scale_state.FOUND_INF: found_inf}.items():
+    state = torch.zeros(scaler.STATE_SIZE, dtype=torch.float32, device=current_scale.device)
+    for at, part in {**parts, scaler.FOUND_INF: found_inf}.items():
         state[at].copy_(part.reshape(()))
     update_scale(
         state,
@@ -259,7 +259,7 @@ def update_scale_hysteresis(
         floor=0.0,
         ceiling=math.inf,
     )
-    scale = state[scale_state.SCALE]
+    scale = state[scaler.SCALE]
     scale.copy_(torch.where(scale.isinf(), current_scale.reshape(()), scale))
     scale.mul_(scale >= SMALLEST_SCALE)
     for at, part in parts.items():

@@ -28,12 +28,10 @@ class MasterParameter(nn.Parameter):
     master, so its memory never moves: what is assigned to `.data` is copied into it.
 
     A copy or a pickle of it is an ordinary `nn.Parameter`.
-
-    Attributes:
-        holder: what may hold its gradient, with a method `show` as in `amp.training.gradients`.
     """
 
     holder: Any = NoHolder()
+    """What may hold its gradient: a `Gradients` of `amp.training.gradients`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)

@@ -4,39 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from amp.kernels.tensor_lists import Known, TensorList, are_plain, are_same
 from amp.masters.parameter import stored_grad
-
-
-class NoSession(NamedTuple):
-    """What an optimizer steps with outside of a session: all gradients are in `.grad`.
-
-    It has the attributes of `amp.training.step_inputs.StepInputs` that a step reads.
-
-    Attributes:
-        own_inv_scale: float32 `[1]`, what a GradScaler has what is in `.grad` multiplied by; None is 1.
-        found_inf: float32 `[1]`; the step is skipped where it is not 0. None never skips.
-    """
-
-    own_inv_scale: Tensor | None
-    found_inf: Tensor | None
-    stepped: TensorList = TensorList([])
-    norms: None = None
-
-    @classmethod
-    def of(cls, optimizer: Any) -> NoSession:
-        """Return what a GradScaler has left at an optimizer, if it is one that steps it."""
-        from amp.kernels.update_scale import inverse  # loads Triton
-
-        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        return cls(
-            None if scale is None else inverse(scale).reshape(1),
-            None if found_inf is None else found_inf.reshape(1),
-        )
 
 
 @dataclass
@@ -110,7 +83,7 @@ class Batches:
     def of(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], inputs: Any
     ) -> list[Batch]:
-        """Return the batches of one step with a `StepInputs`, or `NoSession`. Nothing is written."""
+        """Return the batches of one step with a `StepInputs`. Nothing is written."""
         lists: list[Sequence[Tensor]] = [*(group["params"] for group in groups), inputs.stepped.tensors]
         is_new = len(lists) != len(self._lists) or not all(map(are_same, lists, self._lists))
         if is_new:

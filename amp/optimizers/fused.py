@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from amp.optimizers.batches import Batch, Batches, NoSession
+from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
 from amp.optimizers.one_step import step_batches
 from amp.optimizers.state_dicts import as_own_state, as_tensor
+from amp.training.step_inputs import inputs_outside_of_a_session
 
 if TYPE_CHECKING:
     from amp.kernels.rule import Rule
@@ -218,7 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             self._check_group(group)
-        inputs = self.scaled_grads or NoSession.of(self)
+        inputs = self.scaled_grads or inputs_outside_of_a_session(self)
         step_batches(self, self._batches.of(self.param_groups, self.state, inputs), inputs)
         if self.scaled_grads is not None:
             self.scaled_grads.wrote_models_once = True

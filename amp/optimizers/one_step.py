@@ -21,7 +21,6 @@ class Ready(NamedTuple):
     """A batch whose tensors have been looked at.
 
     Attributes:
-        batch: the batch.
         lists: its parameters, gradients and weights to write; see `Batch.tensors`.
         state: a list for each moment, and one of the steps that each parameter has taken; None where
             some of it has to be made first.

@@ -222,7 +222,7 @@ class AttachedOptimizer:
         self.gradients.look_at_groups()
         if closure is not None:
             parts = self.optimizer, self.gradients, self.masters
-            with_closure = ClosureStep(*parts, closure, self._report_all)
+            with_closure = ClosureStep(*parts, closure=closure, report=self._report_all)
             result = with_closure.run(lambda evaluate: step(evaluate, *args, **kwargs))
             self.stepped_by = []
             self.gradients.drop_stepped()

@@ -9,12 +9,13 @@ abort    they are dropped
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from amp.casting.regions import disable_casts
 from amp.distributed import reduce_found_inf
+from amp.errors import AmpRuntimeError
 from amp.training.gradients import Gradients, State
 from amp.training.newest import Newest
 from amp.training.scaler import LossScaler, ScaleSnapshot
@@ -30,8 +31,11 @@ class Block:
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait."""
-        for gradients in self._gradients:
-            gradients.refuse_nesting()
+        if any(gradients.state is State.OPEN for gradients in self._gradients):
+            raise AmpRuntimeError(
+                "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
+                "block. Leave the first block, or add the two losses and scale the sum."
+            )
         # Finishing a block moves a scale, perhaps this one: look again until none is left.
         while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
             pass
@@ -85,12 +89,8 @@ def _collect(together: Sequence[Gradients], scale: ScaleSnapshot) -> list[Newest
         newest = gradients.collect(scale, claimed)
         collected.append(newest)
         if len(together) > 1:
-            claimed.update(_ids(newest.of_masters.models), _ids(newest.unmastered))
+            claimed.update(map(id, newest.of_masters.models), map(id, newest.unmastered))
     return collected
-
-
-def _ids(tensors: Iterable[Tensor]) -> Iterable[int]:
-    return map(id, tensors)
 
 
 @disable_casts()

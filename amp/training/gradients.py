@@ -40,20 +40,20 @@ before a step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import TensorList
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
-from amp.masters.whole import MasterWeights
+from amp.masters.whole import MasterWeights, check_device
 from amp.training.held import Held
 from amp.training.newest import Newest, look_at_newest
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
 from amp.training.scaler import ScaleSnapshot, Verdict
-from amp.training.unscaling import Move, add_grad, gather, unscale_moves
+from amp.training.unscaling import Move, add_grad, unscale_moves
 
 if TYPE_CHECKING:
     from amp.training.blocks import Block
@@ -72,6 +72,7 @@ class Gradients:
     """The gradients of one optimizer.
 
     Attributes:
+        dtypes: of the model's parameters, as they were.
         lists: what the groups held when that was last looked at.
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, if one did.
@@ -82,7 +83,7 @@ class Gradients:
     ) -> None:
         self._optimizer = optimizer
         self._masters = masters
-        self._dtypes = dtypes
+        self.dtypes = dtypes
         self._takes_scaled = takes_scaled
         self.lists = ParameterLists((), masters)
         self.verdicts: list[Verdict] = []
@@ -108,7 +109,7 @@ class Gradients:
         """Return what the optimizer's groups hold now."""
         lists = ParameterLists.of(self._optimizer, self._masters, self.lists)
         if lists is not self.lists:
-            self._dtypes.check()
+            self.dtypes.check()
             for master in lists.masters:
                 if isinstance(master, MasterParameter) and master.holder is MasterParameter.holder:
                     master.holder = self
@@ -121,14 +122,6 @@ class Gradients:
         return self.lists
 
     # Around one block.
-
-    def refuse_nesting(self) -> None:
-        """Raise AmpRuntimeError inside a block."""
-        if self._open is not None:
-            raise AmpRuntimeError(
-                "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
-                "block. Leave the first block, or add the two losses and scale the sum."
-            )
 
     def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
@@ -155,7 +148,9 @@ class Gradients:
         if grads.count(None) < len(grads):
             for master, model, grad in zip(self.lists.masters, self.lists.models, grads, strict=True):
                 if grad is not None:
-                    gather(master, model, grad)
+                    check_device(master, model)
+                    model.grad = None
+                    add_grad(master, grad.to(torch.float32))
 
     def abort(self) -> None:
         """Leave a block that raised: its gradients are dropped, and those set aside come back.
@@ -188,10 +183,10 @@ class Gradients:
                 ranks.
         """
         lists = self.look_at_groups()
-        newest = look_at_newest(lists, self._dtypes, claimed)
+        newest = look_at_newest(lists, self.dtypes, claimed)
         newest = newest._replace(will_be_held=self._can_be_held(newest))
         if not scale.scaler.is_identity:
-            newest.check(self._dtypes)
+            newest.check(self.dtypes)
         return newest
 
     def _can_be_held(self, newest: Newest) -> bool:
@@ -294,10 +289,6 @@ class Gradients:
         """Forget the parameters: the optimizer leaves the session."""
         self.forget()
         self.lists = ParameterLists((), self._masters)
-
-    def check_dtypes(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
-        self._dtypes.check(parameters)
 
     def clear(self) -> None:
         """Drop all gradients."""

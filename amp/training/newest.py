@@ -20,8 +20,7 @@ class Newest(NamedTuple):
     """Gradients as backward has left them.
 
     Attributes:
-        of_masters: masters and the model's parameters that have a gradient.
-        grads: the gradients of those.
+        of_masters, grads: masters and the model's parameters that have a gradient, and these gradients.
         unmastered: parameters without a master that have one, in their `.grad`.
         are_dense: whether the masters' gradients are dense numbers, which a kernel can unscale later.
         will_be_held: whether they stay as they are until the step.

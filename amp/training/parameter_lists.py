@@ -84,15 +84,13 @@ class KnownDtypes:
 
     def __init__(self, name_of: Callable[[Tensor], str | None]) -> None:
         self._name_of = name_of
-        self._dtype_of: dict[int, torch.dtype] = {}
-        self._parameters: list[Tensor] = []
-        """Kept, so that no other tensor gets the id of one."""
+        self._known: dict[int, tuple[Tensor, torch.dtype]] = {}
+        """By the id of the parameter, which is kept so that no other tensor gets its id."""
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Take parameters of the model in, with the dtypes that they have now."""
         for parameter in parameters:
-            self._dtype_of[id(parameter)] = parameter.dtype
-            self._parameters.append(parameter)
+            self._known[id(parameter)] = parameter, parameter.dtype
 
     def called(self, parameter: Tensor) -> str:
         """Return how to call a parameter in a message."""
@@ -100,8 +98,8 @@ class KnownDtypes:
 
     def check(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
-        for parameter in self._parameters if parameters is None else parameters:
-            dtype = self._dtype_of.get(id(parameter), parameter.dtype)
+        ids = self._known if parameters is None else map(id, parameters)
+        for parameter, dtype in [self._known[one] for one in ids if one in self._known]:
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(
                     f"{self.called(parameter)} is {parameter.dtype} and was {dtype} at "

@@ -22,20 +22,19 @@ from torch import Tensor
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
-from amp.kernels import scale_state
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies
 
+SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS = range(6)
+"""Where in the state each number is; see `amp.kernels.update_scale`."""
+STATE_SIZE = 6
+
 
 class ScaleSnapshot(NamedTuple):
-    """The scale that a loss was scaled by, which may have moved since.
+    """The scale that a loss was scaled by, float32 `[]`, and its inverse, float32 `[1]`.
 
-    Attributes:
-        scaler: whose scale it was.
-        version: of the scaler at that time.
-        scale: float32 `[]`.
-        inv_scale: float32 `[1]`.
+    The scaler may have moved since; `version` is its version of that time.
     """
 
     scaler: LossScaler
@@ -49,12 +48,7 @@ class ScaleSnapshot(NamedTuple):
 
 
 class Verdict:
-    """What the check of one loss's gradients found.
-
-    Attributes:
-        scaler: what the loss was scaled by.
-        found_inf: float32 `[1]` on the device, 1 after an overflow, else 0.
-    """
+    """What the check of one loss's gradients found: `found_inf`, float32 `[1]`, 1 after an overflow."""
 
     def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
         self.scaler = scaler
@@ -93,7 +87,7 @@ class LossScaler:
         self.loss_id = loss_id
         self.process_groups = tuple(process_groups)
         self.version = 0
-        self._state = torch.zeros(scale_state.STATE_SIZE, dtype=torch.float32, device="cpu")
+        self._state = torch.zeros(STATE_SIZE, dtype=torch.float32, device="cpu")
         self._keep_on(self._state.device)
         self._reports = HostCopies()
         self._warned = False
@@ -121,14 +115,14 @@ class LossScaler:
         """Move the state to a device, and take views of it, which a step asks for again and again."""
         self.device = device
         self._state = self._state.to(device)
-        self.scale_on_device = self._state[scale_state.SCALE]
-        self._inv_scale = self._state[scale_state.INVERSE : scale_state.INVERSE + 1]
-        self._found_inf = self._state[scale_state.FOUND_INF : scale_state.FOUND_INF + 1]
+        self.scale_on_device = self._state[SCALE]
+        self._inv_scale = self._state[INVERSE : INVERSE + 1]
+        self._found_inf = self._state[FOUND_INF : FOUND_INF + 1]
 
     @property
     def good_steps_on_device(self) -> Tensor:
         """How many good steps there were since the scale moved, int32 `[]`, as of now."""
-        return self._state[scale_state.GOOD_STEPS].int()
+        return self._state[GOOD_STEPS].int()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -204,9 +198,9 @@ class LossScaler:
             wait: for those that are still under way. Otherwise there is no host sync.
         """
         return [
-            Overflow(state[scale_state.SCALE], int(state[scale_state.OVERFLOWS]))
+            Overflow(state[SCALE], int(state[OVERFLOWS]))
             for state in self._reports.arrived(wait)
-            if state[scale_state.OVERFLOWS] > 0
+            if state[OVERFLOWS] > 0
         ]
 
     def warn_if_endless(self, overflow: Overflow) -> None:
@@ -229,7 +223,7 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """Return the current scale. The host waits for the device."""
-        return float(self._state[scale_state.SCALE])
+        return float(self._state[SCALE])
 
     def state_dict(self) -> dict[str, Any]:
         """Return apex's two entries and what an exact resume needs besides. The host waits."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from amp.kernels.tensor_lists import TensorList
+from amp.masters.whole import MasterWeights
+from amp.training.held import Held
+from amp.training.parameter_lists import ParameterLists
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
-    from amp.training.held import Held
 
 
 class StepInputs:
@@ -26,10 +28,10 @@ class StepInputs:
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
         wrote_models_once: to be set by an optimizer that has raised the version of each of `models` by
             one, as `amp.kernels.stepping.step` does; then nobody asks for it.
+        own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
     """
 
-    own_inv_scale = None
-    """What is in `.grad` is unscaled."""
+    own_inv_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -79,3 +81,17 @@ class StepInputs:
     def norms(self) -> Norms | None:
         """The norm of the unscaled gradients, and what clips it to `max_grad_norm`, if it is known."""
         return self.held.norms
+
+
+_NOTHING = Held(ParameterLists((), MasterWeights()), TensorList([]), None)
+
+
+def inputs_outside_of_a_session(optimizer: Any) -> StepInputs:
+    """Return what an optimizer steps with that has no masters, and perhaps a GradScaler."""
+    from amp.kernels.update_scale import inverse  # loads Triton
+
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    found_inf = None if found_inf is None else found_inf.reshape(1)
+    inputs = StepInputs(lambda: _NOTHING, lambda masters: None, found_inf)
+    inputs.own_inv_scale = None if scale is None else inverse(scale).reshape(1)
+    return inputs

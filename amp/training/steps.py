@@ -72,17 +72,15 @@ class Stepper:
 class FusedStep(Stepper):
     """The optimizer unscales, skips, and writes masters and the model's weights itself."""
 
-    def __init__(self, optimizer: Any, gradients: Gradients, masters: MasterWeights) -> None:
-        super().__init__(optimizer, gradients, masters)
-        self._latest: ParameterLists | None = None
-        """What had gradients in the last step."""
-        self._versions: list[int] = []
-        """Of its model's parameters after that step, when each was its rounded master."""
+    _latest: ParameterLists | None = None
+    """What had gradients in the last step."""
+    _versions: Sequence[int] = ()
+    """Of its model's parameters after that step, when each was its rounded master."""
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Show the optimizer what is held for it, and step."""
         lists, of = self.gradients.lists, self.gradients.for_step().of
-        self.gradients.check_dtypes(None if of.notice_moved() else lists.unmastered)
+        self.gradients.dtypes.check(None if of.notice_moved() else lists.unmastered)
         versions = [model._version for model in of.models]
         if of is not lists or of is not self._latest or versions != self._versions:
             self.follow_models()
@@ -110,7 +108,7 @@ class DeviceSkip(Stepper):
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Step; the optimizer skips by itself."""
-        self.gradients.check_dtypes()
+        self.gradients.dtypes.check()
         self.follow_models()
         found_inf = found_inf_of(verdicts)
         self.optimizer.grad_scale = None
@@ -126,7 +124,7 @@ class HostSkip(Stepper):
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Step, or return None after an overflow."""
-        self.gradients.check_dtypes()
+        self.gradients.dtypes.check()
         self.follow_models()
         if any(verdict.overflowed for verdict in verdicts):
             # A scheduler made before `initialize` would otherwise warn that it was stepped first.
@@ -143,21 +141,16 @@ class ClosureStep(Stepper):
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        gradients: Gradients,
-        masters: MasterWeights,
-        closure: Callable[[], Any],
-        report: Callable[[Sequence[Verdict]], None],
+        self, *parts: Any, closure: Callable[[], Any], report: Callable[[Sequence[Verdict]], None]
     ) -> None:
-        super().__init__(optimizer, gradients, masters)
+        super().__init__(*parts)
         self._closure = closure
         self._report = report
         self._as_around_the_step = same_casts()
 
     def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict] = ()) -> Any:
         """Step with the closure, which `step` is given."""
-        self.gradients.check_dtypes()
+        self.gradients.dtypes.check()
         self.follow_models()
         with disable_casts(), self.masters.as_float32(self.gradients.lists.masters):
             result = step(self._evaluate)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp.masters.whole import check_device
-
 
 class Move(NamedTuple):
     """The way of one gradient: from `source` to the `.grad` of `stepped`.
@@ -73,13 +71,6 @@ def unscaled(grads: Sequence[Tensor], inv_scale: Tensor | None) -> list[Tensor]:
 
         unscale(grads, targets, inv_scale, None)
     return targets
-
-
-def gather(master: Tensor, parameter: Tensor, grad: Tensor) -> None:
-    """Add the unscaled gradient of a 16-bit parameter to its master's."""
-    check_device(master, parameter)
-    parameter.grad = None
-    add_grad(master, grad.to(torch.float32))
 
 
 @torch.no_grad()

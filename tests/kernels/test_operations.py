@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import amp.kernels.unscale as unscale_module
-from amp.kernels import scale_state
 from amp.kernels.axpby import axpby
 from amp.kernels.l2norm import clip_factor, l2norm
 from amp.kernels.master_copy import master_copy
 from amp.kernels.tables import UnsupportedTensorError
 from amp.kernels.unscale import check, unscale
 from amp.kernels.update_scale import update_scale
+from amp.training.scaler import FOUND_INF
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (F16, BF16, F32, F64)
@@ -388,7 +388,7 @@ def test_update_scale_is_its_plain_torch_self(
         state, expected = torch.tensor(start, device=device), torch.tensor(start)
         for _ in range(50):
             found = float(chance.random() < 0.4)
-            state[scale_state.FOUND_INF] = expected[scale_state.FOUND_INF] = found
+            state[FOUND_INF] = expected[FOUND_INF] = found
             update_scale(state, **options)
             update_scale(expected, **options, backend="reference")
             assert torch.equal(state.cpu(), expected)
