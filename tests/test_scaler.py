@@ -395,3 +395,13 @@ def test_a_copy_goes_on_by_itself(copied: Any) -> None:
     found.fill_(1.0)
     other.update()
     assert other.loss_scale() == 8.0
+
+
+def test_reports_that_nobody_reads_do_not_grow_memory() -> None:
+    """As with apex's own LossScaler, which logs nothing."""
+    copies = HostCopies()
+    for i in range(1000):
+        copies.send(torch.tensor([float(i)]))
+    arrived = copies.arrived()
+    assert len(arrived) < 1000
+    assert arrived[-1] == [999.0]

@@ -12,7 +12,8 @@ class HostCopies:
     """A queue of copies on their way from a device to the host."""
 
     def __init__(self) -> None:
-        self._underway: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        # What nobody asks for is forgotten, the oldest first.
+        self._underway: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(maxlen=256)
 
     def send(self, tensor: Tensor) -> None:
         """Start to copy what a tensor holds now. The host does not wait for the device.
