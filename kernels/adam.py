@@ -22,8 +22,8 @@ from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, in_double
 
 def adam_numbers(group: Mapping[str, Any]) -> Numbers:
     """Return the numbers of `ADAM`."""
-    # 1 - beta and log(beta) come from the host, in FP64: beta in FP32 is too coarse for how far it is
-    # from 1.
+    # 1 - beta and log(beta) come from the host, in FP64: from a beta in FP32 they would have few right
+    # digits.
     beta1, beta2 = map(in_double, group["betas"])
     of_betas = beta1, beta2, 1 - beta1, 1 - beta2, log_of(beta1), log_of(beta2)
     decay, l2 = group["weight_decay"], 0.0

@@ -1,6 +1,7 @@
 """One `scale_loss` block: the gradients of one loss for all the optimizers that it names.
 
-enter    it must not be inside another; what other scales have left is unscaled; each makes room
+enter    refused inside another block; what other scales have left is unscaled; each optimizer makes
+room
 leave    each optimizer's gradients are looked at; only when none is refused are they checked and
 unscaled, the ranks agree on what was found, and the scale moves
 delay    they stay scaled, until a block at another scale or a step finishes the block

@@ -99,7 +99,7 @@ class KnownDtypes:
     def check(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
         ids = self._known if parameters is None else map(id, parameters)
-        for parameter, dtype in [self._known[one] for one in ids if one in self._known]:
+        for parameter, dtype in filter(None, map(self._known.get, ids)):
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(
                     f"{self.called(parameter)} is {parameter.dtype} and was {dtype} at "
