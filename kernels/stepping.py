@@ -34,6 +34,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp.kernels.cpu_loop import Streams
 from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
     STEP,
@@ -46,11 +47,11 @@ from amp.kernels.language import (
     tl,
     wide,
 )
-from amp.kernels.plainstep import Streams, step_plainly
+from amp.kernels.plainstep import step_plainly
 from amp.kernels.rule import Numbers, Rule, Settings, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
-from amp.kernels.tensor_lists import local_shards, were_written
+from amp.kernels.tensor_lists import dense, were_written
 
 BLOCK = 2048
 COUNTERS = 256
@@ -101,7 +102,7 @@ def step(
     """
     given = params, grads, *moments, models, lows
     names = "param", "grad", *("first", "second")[: len(moments)], "model", "low"
-    lists = {name: ts for name, ts in zip(names, given, strict=True) if ts is not None}
+    lists = {name: dense(ts) for name, ts in zip(names, given, strict=True) if ts is not None}
     settings = Settings(
         rule, tuple(numbers), of_tensor, seed, inv_scale, clip, found_inf, maximize, backend
     )
@@ -113,8 +114,7 @@ def step(
         else:
             _launch_step(settings, each, lists)
     if in_torch and (found_inf is None or not found_inf.item()):
-        plain = {name: local_shards(tensors) for name, tensors in lists.items()}
-        step_plainly(settings, plain, steps, in_torch)
+        step_plainly(settings, lists, steps, in_torch)
     were_written(itertools.chain(params, models or (), lows or ()))
 
 

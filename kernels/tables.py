@@ -8,7 +8,7 @@ so the host does not wait for it.
 Plans are kept in one cache. Its key is all that a plan depends on: the operation's chunk size, the
 device, the stream on which the tables were sent, and the kind of each list; under that, the addresses
 (`amp.kernels.tensor_lists`). Tensors that have moved, as gradients do, take a plan of their kind with
-their addresses in it. Without Triton there are no tables, and a plan is made at each call.
+their addresses in it. Plain torch reads no tables, and its plans are for any addresses.
 
 While a CUDA graph is captured nothing is taken from the cache: the upload is captured with the rest,
 from pinned memory that torch sets aside for good, and each replay restores the tables that it reads.
@@ -143,11 +143,12 @@ def plan(
     """
     columns = [dense(tensors) for tensors in (lists if numbers is None else (*lists, numbers))]
     device = columns[0].device
-    is_cached = device is not None and uses_triton(device, backend) and not is_capturing()
-    if device is None or not is_cached or any([column.device != device for column in columns]):  # noqa: C419
+    if device is None or is_capturing() or any([column.device != device for column in columns]):  # noqa: C419
         return _make_plan(columns, len(lists), block, backend)
-    key = (block, len(lists), device, stream_of(device), *[column.kind for column in columns])
-    addresses = [column.addresses for column in columns]
+    in_triton = uses_triton(device, backend)
+    kinds = [column.kind for column in columns]
+    key = (block, len(lists), device, stream_of(device), in_triton, *kinds)
+    addresses = [column.addresses for column in columns] if in_triton else []
     places = _plans.get(key, [])
     for at, known in places:
         if at == addresses:

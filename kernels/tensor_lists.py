@@ -154,14 +154,8 @@ def dense(tensors: Sequence[Tensor]) -> TensorList:
         return tensors
     if are_plain(tensors) and not any(tensor.is_sparse for tensor in tensors):
         return TensorList(tensors)
-    return TensorList([t._values() if t.is_sparse else t for t in local_shards(tensors)])
-
-
-def local_shards(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return dense tensors on the same memory: of a DTensor, the local shard."""
-    if isinstance(tensors, TensorList) or are_plain(tensors):
-        return tensors
-    return [getattr(t, "_local_tensor", t) for t in tensors]  # to_local() would be differentiable
+    # A DTensor's to_local() would be differentiable.
+    return TensorList([t._values() if t.is_sparse else getattr(t, "_local_tensor", t) for t in tensors])
 
 
 def were_written(tensors: Iterable[Tensor]) -> None:

@@ -184,13 +184,13 @@ def test_new_tensors_at_old_addresses_are_not_taken_for_the_old_ones() -> None:
     assert torch.equal(storage, expected)
 
 
-def test_gradients_that_move_with_each_step_are_not_cached_without_triton() -> None:
+def test_gradients_that_move_with_each_step_take_one_plan_without_triton() -> None:
     """On the CPU an allocator hands out other addresses each time, and no table holds them."""
     kept = []
     for _ in range(5):
         kept.append([torch.ones(3), torch.ones(4, 4).half()])
         unscale.unscale(kept[-1], kept[-1], torch.tensor([0.5]), None, backend="reference")
-        assert not tables._plans
+        assert len(tables._plans) == len(*tables._plans.values()) == 1
     assert all((tensor == 0.5).all() for tensors in kept for tensor in tensors)
     with pytest.raises(ValueError, match=r"tensors 1 have shapes \[4, 4\], \[16\]"):
         master_copy.master_copy(kept[0], [kept[1][0], torch.ones(16)], backend="reference")

@@ -1,0 +1,199 @@
+"""The optimizer step of large lists on the CPU: a rule's formula as one loop in C++.
+
+A step is bound by memory, and eager torch goes through memory for each operation of a formula. The
+loop reads and writes each tensor once, on as many threads as torch has, and one call does all tensors
+of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions in
+place of tensors. Vectors and conversions are those of torch's own CPU kernels; Inductor finds the
+compiler, and keeps what was compiled in its cache, for later processes and for several at once.
+
+`torch.compile` of the formula makes such a loop too, for one tensor. Its calls, and the views that they
+need, took a third of the step of ResNet-50's 161 tensors: see docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.kernels.backend import requested
+from amp.kernels.rule import Prepared
+from amp.kernels.tables import are_flat
+
+Streams = dict[str, Any]
+"""What a step works on, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`, and what
+there is of `first` and `second` (the moments), `model` (16-bit weights to write) and `low` (the low
+half of a parameter that is the high half of a master)."""
+
+Formula = Callable[..., tuple[Any, Any, Any]]
+"""A rule's update in plain torch; see `amp.kernels.rule.Rule`."""
+
+logger = logging.getLogger("amp")
+
+WORTH_COMPILING = 2**20
+"""Elements from which the loop soon saves more time than its compilation takes."""
+PARALLEL = 2**15
+"""Elements from which a tensor is worth several threads."""
+TYPES = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+
+_SOURCE = """\
+#include <ATen/cpu/vec/vec.h>
+using namespace at::vec;
+using Floats = VectorizedN<float, 2>;  // as many numbers as there are in one vector of 16-bit floats
+constexpr int64_t WIDTH = Floats::size();
+
+template <class T> static inline Floats read(const T *memory, int64_t n)
+{
+    constexpr int vectors = sizeof(T) / 2;
+    return convert<float, 2, T, vectors>(VectorizedN<T, vectors>::loadu(memory, n));
+}
+
+template <class T> static inline void write(const Floats &x, T *memory, int64_t n)
+{
+    convert<T, sizeof(T) / 2, float, 2>(x).store(memory, n);
+}
+
+/* Step n elements of a tensor from i on, a vector of them or fewer. */
+C10_ALWAYS_INLINE static void step_vector(const int64_t *row, int64_t i, int64_t n,
+                                          const Floats *numbers)
+{
+    %(body)s
+}
+
+/* A row has the addresses and the size of a tensor. */
+extern "C" void step(const int64_t *row, int64_t tensors, const float *numbers, int threads)
+{
+    Floats vectors[%(numbers)d];
+    for (int k = 0; k < %(numbers)d; k++) vectors[k] = Floats(numbers[k]);
+    for (; tensors > 0; tensors--, row += %(streams)d + 1) {
+        const int64_t size = row[%(streams)d], tail = size %% WIDTH;
+        #pragma omp parallel for num_threads(threads) if (size >= %(parallel)d)
+        for (int64_t i = 0; i < size - tail; i += WIDTH) step_vector(row, i, WIDTH, vectors);
+        if (tail) step_vector(row, size - tail, tail, vectors);
+    }
+}
+"""
+
+
+class _Expression:
+    """A vector of numbers in C++, to call a formula with."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __add__(self, other: _Expression) -> _Expression:
+        return _Expression(f"({self.code} + {other.code})")
+
+    def __sub__(self, other: _Expression) -> _Expression:
+        return _Expression(f"({self.code} - {other.code})")
+
+    def __mul__(self, other: _Expression) -> _Expression:
+        return _Expression(f"({self.code} * {other.code})")
+
+    def __truediv__(self, other: _Expression) -> _Expression:
+        return _Expression(f"({self.code} / {other.code})")
+
+    def sqrt(self) -> _Expression:
+        return _Expression(f"{self.code}.sqrt()")
+
+    def sign(self) -> _Expression:
+        return _Expression(f"({self.code}.gt(Floats(0)) - {self.code}.lt(Floats(0)))")
+
+
+def step_in_loop(
+    formula: Formula, lists: Streams, indices: Sequence[int], numbers: Prepared
+) -> Sequence[int]:
+    """Step tensors for which `suits_loop` holds, and return the indices of those that it could not.
+
+    It cannot step tensors with gaps between their elements, or whose strides differ from list to list,
+    and none where it cannot be compiled. The host works until it is done.
+
+    Args:
+        formula: of element-wise operations, those of `_Expression`.
+        lists: of tensors on the CPU.
+        indices: which, all of one combination of dtypes.
+        numbers: the scale of the gradients, and what the formula needs beside tensors.
+    """
+    types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
+    loop = _compile(formula, types, tuple([number is not None for number in numbers]))
+    if loop is None:
+        return indices
+    flat = indices
+    if any(tensors.kind.orders is not None for tensors in lists.values()):
+        flat = [i for i in indices if are_flat([tensors[i] for tensors in lists.values()])]
+    sizes = [lists["param"].kind.sizes[i] for i in flat]
+    addresses = [[tensors.addresses[i] for i in flat] for tensors in lists.values()]
+    rows = torch.tensor([*addresses, sizes], dtype=torch.int64, device="cpu").t().contiguous()
+    present = [number for number in numbers if number is not None]
+    floats = (ctypes.c_float * len(present))(*present)
+    loop(rows.data_ptr(), len(flat), floats, torch.get_num_threads())
+    return [] if flat is indices else sorted(set(indices) - set(flat))
+
+
+def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:
+    """Whether tensors of one device and combination of dtypes are for the loop, as far as is known."""
+    firsts = [tensors[indices[0]] for tensors in lists.values()]
+    return (
+        firsts[0].device.type == "cpu"
+        and {first.dtype for first in firsts} <= TYPES.keys()
+        and sum(map(Tensor.numel, lists["param"])) >= WORTH_COMPILING
+        and not any(map(Tensor.is_neg, lists["grad"]))  # whose memory holds other numbers
+        and not requested(backend)[0]
+    )
+
+
+@functools.cache
+def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> Any:
+    """Return the loop; None, and say why, where it cannot be compiled.
+
+    The host works on it for some seconds, or one where an earlier process has done it.
+
+    Args:
+        formula: see `step_in_loop`.
+        types: the name of each list, and its C++ type.
+        there: which of the numbers are not None.
+    """
+    logger.warning(
+        "compiling the optimizer step for this CPU: about ten seconds, or one if it was done before. "
+        "AMP_KERNELS=reference leaves it out"
+    )
+    source = source_of(formula, types, there)
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        loop = CppCodeCache.load(source).step
+    except Exception as error:  # of a compiler, a cache folder, a release of torch
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = next((line for line in lines if "error:" in line), lines[0])
+        logger.warning("it could not be compiled, so eager torch runs it, slower: %s", reason)
+        return None
+    loop.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    loop.restype = None
+    return loop
+
+
+def source_of(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> str:
+    """Return the loop in C++; the arguments are those of `_compile`."""
+    body = []
+    for k, (name, cpp) in enumerate(types):
+        body.append(f"auto {name}_at = reinterpret_cast<{cpp} *>(row[{k}]) + i;")
+    inputs: dict[str, Any] = dict.fromkeys(("param", "grad", "first", "second"))
+    for name in [name for name, _ in types if name in inputs]:
+        body.append(f"const Floats {name} = read({name}_at, n);")
+        inputs[name] = _Expression(name)
+    count = itertools.count()
+    scale, *numbers = [_Expression(f"numbers[{next(count)}]") if x else None for x in there]
+    p, g, m, v = inputs.values()
+    p, m, v = formula(p, g * scale, m, v, numbers, _Expression.sqrt)
+    results = {"param": p, "first": m, "second": v, "model": _Expression("new_param")}
+    written = [name for name, _ in types if name != "grad"]
+    body += [f"const Floats new_{name} = {results[name].code};" for name in written]
+    body += [f"write(new_{name}, {name}_at, n);" for name in written]
+    counts = {"numbers": sum(there), "streams": len(types), "parallel": PARALLEL}
+    return _SOURCE % {"body": "\n    ".join(body), **counts}
