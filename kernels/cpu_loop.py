@@ -81,23 +81,17 @@ extern "C" void step(const int64_t *row, int64_t tensors, const float *numbers, 
 """
 
 
+def _binary(symbol: str) -> Any:
+    return lambda x, y: _Expression(f"({x.code} {symbol} {y.code})")
+
+
 class _Expression:
     """A vector of numbers in C++, to call a formula with."""
 
+    __add__, __sub__, __mul__, __truediv__ = map(_binary, "+-*/")
+
     def __init__(self, code: str) -> None:
         self.code = code
-
-    def __add__(self, other: _Expression) -> _Expression:
-        return _Expression(f"({self.code} + {other.code})")
-
-    def __sub__(self, other: _Expression) -> _Expression:
-        return _Expression(f"({self.code} - {other.code})")
-
-    def __mul__(self, other: _Expression) -> _Expression:
-        return _Expression(f"({self.code} * {other.code})")
-
-    def __truediv__(self, other: _Expression) -> _Expression:
-        return _Expression(f"({self.code} / {other.code})")
 
     def sqrt(self) -> _Expression:
         return _Expression(f"{self.code}.sqrt()")

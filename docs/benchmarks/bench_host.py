@@ -37,35 +37,17 @@ TURNS, CALLS = 10, 300
 
 
 class Contender:
-    """One way to step, in this process."""
+    """One way to step, in a process of its own, so that all are alike; it measures when it is told to."""
 
-    def __init__(self, name: str, run: Callable[[], None]) -> None:
+    def __init__(self, name: str, way: str, checkout: Path) -> None:
         self.name = name
-        self.run = run
-
-    def least(self) -> float:
-        """Return the least seconds of some calls."""
-        least = float("inf")
-        for _ in range(CALLS):
-            start = time.perf_counter()
-            self.run()
-            least = min(least, time.perf_counter() - start)
-        return least
-
-
-class Beside:
-    """This library's step in another checkout: a process that measures when it is told to."""
-
-    def __init__(self, checkout: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
+            [sys.executable, __file__, "--serve", way],
             env={**os.environ, "PYTHONPATH": str(checkout)},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        commit = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-        self.name = f"the same at {subprocess.check_output(commit, text=True).strip()}"
 
     def least(self) -> float:
         """Return the least seconds of some calls."""
@@ -75,46 +57,56 @@ class Beside:
         return float(self.process.stdout.readline())
 
 
-def reamp() -> Contender:
+def reamp() -> Callable[[], None]:
     """Return this library's step."""
     triton.runtime.driver.set_active(NoDevice())
     for module in (tables, update_scale):
         module.uses_triton = lambda device, backend=None: True
     scale: dict[str, Any] = {"loss_scale": {"init": 1.0}}
     shapes, cpu = [(2,)] * TENSORS, torch.device("cpu")
-    run = with_amp(shapes, cpu, lambda params: FusedAdam(params, lr=1e-4), "O2", **scale)
-    return Contender("reamp O2, FusedAdam", run)
+    return with_amp(shapes, cpu, lambda params: FusedAdam(params, lr=1e-4), "O2", **scale)
 
 
-def of_torch(**options: Any) -> Contender:
+def of_torch(way: str) -> Callable[[], None]:
     """Return the step of torch's GradScaler and AdamW."""
     shapes: Shapes = [(2,)] * TENSORS
-    run = with_grad_scaler(
+    options: dict[str, Any] = {way: True}
+    return with_grad_scaler(
         shapes, torch.device("cpu"), lambda params: torch.optim.AdamW(params, lr=1e-4, **options)
     )
-    return Contender(f"copy, GradScaler, AdamW({next(iter(options))}), copy", run)
 
 
-def serve() -> None:
+def serve(way: str) -> None:
     """Measure once for each line of the standard input."""
-    contender = reamp()
+    torch.set_num_threads(1)
+    run = reamp() if way == "reamp" else of_torch(way)
     for _ in sys.stdin:
-        print(contender.least(), flush=True)
+        least = float("inf")
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            run()
+            least = min(least, time.perf_counter() - start)
+        print(least, flush=True)
 
 
 def main() -> None:
     """Measure, print, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--beside", type=Path, help="a checkout of another commit")
-    parser.add_argument("--serve", action="store_true", help="measure for another process")
+    parser.add_argument("--serve", metavar="WAY", help="measure for another process")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     if arguments.serve:
-        serve()
+        serve(arguments.serve)
         return
-    contenders: list[Any] = [reamp(), of_torch(fused=True), of_torch(foreach=True)]
+    here = Path(__file__).parents[2]
+    contenders = [Contender("reamp O2, FusedAdam", "reamp", here)]
     if arguments.beside:
-        contenders.insert(1, Beside(arguments.beside.resolve()))
+        there = arguments.beside.resolve()
+        command = ["git", "-C", str(there), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.check_output(command, text=True).strip()
+        contenders.append(Contender(f"the same at {commit}", "reamp", there))
+    for way in ("fused", "foreach"):
+        contenders.append(Contender(f"copy, GradScaler, AdamW({way}), copy", way, here))
     least = [float("inf")] * len(contenders)
     for turn in range(TURNS):
         for i in [*range(len(contenders))][:: 1 if turn % 2 else -1]:
