@@ -37,7 +37,7 @@ TURNS, CALLS = 10, 300
 
 
 class Contender:
-    """One way to step, in a process of its own, so that all are alike; it measures when it is told to."""
+    """One way to step, in a process of its own like all others; it measures when it is told to."""
 
     def __init__(self, name: str, way: str, checkout: Path) -> None:
         self.name = name
@@ -105,8 +105,9 @@ def main() -> None:
         command = ["git", "-C", str(there), "rev-parse", "--short", "HEAD"]
         commit = subprocess.check_output(command, text=True).strip()
         contenders.append(Contender(f"the same at {commit}", "reamp", there))
-    for way in ("fused", "foreach"):
-        contenders.append(Contender(f"copy, GradScaler, AdamW({way}), copy", way, here))
+    contenders += [
+        Contender(f"copy, GradScaler, AdamW({way}), copy", way, here) for way in ("fused", "foreach")
+    ]
     least = [float("inf")] * len(contenders)
     for turn in range(TURNS):
         for i in [*range(len(contenders))][:: 1 if turn % 2 else -1]:
