@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 GPU_ROWS = """\
@@ -26,6 +28,7 @@ def plot(rows: Path, picture: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_rows_of_either_device_make_a_picture(tmp_path: Path) -> None:
     on_gpu = tmp_path / "step-cuda.md"
     on_gpu.write_text(GPU_ROWS)

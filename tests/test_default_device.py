@@ -79,6 +79,7 @@ def test_by_hand(elsewhere: Any) -> None:
     by_hand.load_state_dict(by_hand.state_dict())
 
 
+@pytest.mark.slow
 def test_numerics(elsewhere: Any) -> None:
     model, x = model_and_input()
     elsewhere()

@@ -119,7 +119,10 @@ def run(level: str, name: str, **options: Any) -> None:
 
 @pytest.mark.usefixtures("device_without_float64")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(
+    "level",
+    ["O2", pytest.param("O1", marks=pytest.mark.slow), pytest.param("O5", marks=pytest.mark.slow)],
+)
 def test_a_training_loop_makes_none(level: str, name: str) -> None:
     with NoFloat64():
         run(level, name, loss_scale=SCALING)

@@ -81,6 +81,7 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
     assert first.count("scale 65536.0") == 8
 
 
+@pytest.mark.slow
 def test_a_process_that_a_script_spawns_finds_apex_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
