@@ -6,8 +6,8 @@ of a list. The formula is the one that eager torch runs: it is called once, with
 place of tensors. Vectors and conversions are those of torch's own CPU kernels; Inductor finds the
 compiler, and keeps what was compiled in its cache, for later processes and for several at once.
 
-`torch.compile` of the formula makes such a loop too, for one tensor. Its calls, and the views that they
-need, took a third of the step of ResNet-50's 161 tensors: see docs/architecture.md.
+`torch.compile` of the formula makes such a loop too, but for one tensor: each of hundreds would take a
+call, its guards and views, and the first step would import and run all of Inductor.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from amp.kernels.backend import requested
 from amp.kernels.rule import Prepared
 from amp.kernels.tables import are_flat
+from amp.kernels.tensor_lists import are_plain
 
 Streams = dict[str, Any]
 """What a step works on, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`, and what
@@ -137,6 +138,7 @@ def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> b
         firsts[0].device.type == "cpu"
         and {first.dtype for first in firsts} <= TYPES.keys()
         and sum(map(Tensor.numel, lists["param"])) >= WORTH_COMPILING
+        and all(map(are_plain, lists.values()))  # others have no memory of their own to go through
         and not any(map(Tensor.is_neg, lists["grad"]))  # whose memory holds other numbers
         and not requested(backend)[0]
     )

@@ -78,7 +78,6 @@ def of_torch(way: str) -> Callable[[], None]:
 
 def serve(way: str) -> None:
     """Measure once for each line of the standard input."""
-    torch.set_num_threads(1)
     run = reamp() if way == "reamp" else of_torch(way)
     for _ in sys.stdin:
         least = float("inf")
@@ -95,6 +94,7 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, help="a checkout of another commit")
     parser.add_argument("--serve", metavar="WAY", help="measure for another process")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     if arguments.serve:
         serve(arguments.serve)
         return

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from amp.kernels import cpu_loop, plainstep
 from amp.kernels.adagrad import ADAGRAD
@@ -118,6 +119,21 @@ def test_small_steps_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plainstep, "step_in_loop", None)
     rule, numbers = RULES["adam"]
     Tensors(rule, F32).run(rule, numbers, None)
+
+
+def test_tensors_with_values_elsewhere_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a tensor has no memory of its own that a loop could go through."""
+    monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 100_000)
+    rule, numbers = RULES["momentum"]
+    plain, grad = torch.ones(70_000), torch.ones(70_000)
+    pair = TwoTensor(torch.ones(70_000), torch.ones(70_000))
+    for param in (plain, pair):
+        params, grads = [param, torch.ones(70_000)], [grad * param, grad]
+        moments = [[torch.zeros_like(p) for p in params]]
+        step(rule, numbers, params, grads, moments, [torch.zeros(()), torch.zeros(())])
+    assert torch.equal(pair.a, plain)
+    assert torch.equal(pair.b, plain)
+    assert not torch.equal(plain, grad)
 
 
 SCRIPT = """
