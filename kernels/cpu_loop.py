@@ -16,24 +16,16 @@ import ctypes
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
-from amp.kernels.rule import Prepared
+from amp.kernels.rule import Formula, Prepared, Streams
 from amp.kernels.tables import are_flat
 from amp.kernels.tensor_lists import are_plain
-
-Streams = dict[str, Any]
-"""What a step works on, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`, and what
-there is of `first` and `second` (the moments), `model` (16-bit weights to write) and `low` (the low
-half of a parameter that is the high half of a master)."""
-
-Formula = Callable[..., tuple[Any, Any, Any]]
-"""A rule's update in plain torch; see `amp.kernels.rule.Rule`."""
 
 logger = logging.getLogger("amp")
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from amp.kernels.cpu_loop import Formula, Streams, step_in_loop, suits_loop
+from amp.kernels.cpu_loop import step_in_loop, suits_loop
 from amp.kernels.language import plain
-from amp.kernels.rule import Settings
+from amp.kernels.rule import Formula, Settings, Streams
 from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat
 

@@ -17,6 +17,14 @@ Numbers = tuple[float | Tensor, ...]
 Prepared = tuple[float | None, ...]
 """What an update needs of the numbers, the same for all of a tensor. None leaves a term out."""
 
+Streams = dict[str, Any]
+"""What a step works on, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`, and what
+there is of `first` and `second` (the moments), `model` (16-bit weights to write) and `low` (the low
+half of a parameter that is the high half of a master)."""
+
+Formula = Callable[..., tuple[Any, Any, Any]]
+"""A rule's update in plain torch; see `Rule`."""
+
 
 class Rule(NamedTuple):
     """The formula of one optimizer.

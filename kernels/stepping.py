@@ -34,7 +34,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.cpu_loop import Streams
 from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
     STEP,
@@ -48,7 +47,7 @@ from amp.kernels.language import (
     wide,
 )
 from amp.kernels.plainstep import step_plainly
-from amp.kernels.rule import Numbers, Rule, Settings, square_root
+from amp.kernels.rule import Numbers, Rule, Settings, Streams, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.tensor_lists import dense, were_written

@@ -7,8 +7,9 @@ so the host does not wait for it.
 
 Plans are kept in one cache. Its key is all that a plan depends on: the operation's chunk size, the
 device, the stream on which the tables were sent, whether Triton runs there, and the kind of each list;
-under that, the addresses (`amp.kernels.tensor_lists`). Tensors that have moved, as gradients do, take a plan of their kind with
-their addresses in it. Plain torch reads no tables, and its plans are for any addresses.
+under that, the addresses (`amp.kernels.tensor_lists`). Tensors that have moved, as gradients do, take
+a plan of their kind with their addresses in it. Plain torch reads no tables, and its plans are for any
+addresses.
 
 While a CUDA graph is captured nothing is taken from the cache: the upload is captured with the rest,
 from pinned memory that torch sets aside for good, and each replay restores the tables that it reads.
