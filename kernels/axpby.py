@@ -67,7 +67,7 @@ def _axpby(pointers, i, mask, arguments):
     return 0
 
 
-@jit(do_not_specialize=["a", "b", "found_inf"])
+@jit
 def axpby_kernel(rows, chunks, a, b, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
     each_part(_axpby, rows, chunks, (tl.load(a), tl.load(b), found_inf), DTYPES, BLOCK)
 

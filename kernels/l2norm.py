@@ -124,13 +124,13 @@ def _squares(pointers, i, mask, arguments):
     return total
 
 
-@jit(do_not_specialize=["inv_scale", "sums", "found_inf"])
+@jit
 def squares_kernel(rows, chunks, inv_scale, sums, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
     total = each_part(_squares, rows, chunks, (inv_scale, found_inf), DTYPES, BLOCK)
     tl.store(sums + tl.program_id(0), total)
 
 
-@jit(do_not_specialize=["sums", "each"])
+@jit
 def norms_kernel(rows, firsts, sums, each, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Program i finishes the norm of a launch's i-th tensor."""
     program = tl.program_id(0)

@@ -11,6 +11,7 @@ is a multiple of 16 has to be said where it becomes a pointer: said of an argume
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -27,15 +28,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 """Whether Triton runs kernels on the CPU, in Python. Triton looks when a kernel is defined."""
 
 
-def jit(function: Any = None, **options: Any) -> Any:
+def jit(function: Any) -> Any:
     """Do what `triton.jit` does, or nothing without Triton.
 
-    Kernels name in `do_not_specialize` the numbers, and the addresses of single numbers, whose
-    divisibility changes nothing: each combination would be compiled on its own.
+    A kernel is compiled for its constants and for the dtypes of its other arguments, and for no number's
+    value or address's alignment: each of these would be compiled on its own, and change nothing.
     """
-    if triton is not None:
-        return triton.jit(function, **options)
-    return function or (lambda undecorated: undecorated)
+    if triton is None:
+        return function
+    variables = [name for name in inspect.signature(function).parameters if name not in function.__annotations__]
+    return triton.jit(function, do_not_specialize=variables)
 
 
 def plain(function: Any) -> Any:
@@ -58,7 +60,7 @@ WARPS = 8
 
 
 _compiled: dict[Any, Any] = {}
-"""What `launch` has compiled, by kernel, device, and all that Triton compiles a variant for."""
+"""What `launch` has compiled, by kernel, device, and all that a kernel is compiled for; see `jit`."""
 
 
 def launch(
@@ -74,12 +76,9 @@ def launch(
             launch(kernel, programs, device, warps, **arguments)
         return
     values = [arguments[name] for name in kernel.arg_names]
-    # What Triton compiles a variant for; to find that out itself takes it twice as long at each call.
-    variant = [
-        (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, torch.Tensor) else value
-        for value in values
-    ]
-    compiled = _compiled.get(key := (kernel, device, *variant))
+    # Triton finds its variants by itself, in twice the time. It hashes functions slowly, too.
+    variant = [getattr(value, "dtype", None) or plain(value) for value in values]
+    compiled = _compiled.get(key := (plain(kernel), device, *variant))
     if compiled is None:
         _compiled[key] = kernel[(programs,)](*values, num_warps=warps, **OPTIONS)
     else:

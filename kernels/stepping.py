@@ -266,12 +266,7 @@ def _step_block(
     return 0.0, 0.0
 
 
-@jit(
-    do_not_specialize=[
-        *("n", "numbers", "of_tensor", "n_of_tensor", "seed"),
-        *("inv_scale", "clip", "found_inf", "sums", "ticket"),
-    ]
-)
+@jit
 def step_kernel(
     rows,
     chunks,

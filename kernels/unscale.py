@@ -78,7 +78,7 @@ def _unscale(pointers, i, mask, arguments):
     return 0
 
 
-@jit(do_not_specialize=["inv_scale", "found_inf"])
+@jit
 def unscale_kernel(rows, chunks, inv_scale, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
     each_part(_unscale, rows, chunks, (tl.load(inv_scale), found_inf), DTYPES, BLOCK)
 
@@ -91,7 +91,7 @@ def _check(pointers, i, mask, arguments):
     return 0
 
 
-@jit(do_not_specialize=["inv_scale", "found_inf"])
+@jit
 def check_kernel(rows, chunks, inv_scale, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
     each_part(_check, rows, chunks, (tl.load(inv_scale), found_inf), DTYPES, BLOCK)
 

@@ -66,7 +66,7 @@ def update_scale(
         update_scale_reference(state, *numbers, reset_each_step)
 
 
-@jit(do_not_specialize=["state", "factors"])
+@jit
 def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
     growth, backoff, interval, hysteresis, floor, ceiling = load_all(factors, 6)
     scale, _, good, left, found_inf, overflows = load_all(state, 6)

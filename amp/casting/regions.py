@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -74,44 +74,52 @@ def _is_in_op() -> bool:
     return bool(_internals._dispatch_tls_is_dispatch_key_excluded(key))
 
 
-@contextmanager
-def _flags(values: dict[str, bool]) -> Iterator[None]:
-    """Run the block with these values of torch's autocast flags, by device type."""
-    changed = [kind for kind, value in values.items() if torch.is_autocast_enabled(kind) is not value]
-    for kind in changed:
-        torch.set_autocast_enabled(kind, values[kind])
-    try:
-        yield
-    finally:
-        for kind in changed:
-            torch.set_autocast_enabled(kind, not values[kind])
+class _Flags(ContextDecorator):
+    """Runs the block with some values of torch's autocast flags, by device type."""
+
+    def __init__(self, values: dict[str, bool]) -> None:
+        self._values = values
+
+    def _recreate_cm(self) -> AbstractContextManager[None]:
+        return disable_casts()  # which decorates functions: each call is a block of its own
+
+    def __enter__(self) -> None:
+        values = self._values.items()
+        self._changed = [(kind, on) for kind, on in values if torch.is_autocast_enabled(kind) is not on]
+        for kind, on in self._changed:
+            torch.set_autocast_enabled(kind, on)
+
+    def __exit__(self, *exception: object) -> None:
+        for kind, on in self._changed:
+            torch.set_autocast_enabled(kind, not on)
 
 
-@contextmanager
-def disable_casts() -> Iterator[None]:
+def disable_casts() -> AbstractContextManager[None]:
     """Run the block with no function casting its arguments, in this thread.
 
     Blocks may nest, an exception ends them like a normal exit, and compiled code may hold one or be
     called in one. A backward in the block casts nothing either, in autograd's threads. Where no
     session casts functions, nothing happens.
     """
-    if torch.compiler.is_compiling():  # Dynamo follows regions, and before torch 2.13 no flags
-        with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
-            yield
-    else:
-        with _flags(_NO_CASTS):
-            yield
+    return _regions_off() if torch.compiler.is_compiling() else _Flags(_NO_CASTS)
+
+
+@contextmanager
+def _regions_off() -> Iterator[None]:
+    """Do `disable_casts` where Dynamo follows: it knows regions, and before torch 2.13 no flags."""
+    with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
+        yield
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
     """Return a function whose context managers make functions cast, or not, as they do at this call."""
     state = {kind: torch.is_autocast_enabled(kind) for kind in (_OFF, *DEVICE_TYPES)}
-    return functools.partial(_flags, state)
+    return functools.partial(_Flags, state)
 
 
 def plain_torch() -> AbstractContextManager[None]:
     """Run the block with `_OFF` unset: some of torch asks whether any device type has autocast on."""
-    return _flags({_OFF: False})
+    return _Flags({_OFF: False})
 
 
 # Forwards.

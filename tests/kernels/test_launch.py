@@ -120,7 +120,7 @@ def test_every_launch_rounds_products_before_it_adds_them() -> None:
 
 
 def test_what_was_compiled_runs_again_for_arguments_that_it_is_right_for() -> None:
-    """Triton compiles for dtypes, for addresses that are multiples of 16, and for what is not there."""
+    """Kernels are compiled for constants, for dtypes and for what is not there, at any address."""
     kernel, memory = Recorder(), torch.zeros(64)
 
     def launch(table: Any, number: int = 1, block: int = 4) -> int:
@@ -132,12 +132,19 @@ def test_what_was_compiled_runs_again_for_arguments_that_it_is_right_for() -> No
     assert launch(memory[4:]) == 1
     assert kernel.launches[0][0] == (3, 1, 1)
     assert kernel.launches[0][1][0].data_ptr() == memory[4:].data_ptr()
-    assert launch(memory[1:]) == 2
-    assert launch(memory.half()) == 3
-    assert launch(None) == 4
-    assert launch(memory, number=16) == 5
-    assert launch(memory, block=8) == 6
-    assert launch(memory) == 6
+    assert launch(memory[1:]) == 1
+    assert launch(memory.half()) == 2
+    assert launch(None) == 3
+    assert launch(memory, block=8) == 4
+    assert launch(memory) == 4
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_triton_compiles_no_kernel_for_a_value_or_an_address(kernel: Any) -> None:
+    """`launch` runs what was compiled for other values and addresses again."""
+    variables = [param for param in kernel.params if not param.is_constexpr]
+    assert variables
+    assert all(param.do_not_specialize for param in variables)
 
 
 def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]) -> None:
