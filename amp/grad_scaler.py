@@ -312,9 +312,9 @@ class GradScaler(_TorchInternals):
                 "scaler.step(optimizer) first"
             )
         if isinstance(skipped, list):  # what was found, still on its devices
-            from amp.kernels.tables import is_capturing  # loads Triton
+            from amp.kernels.tables import stream_of  # loads Triton
 
-            if is_capturing():  # what is found then is found by each replay
+            if stream_of(self._scaler.device) is None:  # what is found then is found by each replay
                 return None
             found, skipped = skipped, HostCopies()
             skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))

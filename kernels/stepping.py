@@ -154,7 +154,7 @@ def _on_device(numbers: Numbers, device: torch.device) -> Tensor:
     there = {
         i: number
         for i, number in enumerate(numbers)
-        if isinstance(number, Tensor) and number.device.type != "cpu"
+        if not isinstance(number, (int, float)) and number.device.type != "cpu"
     }
     on_host = [0.0 if i in there else float(number) for i, number in enumerate(numbers)]
     result = numbers_on(device, tuple(on_host))

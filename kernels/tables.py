@@ -97,9 +97,16 @@ class Plan(NamedTuple):
         return self._replace(launches=tuple([launch.at(table) for launch in self.launches]))
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: what is made now is the graph's, and not to be cached."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def stream_of(device: torch.device) -> int | None:
+    """Return the current stream of a device, on which what is sent there now can be read.
+
+    None while a CUDA graph is captured: what is made then is the graph's, and not to be cached.
+    """
+    if not torch.cuda.is_initialized():
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def cached(make: Callable[..., T]) -> Callable[..., T]:
@@ -114,7 +121,8 @@ def cached(make: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(make)
     def get(device: torch.device, *args: Any) -> T:
-        return make(device, *args) if is_capturing() else cache(stream_of(device), device, *args)
+        stream = stream_of(device)
+        return make(device, *args) if stream is None else cache(stream, device, *args)
 
     get.cache_clear = cache.cache_clear  # type: ignore[attr-defined]
     return get
@@ -144,11 +152,12 @@ def plan(
     """
     columns = [dense(tensors) for tensors in (lists if numbers is None else (*lists, numbers))]
     device = columns[0].device
-    if device is None or is_capturing() or any([column.device != device for column in columns]):  # noqa: C419
+    stream = None if device is None else stream_of(device)
+    if stream is None or any([column.device != device for column in columns]):  # noqa: C419
         return _make_plan(columns, len(lists), block, backend)
     in_triton = uses_triton(device, backend)
     kinds = [column.kind for column in columns]
-    key = (block, len(lists), device, stream_of(device), in_triton, *kinds)
+    key = (block, len(lists), device, stream, in_triton, *kinds)
     addresses = [column.addresses for column in columns] if in_triton else []
     places = _plans.get(key, [])
     for at, known in places:
@@ -244,11 +253,6 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
-def stream_of(device: torch.device) -> int:
-    """Return the current stream of a device: a table is read on the stream that it was sent on."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. The host waits only if that is the CPU and the tensor is not."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
@@ -256,7 +260,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def number_on(device: torch.device, number: float | Tensor | None) -> Tensor | None:
     """Return a number, or a tensor of one, as a tensor on a device, not to be written; None is None."""
-    if number is None or isinstance(number, Tensor):
+    if number is None or not isinstance(number, (int, float)):
         return None if number is None else to_device(number, device)
     return numbers_on(device, (float(number),))
 

@@ -141,6 +141,11 @@ def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
+def are_all_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    """Whether two lists hold lists of the same objects in the same order."""
+    return len(some) == len(others) and all(map(are_same, some, others))
+
+
 def are_plain(tensors: Iterable[Tensor]) -> bool:
     """Whether no tensor is of a class that has its values elsewhere, as DTensor has."""
     return all(map(_has_own_values, set(map(type, tensors))))

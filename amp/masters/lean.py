@@ -90,7 +90,7 @@ class LeanMasterWeights(MasterWeights):
         """Round those masters to their weights that hold FP32 values now. No host sync."""
         sources = list(masters)
         self._split([master for master in sources if master in self._in_float32])
-        self.agree(map(id, sources), [self._model_of[master]._version for master in sources])
+        self.agree(list(map(id, sources)), [self._model_of[master]._version for master in sources])
 
     def _split(self, masters: Sequence[Tensor]) -> None:
         models = [self._model_of[master] for master in masters]

@@ -39,8 +39,8 @@ class MasterWeights:
         self._users: Counter[Tensor] = Counter()
         self._shared: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
-        self._versions: dict[int, int] = {}
-        """Of each master's parameter when the two were last known to agree, by the master's id."""
+        self._noted_versions: dict[int, int] = {}
+        self._new_versions: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def master(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the master of a model's parameter, if it has one."""
@@ -49,6 +49,14 @@ class MasterWeights:
     def model(self, master: Tensor) -> Tensor | None:
         """Return the model's parameter that `master` stands for, if it is a master."""
         return self._model_of.get(master)
+
+    @property
+    def _versions(self) -> dict[int, int]:
+        """Of each master's parameter when the two were last known to agree, by the master's id."""
+        for ids, versions in self._new_versions.values():
+            self._noted_versions.update(zip(ids, versions, strict=True))
+        self._new_versions.clear()
+        return self._noted_versions
 
     # Making them and giving them up.
 
@@ -144,14 +152,15 @@ class MasterWeights:
         sources = list(masters)
         models = [self._model_of[master] for master in sources]
         master_copy(sources, models)
-        self.agree(map(id, sources), [model._version for model in models])
+        self.agree(list(map(id, sources)), [model._version for model in models])
 
-    def agree(self, ids: Iterable[int], versions: Iterable[int]) -> None:
+    def agree(self, ids: Sequence[int], versions: Sequence[int]) -> None:
         """Note that the parameters of the masters with these ids are the rounded masters now.
 
         At these versions of the parameters `follow` looks no closer.
         """
-        self._versions.update(zip(ids, versions, strict=True))
+        self._new_versions.pop(id(ids), None)  # what is noted last counts
+        self._new_versions[id(ids)] = ids, versions
 
     def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
         """Do `follow` for masters that are about to be stepped, where there is anything to do."""

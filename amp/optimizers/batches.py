@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp.kernels.tensor_lists import Known, TensorList, are_plain, are_same
+from amp.kernels.tensor_lists import Known, TensorList, are_all_same, are_plain, are_same
 from amp.masters.parameter import stored_grad
 
 
@@ -45,7 +45,7 @@ class Batch:
                 return {"params": self.stepped, "grads": own}
             params = TensorList(self.stepped)  # whose dtype and order a user may have changed
             return {"params": params, "grads": TensorList(own, like=params)}
-        masters, grads, models = [self._of(x) for x in (inputs.stepped, inputs.grads, inputs.models)]
+        masters, grads, models = [self._of(x) for x in (inputs.params, inputs.grads, inputs.models)]
         if inputs.lows is None:
             return {"params": masters, "grads": grads, "models": models}
         lows = self.remember("lows", [inputs.lows[i] for i in self.positions])
@@ -84,8 +84,8 @@ class Batches:
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], inputs: Any
     ) -> list[Batch]:
         """Return the batches of one step with a `StepInputs`. Nothing is written."""
-        lists: list[Sequence[Tensor]] = [*(group["params"] for group in groups), inputs.stepped.tensors]
-        is_new = len(lists) != len(self._lists) or not all(map(are_same, lists, self._lists))
+        lists: list[Sequence[Tensor]] = [*(group["params"] for group in groups), inputs.stepped]
+        is_new = not are_all_same(lists, self._lists)
         if is_new:
             self._lists = [list(params) for params in lists]
             given = set(map(id, inputs.stepped))

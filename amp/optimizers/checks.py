@@ -23,13 +23,13 @@ def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf
 
     A tensor on a device is not looked at: the host would wait for it.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, bool) or not isinstance(value, (float, int, Tensor)):
+        raise AmpValueError(f"{name}={value!r} is no number")
+    if not isinstance(value, (float, int)):
         if value.numel() != 1:
             raise AmpValueError(f"{name} has shape {tuple(value.shape)}; give it one element")
         if value.device.type != "cpu":
             return
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise AmpValueError(f"{name}={value!r} is no number")
     if not low <= float(value) < below:
         limits = f"at least {low:g}" + (f" and below {below:g}" if below < math.inf else " and finite")
         raise AmpValueError(f"{name}={float(value):g} must be {limits}")
@@ -45,8 +45,8 @@ def check_betas(betas: Any) -> None:
     """Raise AmpValueError unless these are two numbers in [0, 1)."""
     if not isinstance(betas, Iterable) or len(betas := list(betas)) != 2:
         raise AmpValueError(f"betas={betas!r} must be two numbers")
-    for i, beta in enumerate(betas):
-        check_range(f"betas[{i}]", beta, below=1.0)
+    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
+        check_range(name, beta, below=1.0)
 
 
 def check_batch(optimizer: FusedOptimizer, batch: Batch, grads: Sequence[Tensor]) -> None:

@@ -50,8 +50,13 @@ class StepInputs:
         return self._look_up()
 
     @property
-    def stepped(self) -> TensorList:
+    def stepped(self) -> Sequence[Tensor]:
         """The masters that have a gradient."""
+        return self.held.of.masters
+
+    @property
+    def params(self) -> TensorList:
+        """What they hold, to be stepped in place."""
         return self.held.of.master_list
 
     @property
