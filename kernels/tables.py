@@ -69,7 +69,7 @@ class Launch(NamedTuple):
         """Run a kernel of `rows`, `chunks`, `DTYPES` and arguments, a program for each chunk."""
         dtypes = tuple(map(dtype_of, self.dtypes))
         arguments |= {"rows": self.rows, "chunks": self.chunks, "DTYPES": dtypes}
-        launch(kernel, len(self.chunks), self.device, **arguments)
+        launch(kernel, self.chunks.shape[0], self.device, **arguments)
 
     def at(self, addresses: Tensor) -> Launch:
         """Return this launch for tensors that lie elsewhere: int64 `[tensors of the lists, lists]`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -38,10 +37,9 @@ kind_of = functools.lru_cache(maxsize=256)(Kind)
 """Equal kinds are one object, so that they are compared and hashed at once."""
 
 
-class Known(NamedTuple):
-    """What is known of a `TensorList`, without the tensors: nothing here keeps them in memory."""
+class Facts(NamedTuple):
+    """What is known of a `TensorList`, without the tensors."""
 
-    references: list[weakref.ref[Tensor]]
     addresses: tuple[int, ...]
     kind: Kind
     device: torch.device | None
@@ -54,9 +52,7 @@ class TensorList(Sequence[Tensor]):
         tensors: dense tensors; see `dense`.
         like: a list whose tensors are on the same devices.
         dtype: what all of them have; they are of the sizes and orders of `like` then.
-        known: what was known of an earlier list of tensors that belong to their owner alone, as the
-            state of an optimizer does. The same objects are what they were, and where they were if the
-            first of them is: state that moves to another device moves as a whole.
+        facts: what is known of them already.
     """
 
     def __init__(
@@ -65,19 +61,14 @@ class TensorList(Sequence[Tensor]):
         *,
         like: TensorList | None = None,
         dtype: torch.dtype | None = None,
-        known: Known | None = None,
+        facts: Facts | None = None,
     ) -> None:
         self.tensors = tensors
         self._like = like
         if like is not None and dtype is not None:
             self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
-        if known is not None and self._are(known):
-            self.known = known
-            _, self.addresses, self.kind, self.device = known
-
-    def _are(self, known: Known) -> bool:
-        is_same = are_same(self.tensors, list(map(operator.call, known.references)))
-        return is_same and [x.data_ptr() for x in self.tensors[:1]] == [*known.addresses[:1]]
+        if facts is not None:
+            self.addresses, self.kind, self.device = facts
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
@@ -94,16 +85,15 @@ class TensorList(Sequence[Tensor]):
         def pick(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple([values[i] for i in indices])
 
-        some, kind = TensorList(pick(self.tensors)), self.kind
-        some.addresses, some.device = pick(self.addresses), self.device
+        kind = self.kind
         orders = None if kind.orders is None else pick(kind.orders)
-        some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
-        return some
+        kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
+        return TensorList(pick(self.tensors), facts=Facts(pick(self.addresses), kind, self.device))
 
-    @cached_property
-    def known(self) -> Known:
-        """What is known of the tensors, for a list of the same ones later."""
-        return Known(list(map(weakref.ref, self.tensors)), self.addresses, self.kind, self.device)
+    @property
+    def facts(self) -> Facts:
+        """What is known of the tensors, asked of them now if they were not asked before."""
+        return Facts(self.addresses, self.kind, self.device)
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from amp.kernels.tensor_lists import Known, TensorList, are_all_same, are_plain, are_same
+from amp.kernels.tensor_lists import Facts, TensorList, are_all_same, are_plain, are_same
 from amp.masters.parameter import stored_grad
 
 
@@ -22,7 +25,6 @@ class Batch:
         positions: where each is among the masters that are shown; None for parameters without a master.
         has_all: whether these are all of the masters that are shown, in their order.
         entries: where in the optimizer's state each has its own; None where there is none yet.
-        known: of each list of tensors, what the last step knew of it.
         checked: the kinds and devices of the lists that were last found to be what a step takes.
     """
 
@@ -31,8 +33,10 @@ class Batch:
     positions: list[int] | None
     has_all: bool = False
     entries: list[int | None] = field(default_factory=list)
-    known: dict[str, Known] = field(default_factory=dict)
     checked: list[Any] = field(default_factory=list)
+    _references: list[weakref.ref[Tensor]] = field(default_factory=list)
+    _facts: list[Facts] = field(default_factory=list)
+    """What `own_lists` returned last: the tensors, not kept in memory here, and what they were."""
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.
@@ -48,16 +52,23 @@ class Batch:
         masters, grads, models = [self._of(x) for x in (inputs.params, inputs.grads, inputs.models)]
         if inputs.lows is None:
             return {"params": masters, "grads": grads, "models": models}
-        lows = self.remember("lows", [inputs.lows[i] for i in self.positions])
-        return {"params": models, "grads": grads, "lows": lows}
+        return {"params": models, "grads": grads, "lows": [inputs.lows[i] for i in self.positions]}
 
     def _of(self, shown: TensorList) -> TensorList:
         return shown if self.has_all else shown.at(self.positions or ())
 
-    def remember(self, name: str, tensors: Sequence[Tensor]) -> TensorList:
-        """Return tensors as a list of which the kind is known, if it is the list of the last step."""
-        result = TensorList(tensors, known=self.known.get(name))
-        self.known[name] = result.known
+    def own_lists(self, lists: Sequence[Sequence[Tensor]]) -> list[TensorList]:
+        """Return lists of tensors that belong to the optimizer alone, as its state does.
+
+        The same objects as in the last step are what they were. They are where they were if the first
+        of each list is: state that moves to another device moves as a whole.
+        """
+        tensors = list(chain.from_iterable(lists))
+        is_known = are_same(tensors, list(map(operator.call, self._references)))
+        if is_known and [x[0].data_ptr() for x in lists] == [known.addresses[0] for known in self._facts]:
+            return [TensorList(x, facts=known) for x, known in zip(lists, self._facts, strict=True)]
+        result = list(map(TensorList, lists))
+        self._references, self._facts = list(map(weakref.ref, tensors)), [x.facts for x in result]
         return result
 
 
@@ -73,7 +84,10 @@ class Batches:
     """The batches of an optimizer's steps, which are found anew only when something has changed."""
 
     def __init__(self) -> None:
-        self._lists: list[Sequence[Tensor]] = []
+        self._lists: list[list[Tensor]] = []
+        """What the groups held in the last step."""
+        self._given: Sequence[Tensor] = ()
+        """The masters that had a gradient."""
         self._others: list[Tensor] = []
         """Parameters whose gradients are in their `.grad`, if they have any."""
         self._has_own: list[bool] = []
@@ -84,18 +98,18 @@ class Batches:
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], inputs: Any
     ) -> list[Batch]:
         """Return the batches of one step with a `StepInputs`. Nothing is written."""
-        lists: list[Sequence[Tensor]] = [*(group["params"] for group in groups), inputs.stepped]
-        is_new = not are_all_same(lists, self._lists)
+        lists = [group["params"] for group in groups]
+        is_new = inputs.stepped is not self._given or not are_all_same(lists, self._lists)
         if is_new:
-            self._lists = [list(params) for params in lists]
+            self._lists, self._given = list(map(list, lists)), inputs.stepped
             given = set(map(id, inputs.stepped))
-            self._others = [p for params in lists[:-1] for p in params if id(p) not in given]
+            self._others = [p for params in lists for p in params if id(p) not in given]
         # Of a master that has no gradient `.grad` is not asked: it would show what is held for others.
         has_own = [stored_grad(parameter) is not None for parameter in self._others]
         if is_new or has_own != self._has_own:
             self._has_own = has_own
             own = {id(p) for p, has in zip(self._others, has_own, strict=True) if has}
-            self._batches = list(_batches(lists[:-1], inputs.stepped, own))
+            self._batches = list(_batches(lists, inputs.stepped, own))
             self._keys = []
         keys = list(state)
         if not self._keys or not are_same(keys, self._keys):

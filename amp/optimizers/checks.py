@@ -23,9 +23,11 @@ def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf
 
     A tensor on a device is not looked at: the host would wait for it.
     """
-    if isinstance(value, bool) or not isinstance(value, (float, int, Tensor)):
+    if type(value) is float and low <= value < below:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise AmpValueError(f"{name}={value!r} is no number")
-    if not isinstance(value, (float, int)):
+    if isinstance(value, Tensor):
         if value.numel() != 1:
             raise AmpValueError(f"{name} has shape {tuple(value.shape)}; give it one element")
         if value.device.type != "cpu":

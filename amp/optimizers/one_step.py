@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from amp.distributed import groups_of_shards, reduce_norm
+from amp.kernels.l2norm import clip_factor, l2norm
+from amp.kernels.stepping import step
 from amp.optimizers.batches import Batch, kinds_of
 from amp.optimizers.checks import check_batch
 
@@ -50,7 +52,11 @@ def _look_at(
     names = (*optimizer._moments(optimizer.param_groups[batch.index]), "step")
     try:
         own = [entries[i] for i in batch.entries]  # type: ignore[index]
-        state = [batch.remember(name, list(map(itemgetter(name), own))) for name in names]
+        columns = [list(map(itemgetter(name), own)) for name in names]
+        if "lows" in lists:
+            lists["lows"], *state = batch.own_lists([lists["lows"], *columns])
+        else:
+            state = batch.own_lists(columns)
     except (KeyError, TypeError):  # there is no state yet, or not all of it
         state = None
     kinds = [] if state is None else kinds_of([*lists.values(), *state])
@@ -65,8 +71,6 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
     """Return what clipping multiplies the unscaled gradients by, float32 `[1]`. No host sync."""
     if max_norm is None or not ready:
         return None
-    from amp.kernels.l2norm import clip_factor, l2norm  # loads Triton
-
     norms = []
     given = [one for one in ready if one.batch.positions is not None]
     if inputs.norms is not None and sum(len(one.batch.stepped) for one in given) == len(inputs.stepped):
@@ -87,8 +91,6 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
 
 
 def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip: Tensor | None) -> None:
-    from amp.kernels.stepping import step  # loads Triton
-
     batch = one.batch
     group = optimizer.param_groups[batch.index]
     *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)

@@ -32,14 +32,15 @@ class Held(NamedTuple):
 
     def checked(self, found_inf: Tensor | None, max_norm: float | None) -> Held:
         """Check the gradients, and find their norms if they are to be clipped. No host sync."""
-        from amp.kernels.l2norm import l2norm  # load Triton
-        from amp.kernels.unscale import check
-
         if found_inf is None or self.inv_scale is None:
             return self
         if max_norm is None:
+            from amp.kernels.unscale import check  # loads Triton
+
             check(self.grads, self.inv_scale, found_inf)
             return self
+        from amp.kernels.l2norm import l2norm  # loads Triton
+
         norms = l2norm(self.grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm)
         return self._replace(norms=norms)
 

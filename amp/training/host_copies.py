@@ -20,7 +20,7 @@ class HostCopies:
 
         Nothing is sent in CUDA graph capture: what a graph does, each replay does unseen.
         """
-        if tensor.device.type != "cuda":
+        if not tensor.is_cuda:
             self._underway.append((tensor.clone(), None))
             return
         with torch.cuda.device(tensor.device):
