@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp import kernels
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.training.attachment import AttachedOptimizer, innermost, keeps_moments
@@ -110,10 +111,8 @@ def check_environment() -> None:
     """Raise AmpValueError if `AMP_KERNELS` names no backend."""
     if "AMP_KERNELS" not in os.environ:
         return
-    from amp.kernels.backend import requested  # loads Triton
-
     try:
-        requested()
+        kernels.backend.requested()
     except ValueError as error:
         raise AmpValueError(f"the environment variable {error}") from None
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
+from amp import kernels
 from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
@@ -91,25 +92,21 @@ class _TorchInternals(torch.amp.GradScaler):
 
         Float16 ones too, whatever `allow_fp16` says: scripts replace this method to pass True.
         """
-        from amp.kernels.unscale import unscale  # loads Triton
-
         params, grads = _gradients(optimizer)
         if not grads:
             return {}
         flag = found_inf.reshape(1)
-        unscale(grads, grads, inv_scale.reshape(1), flag)
+        kernels.unscale.unscale(grads, grads, inv_scale.reshape(1), flag)
         reduce_found_inf(flag, groups_of_shards(params))
         return {found_inf.device: found_inf}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
         """Check an optimizer's gradients, which it will unscale itself. No host sync."""
-        from amp.kernels.unscale import check  # loads Triton
-
         params, grads = _gradients(optimizer)
         found: dict[Any, Tensor] = {}
         if grads:
             flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
-            check(grads, self._scaler.snapshot().inv_scale, flag)
+            kernels.unscale.check(grads, self._scaler.snapshot().inv_scale, flag)
             reduce_found_inf(flag, groups_of_shards(params))
             found = {flag.device: flag.reshape(())}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
@@ -312,9 +309,9 @@ class GradScaler(_TorchInternals):
                 "scaler.step(optimizer) first"
             )
         if isinstance(skipped, list):  # what was found, still on its devices
-            from amp.kernels.tables import stream_of  # loads Triton
-
-            if stream_of(self._scaler.device) is None:  # what is found then is found by each replay
+            if (
+                kernels.tables.stream_of(self._scaler.device) is None
+            ):  # what is found then is found by each replay
                 return None
             found, skipped = skipped, HostCopies()
             skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))

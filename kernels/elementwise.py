@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.tables import flag_on, number_on, plan
+from amp.kernels.tables import flag_on, merge, number_on, plan
 from amp.kernels.tensor_lists import dense, were_written
 
 
@@ -47,11 +47,11 @@ class Elementwise(NamedTuple):
         columns = [known[id(tensors)] for tensors in lists]
         todo = plan(*columns, block=self.block, backend=backend)
         for each in todo.launches:
-            with flag_on(each.device, arguments.get("found_inf")) as flag:
-                here = {name: number_on(each.device, value) for name, value in arguments.items()}
-                if "found_inf" in arguments:
-                    here["found_inf"] = flag
-                each.run(self.kernel, **here, BLOCK=self.block)
+            here = {name: number_on(each.device, value) for name, value in arguments.items()}
+            if "found_inf" in arguments:
+                here["found_inf"] = flag_on(each.device, arguments["found_inf"])
+            each.run(self.kernel, **here, BLOCK=self.block)
+            merge(arguments.get("found_inf"), here.get("found_inf"))
         for same in todo.fallback:
             with torch.no_grad():
                 self.reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)

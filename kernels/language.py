@@ -31,12 +31,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 def jit(function: Any) -> Any:
     """Do what `triton.jit` does, or nothing without Triton.
 
-    A kernel is compiled for its constants and for the dtypes of its other arguments, and for no number's
-    value or address's alignment: each of these would be compiled on its own, and change nothing.
+    A kernel is compiled for its constants and for the dtypes of its other arguments, but for no value
+    of a number and no alignment of an address, each of which would be compiled on its own.
     """
     if triton is None:
         return function
-    variables = [name for name in inspect.signature(function).parameters if name not in function.__annotations__]
+    variables = [
+        name for name in inspect.signature(function).parameters if name not in function.__annotations__
+    ]
     return triton.jit(function, do_not_specialize=variables)
 
 
@@ -71,7 +73,11 @@ def launch(
     Products are rounded before they are added: which of them the compiler would fuse depends on what
     is around them, and a step on split masters must be the step on whole ones, bit for bit.
     """
-    if device.index is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
+    if (
+        device.index is not None
+        and device.type == "cuda"
+        and device.index != torch.cuda.current_device()
+    ):
         with torch.cuda.device(device):
             launch(kernel, programs, device, warps, **arguments)
         return

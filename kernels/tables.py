@@ -20,8 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -153,7 +152,7 @@ def plan(
     columns = [dense(tensors) for tensors in (lists if numbers is None else (*lists, numbers))]
     device = columns[0].device
     stream = None if device is None else stream_of(device)
-    if stream is None or any([column.device != device for column in columns]):  # noqa: C419
+    if device is None or stream is None or any([column.device != device for column in columns]):  # noqa: C419
         return _make_plan(columns, len(lists), block, backend)
     in_triton = uses_triton(device, backend)
     kinds = [column.kind for column in columns]
@@ -265,12 +264,13 @@ def number_on(device: torch.device, number: float | Tensor | None) -> Tensor | N
     return numbers_on(device, (float(number),))
 
 
-@contextmanager
-def flag_on(device: torch.device, flag: Tensor | None) -> Iterator[Any]:
-    """Give a block a flag, float32 `[1]`, on a device, and merge it into `flag` afterwards."""
-    if flag is None or flag.device == device:
-        yield flag
-    else:
-        local = torch.zeros(1, dtype=torch.float32, device=device)
-        yield local
-        torch.maximum(flag, to_device(local, flag.device), out=flag)
+def flag_on(device: torch.device, flag: Tensor | None) -> Any:
+    """Return a flag, float32 `[1]`, to set on a device: `flag` if it is there, else one to `merge`."""
+    is_there = flag is None or flag.device == device
+    return flag if is_there else torch.zeros(1, dtype=torch.float32, device=device)
+
+
+def merge(flag: Any, found: Any) -> None:
+    """Set a flag if one on another device, which `flag_on` returned for it, was set."""
+    if found is not flag:
+        torch.maximum(flag, to_device(found, flag.device), out=flag)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.tables import flag_on, to_device
+from amp.kernels.tables import flag_on, merge, to_device
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
@@ -122,11 +122,12 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
         if found_inf is not None:
             check_reference(tensors, torch.ones_like(here), found_inf)
         return
-    with flag_on(device, found_inf) as flag:
-        seen = torch.zeros_like(here) if flag is None else flag
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, seen, here)
-        if flag is not None and not _is_at_most_one(factor):
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(here))
+    flag = flag_on(device, found_inf)
+    seen = torch.zeros_like(here) if flag is None else flag
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, seen, here)
+    if flag is not None and not _is_at_most_one(factor):
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(here))
+    merge(found_inf, flag)
 
 
 def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
@@ -142,17 +143,17 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Ten
     by 1, is faster than finding those.
     """
     device = sources[0].device
+    flag = flag_on(device, found_inf)
     on_cpu = device.type == "cpu" and all(source.is_contiguous() for source in sources)
     if on_cpu and _is_at_most_one(inv_scale):
-        with flag_on(device, found_inf) as flag:
-            one = torch.ones(1, dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
-        return
-    extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
-    wider = torch.promote_types(extremes.dtype, torch.float32)
-    products = extremes.to(wider) * to_device(inv_scale, device)
-    with flag_on(device, found_inf) as flag:
+        one = torch.ones(1, dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
+    else:
+        extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
+        wider = torch.promote_types(extremes.dtype, torch.float32)
+        products = extremes.to(wider) * to_device(inv_scale, device)
         torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
+    merge(found_inf, flag)
 
 
 def _is_at_most_one(factor: Tensor) -> bool:

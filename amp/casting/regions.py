@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -74,14 +74,11 @@ def _is_in_op() -> bool:
     return bool(_internals._dispatch_tls_is_dispatch_key_excluded(key))
 
 
-class _Flags(ContextDecorator):
+class _Flags:
     """Runs the block with some values of torch's autocast flags, by device type."""
 
     def __init__(self, values: dict[str, bool]) -> None:
         self._values = values
-
-    def _recreate_cm(self) -> AbstractContextManager[None]:
-        return disable_casts()  # which decorates functions: each call is a block of its own
 
     def __enter__(self) -> None:
         values = self._values.items()
@@ -94,21 +91,20 @@ class _Flags(ContextDecorator):
             torch.set_autocast_enabled(kind, not on)
 
 
-def disable_casts() -> AbstractContextManager[None]:
+@contextmanager
+def disable_casts() -> Iterator[None]:
     """Run the block with no function casting its arguments, in this thread.
 
     Blocks may nest, an exception ends them like a normal exit, and compiled code may hold one or be
     called in one. A backward in the block casts nothing either, in autograd's threads. Where no
     session casts functions, nothing happens.
     """
-    return _regions_off() if torch.compiler.is_compiling() else _Flags(_NO_CASTS)
-
-
-@contextmanager
-def _regions_off() -> Iterator[None]:
-    """Do `disable_casts` where Dynamo follows: it knows regions, and before torch 2.13 no flags."""
-    with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
-        yield
+    if torch.compiler.is_compiling():  # Dynamo follows regions, and before torch 2.13 no flags
+        with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
+            yield
+    else:
+        with _Flags(_NO_CASTS):
+            yield
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.profiles.keys import SMALLEST_SCALE
 from amp.training import scaler
 
@@ -64,10 +65,8 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 def multi_tensor_scale(chunk_size: int, flag: Tensor, lists: Lists, scale: float | Tensor) -> None:
     """Write `lists[0] * scale` to `lists[1]`."""
-    from amp.kernels.unscale import unscale  # loads Triton
-
     found_inf = torch.zeros_like(flag, dtype=torch.float32)
-    unscale(lists[0], lists[1], _one(scale, flag), found_inf)
+    kernels.unscale.unscale(lists[0], lists[1], _one(scale, flag), found_inf)
     _raise_flag(flag, found_inf)
 
 
@@ -75,16 +74,13 @@ def multi_tensor_axpby(
     chunk_size: int, flag: Tensor, lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:
     """Write `a * lists[0] + b * lists[1]` to `lists[2]`; check both, or the one that is said."""
-    from amp.kernels.axpby import axpby  # load Triton
-    from amp.kernels.unscale import check
-
     found_inf = torch.zeros_like(flag, dtype=torch.float32)
     x, y, out = lists
     if arg_to_check == 1:
         a, x, b, y = b, y, a, x
     elif arg_to_check != 0:
-        check(y, _one(b, flag), found_inf)  # now: out may be y itself
-    axpby(a, x, b, y, out, found_inf)
+        kernels.unscale.check(y, _one(b, flag), found_inf)  # now: out may be y itself
+    kernels.axpby.axpby(a, x, b, y, out, found_inf)
     _raise_flag(flag, found_inf)
 
 
@@ -99,10 +95,10 @@ def multi_tensor_unscale_l2norm(
     chunk_size: int, flag: Tensor, lists: Lists, inv_scale: Tensor | None, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the norms of `lists[0] * inv_scale`, as `multi_tensor_l2norm` does."""
-    from amp.kernels.l2norm import l2norm  # loads Triton
-
     found_inf = torch.zeros_like(flag, dtype=torch.float32)
-    norms = l2norm(lists[0], None if inv_scale is None else _one(inv_scale, flag), found_inf=found_inf)
+    norms = kernels.l2norm.l2norm(
+        lists[0], None if inv_scale is None else _one(inv_scale, flag), found_inf=found_inf
+    )
     _raise_flag(flag, found_inf)
     return norms.total, norms.each if per_tensor else norms.each[:0]
 
@@ -135,8 +131,6 @@ def multi_tensor_adam(
         bias_correction: whether moments are corrected for having started at 0.
         weight_decay: the weight decay.
     """
-    from amp.kernels.adam import ADAM  # loads Triton
-
     group = {
         "lr": lr,
         "betas": (beta1, beta2),
@@ -145,7 +139,7 @@ def multi_tensor_adam(
         "decoupled_weight_decay": mode == 1,
         "bias_correction": bias_correction,
     }
-    _step(ADAM, group, flag, lists, step)
+    _step(kernels.adam.ADAM, group, flag, lists, step)
 
 
 def multi_tensor_lamb(
@@ -166,8 +160,6 @@ def multi_tensor_lamb(
     use_nvlamb: bool = False,
 ) -> None:
     """Step parameters by LAMB, clipped by a norm that is known; see `multi_tensor_adam`."""
-    from amp.kernels.lamb import LAMB  # loads Triton
-
     group = {
         "lr": lr,
         "betas": (beta1, beta2),
@@ -179,7 +171,7 @@ def multi_tensor_lamb(
         "use_nvlamb": use_nvlamb,
     }
     clip = (max_grad_norm / _one(global_grad_norm, flag)).clamp(max=1.0) if max_grad_norm else None
-    _step(LAMB, group, flag, lists, step, clip=clip)
+    _step(kernels.lamb.LAMB, group, flag, lists, step, clip=clip)
 
 
 def multi_tensor_sgd(
@@ -210,8 +202,6 @@ def multi_tensor_sgd(
         wd_after_momentum: whether the weight decay stays out of the momentum.
         scale: what to multiply the gradients by.
     """
-    from amp.kernels.sgd import MOMENTUM_SGD  # loads Triton
-
     group = {
         "lr": lr,
         "momentum": momentum,
@@ -222,7 +212,15 @@ def multi_tensor_sgd(
     }
     models = lists[3] if len(lists) > 3 else None
     step = 1 if first_run else 2
-    _step(MOMENTUM_SGD, group, flag, lists[:3], step, models=models, inv_scale=_one(scale, flag))
+    _step(
+        kernels.sgd.MOMENTUM_SGD,
+        group,
+        flag,
+        lists[:3],
+        step,
+        models=models,
+        inv_scale=_one(scale, flag),
+    )
 
 
 def update_scale_hysteresis(
@@ -239,8 +237,6 @@ def update_scale_hysteresis(
 
     As apex's it does not grow to inf, and it falls to 0 instead of a denormal number.
     """
-    from amp.kernels.update_scale import update_scale  # loads Triton
-
     parts = {
         scaler.SCALE: current_scale,
         scaler.GOOD_STEPS: growth_tracker,
@@ -249,7 +245,7 @@ def update_scale_hysteresis(
     state = torch.zeros(scaler.STATE_SIZE, dtype=torch.float32, device=current_scale.device)
     for at, part in {**parts, scaler.FOUND_INF: found_inf}.items():
         state[at].copy_(part.reshape(()))
-    update_scale(
+    kernels.update_scale.update_scale(
         state,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -270,13 +266,13 @@ def update_scale_hysteresis(
 def _step(
     rule: Any, group: Mapping[str, Any], flag: Tensor, lists: Lists, t: int, **options: Any
 ) -> None:
-    from amp.kernels.stepping import step  # loads Triton
-
     grads, params, *moments = lists
     counters = torch.full((len(params),), t - 1.0, dtype=torch.float32, device=params[0].device)
     found_inf = flag.reshape(1).float()
     numbers = rule.numbers(group)
-    step(rule, numbers, params, grads, moments, counters.unbind(), found_inf=found_inf, **options)
+    kernels.stepping.step(
+        rule, numbers, params, grads, moments, counters.unbind(), found_inf=found_inf, **options
+    )
 
 
 def _one(value: float | Tensor, like: Tensor) -> Tensor:

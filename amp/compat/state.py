@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import frontend
+from amp import frontend, kernels
 from amp.errors import AmpRuntimeError
 from amp.fp16_utils.groups import MasterGroups
 from amp.profiles.loss_scaling import LossScaling
@@ -77,12 +77,10 @@ class LossScaler:
         scale_override: float | None = None,
     ) -> None:
         """Write `model_grads / scale` to `master_grads`, and look for overflows. No host sync."""
-        from amp.kernels.unscale import unscale  # loads Triton
-
         scale = self._ours.snapshot().inv_scale
         if scale_override is not None:
             scale = torch.full_like(scale, 1 / scale_override)
-        unscale(model_grads, master_grads, scale, self._ours.found_inf)
+        kernels.unscale.unscale(model_grads, master_grads, scale, self._ours.found_inf)
 
     def unscale_with_stashed(
         self,
@@ -96,14 +94,12 @@ class LossScaler:
         `scale_override` has the scales of the first two and of the result; overflows are looked for in
         `model_grads`.
         """
-        from amp.kernels.axpby import axpby  # loads Triton
-
         a: float | Tensor = self._ours.snapshot().inv_scale
         b = 1.0
         if scale_override is not None:
             of_new, of_stashed, of_result = scale_override
             a, b = of_result / of_new, of_result / of_stashed
-        axpby(a, model_grads, b, stashed_master_grads, master_grads, self._ours.found_inf)
+        kernels.axpby.axpby(a, model_grads, b, stashed_master_grads, master_grads, self._ours.found_inf)
 
     def clear_overflow_state(self) -> None:
         """Forget the last overflow."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.profiles.keys import LARGEST_SCALE
 from amp.profiles.loss_scaling import LossScaling
 from amp.training import scaler
@@ -151,11 +152,9 @@ SAFE_GLOBALS: list[Any] = [
 
 
 def _is_not_finite(tensors: list[Tensor]) -> bool:
-    from amp.kernels.unscale import check  # loads Triton
-
     if not tensors:
         return False
     device = tensors[0].device
     found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-    check(tensors, torch.ones(1, dtype=torch.float32, device=device), found_inf)
+    kernels.unscale.check(tensors, torch.ones(1, dtype=torch.float32, device=device), found_inf)
     return found_inf.item() > 0

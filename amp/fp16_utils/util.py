@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from amp import kernels
 from amp.errors import AmpTypeError, AmpValueError
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
@@ -146,15 +147,13 @@ def master_params_to_model_params(
     Raises:
         AmpValueError: the lists do not match.
     """
-    from amp.kernels.master_copy import master_copy  # loads Triton
-
     _check_lists(model_params, master_params, flat_master)
     if flat_master:
         pieces = master_params[0].detach().split([parameter.numel() for parameter in model_params])  # type: ignore[no-untyped-call]
         for parameter, piece in zip(model_params, pieces, strict=True):
             parameter.copy_(piece.view(parameter.shape))
     else:
-        master_copy(master_params, model_params)
+        kernels.master_copy.master_copy(master_params, model_params)
 
 
 def to_python_float(t: Any) -> float:

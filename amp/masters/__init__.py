@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
 from amp.profiles.properties import LeanMasters
 
@@ -10,6 +11,4 @@ def make_masters(kind: bool | LeanMasters | None) -> MasterWeights:
     """Return the masters that `master_weights` in a profile asks for."""
     if kind is None or isinstance(kind, bool):
         return MasterWeights()
-    from amp.masters.lean import LeanMasterWeights  # loads Triton
-
     return LeanMasterWeights(kind)

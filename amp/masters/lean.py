@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.errors import AmpRuntimeError
-from amp.kernels.split import decode, encode, join, low_dtype, split
 from amp.kernels.tensor_lists import are_plain
 from amp.masters.parameter import set_memory
 from amp.masters.whole import MasterWeights
@@ -40,9 +40,9 @@ class LeanMasterWeights(MasterWeights):
 
     @torch.no_grad()
     def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
-        dtype = low_dtype(self.kind, parameter.dtype)
+        dtype = kernels.split.low_dtype(self.kind, parameter.dtype)
         low = self._low_of[master] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        split([data.to(torch.float32)], [parameter.detach()], [low])
+        kernels.split.split([data.to(torch.float32)], [parameter.detach()], [low])
 
     def release(self, master: Tensor) -> None:
         """Let one optimizer go; the last one takes the master and its low half with it."""
@@ -72,7 +72,7 @@ class LeanMasterWeights(MasterWeights):
         parameters = [self._model_of[master] for master in lean]
         for master, parameter in zip(lean, parameters, strict=True):
             set_memory(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
-        join(parameters, self.low_halves(lean), lean)
+        kernels.split.join(parameters, self.low_halves(lean), lean)
         self._in_float32.update(lean)
         try:
             yield
@@ -94,12 +94,12 @@ class LeanMasterWeights(MasterWeights):
 
     def _split(self, masters: Sequence[Tensor]) -> None:
         models = [self._model_of[master] for master in masters]
-        split(masters, models, self.low_halves(masters))
+        kernels.split.split(masters, models, self.low_halves(masters))
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Clear the low bits of zeros, and those that do not round to a weight: it was written to."""
         low = self._low_of[master]
-        high, _ = encode(decode(parameter, low), parameter.dtype, low.dtype)
+        high, _ = kernels.split.encode(kernels.split.decode(parameter, low), parameter.dtype, low.dtype)
         low.copy_(torch.where((high == parameter) & (parameter != 0), low, 0))
 
     def values(self, master: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class LeanMasterWeights(MasterWeights):
             return master.detach()
         parameter = self._model_of[master]
         values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-        join([parameter], [self._low_of[master]], [values])
+        kernels.split.join([parameter], [self._low_of[master]], [values])
         return values
 
     def load(self, master: Tensor, values: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class LeanMasterWeights(MasterWeights):
         parameter = self._model_of[master]
         wide = values.detach().to(device=parameter.device, dtype=torch.float32)
         weights = parameter.detach().clone()
-        split([wide], [weights], [self._low_of[master]])
+        kernels.split.split([wide], [weights], [self._low_of[master]])
         return weights
 
 

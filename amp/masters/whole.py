@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp import distributed
+from amp import distributed, kernels
 from amp.casting.strategy import Contents
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import are_plain
@@ -147,11 +147,9 @@ class MasterWeights:
 
     def write_back(self, masters: Iterable[Tensor]) -> None:
         """Copy masters to the model's parameters, rounding to nearest even. No host sync."""
-        from amp.kernels.master_copy import master_copy  # loads Triton
-
         sources = list(masters)
         models = [self._model_of[master] for master in sources]
-        master_copy(sources, models)
+        kernels.master_copy.master_copy(sources, models)
         self.agree(list(map(id, sources)), [model._version for model in models])
 
     def agree(self, ids: Sequence[int], versions: Sequence[int]) -> None:

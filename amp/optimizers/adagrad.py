@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.optimizers.fused import FusedOptimizer
 
 
@@ -64,6 +65,4 @@ class FusedAdagrad(FusedOptimizer):
         return 0  # apex's does not count: it knows no lr_decay
 
     def _rule(self, group: Mapping[str, Any]) -> Any:
-        from amp.kernels.adagrad import ADAGRAD  # loads Triton
-
-        return ADAGRAD
+        return kernels.adagrad.ADAGRAD

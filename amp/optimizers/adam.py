@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.errors import AmpValueError
 from amp.optimizers.fused import FusedOptimizer
 
@@ -74,6 +75,4 @@ class FusedAdam(FusedOptimizer):
             )
 
     def _rule(self, group: Mapping[str, Any]) -> Any:
-        from amp.kernels.adam import ADAM  # loads Triton
-
-        return ADAM
+        return kernels.adam.ADAM

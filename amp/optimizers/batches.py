@@ -65,7 +65,9 @@ class Batch:
         """
         tensors = list(chain.from_iterable(lists))
         is_known = are_same(tensors, list(map(operator.call, self._references)))
-        if is_known and [x[0].data_ptr() for x in lists] == [known.addresses[0] for known in self._facts]:
+        if is_known and [x[0].data_ptr() for x in lists] == [
+            known.addresses[0] for known in self._facts
+        ]:
             return [TensorList(x, facts=known) for x, known in zip(lists, self._facts, strict=True)]
         result = list(map(TensorList, lists))
         self._references, self._facts = list(map(weakref.ref, tensors)), [x.facts for x in result]

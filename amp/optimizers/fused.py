@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
+from amp.optimizers.one_step import step_batches
 from amp.optimizers.state_dicts import as_own_state, as_tensor
 from amp.training.step_inputs import inputs_outside_of_a_session
 
@@ -212,8 +213,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         In both cases no parameter has been stepped.
         """
-        from amp.optimizers.one_step import step_batches  # loads Triton
-
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.errors import AmpValueError
 from amp.optimizers.fused import FusedOptimizer
 
@@ -60,6 +61,4 @@ class FusedLAMB(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _rule(self, group: Mapping[str, Any]) -> Any:
-        from amp.kernels.lamb import LAMB  # loads Triton
-
-        return LAMB
+        return kernels.lamb.LAMB

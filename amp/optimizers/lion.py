@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.optimizers.fused import FusedOptimizer
 
 
@@ -47,6 +48,4 @@ class FusedLion(FusedOptimizer):
         return 0  # nothing depends on it, and others do not count
 
     def _rule(self, group: Mapping[str, Any]) -> Any:
-        from amp.kernels.lion import LION  # loads Triton
-
-        return LION
+        return kernels.lion.LION

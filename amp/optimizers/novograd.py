@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.errors import AmpValueError
 from amp.optimizers.batches import Batch
 from amp.optimizers.fused import FusedOptimizer
@@ -91,9 +92,7 @@ class FusedNovoGrad(FusedOptimizer):
                 state[key]["exp_avg_sq"] = value
 
     def _rule(self, group: Mapping[str, Any]) -> Any:
-        from amp.kernels.novograd import NOVOGRAD  # loads Triton
-
-        return NOVOGRAD
+        return kernels.novograd.NOVOGRAD
 
     def _of_tensor(
         self, batch: Batch, grads: Sequence[Tensor], factors: Sequence[Tensor], found_inf: Tensor | None
@@ -122,10 +121,7 @@ class FusedNovoGrad(FusedOptimizer):
         return blended
 
     def _norms(self, grads: Sequence[Tensor], norm_type: int) -> Tensor:
-        from amp.kernels.l2norm import l2norm  # loads Triton
-        from amp.kernels.tensor_lists import dense
-
         if norm_type == 2:
-            return l2norm(grads).each
-        values = list(dense(grads))
+            return kernels.l2norm.l2norm(grads).each
+        values = list(kernels.tensor_lists.dense(grads))
         return torch.stack([norm.float() for norm in torch._foreach_norm(values, math.inf)])

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.distributed import groups_of_shards, reduce_norm
-from amp.kernels.l2norm import clip_factor, l2norm
-from amp.kernels.stepping import step
 from amp.optimizers.batches import Batch, kinds_of
 from amp.optimizers.checks import check_batch
 
@@ -85,9 +84,9 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
             key = (one.batch.positions is None, *groups_of_shards([grad]))
             alike.setdefault(key, []).append(grad)
     for (is_own, *ranks), grads in alike.items():
-        norms.append(reduce_norm(l2norm(grads, inv_scales[is_own]).total, ranks))
+        norms.append(reduce_norm(kernels.l2norm.l2norm(grads, inv_scales[is_own]).total, ranks))
     together = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
+    return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
 
 
 def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip: Tensor | None) -> None:
@@ -97,7 +96,7 @@ def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip:
     factors = [factor for factor in (one.inv_scale, clip) if factor is not None]
     rule = optimizer._rule(group)
     seed = group["seed"] + 4 * batch.index + (batch.positions is None)
-    step(
+    kernels.stepping.step(
         rule,
         rule.numbers(group),
         moments=moments,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.errors import AmpTypeError, AmpValueError
 from amp.optimizers.fused import FusedOptimizer
 
@@ -83,9 +84,7 @@ class FusedSGD(FusedOptimizer):
         return None if entry.get("momentum_buffer") is None else 1
 
     def _rule(self, group: Mapping[str, Any]) -> Any:
-        from amp.kernels.sgd import MOMENTUM_SGD, SGD  # loads Triton
-
-        return MOMENTUM_SGD if _has_momentum(group) else SGD
+        return kernels.sgd.MOMENTUM_SGD if _has_momentum(group) else kernels.sgd.SGD
 
 
 def _has_momentum(group: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.kernels.tensor_lists import TensorList
 from amp.training.parameter_lists import ParameterLists
 from amp.training.unscaling import unscaled
@@ -35,23 +36,19 @@ class Held(NamedTuple):
         if found_inf is None or self.inv_scale is None:
             return self
         if max_norm is None:
-            from amp.kernels.unscale import check  # loads Triton
-
-            check(self.grads, self.inv_scale, found_inf)
+            kernels.unscale.check(self.grads, self.inv_scale, found_inf)
             return self
-        from amp.kernels.l2norm import l2norm  # loads Triton
-
-        norms = l2norm(self.grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm)
+        norms = kernels.l2norm.l2norm(
+            self.grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm
+        )
         return self._replace(norms=norms)
 
     def plus(self, newest: Held, found_inf: Tensor | None) -> Held:
         """Return the sums with the gradients of a later block, which are checked. No host sync."""
-        from amp.kernels.axpby import axpby  # loads Triton
-
         a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (newest, self)]
         sums = [torch.empty_like(grad, dtype=torch.float32) for grad in newest.grads]
         grads = TensorList(sums, like=newest.grads, dtype=torch.float32)
-        axpby(a, newest.grads, b, self.grads, grads, found_inf)
+        kernels.axpby.axpby(a, newest.grads, b, self.grads, grads, found_inf)
         return Held(newest.of, grads, None)
 
     def copied(self) -> Held:

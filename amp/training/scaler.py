@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp import kernels
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
@@ -153,10 +154,8 @@ class LossScaler:
             if not self.config.dynamic:
                 self.config = dataclasses.replace(self.config, init=scale)
             self.scale_on_device.fill_(scale)
-        from amp.kernels.update_scale import inverse  # loads Triton
-
         self.version += 1
-        self._inv_scale.copy_(inverse(self.scale_on_device))
+        self._inv_scale.copy_(kernels.update_scale.inverse(self.scale_on_device))
 
     def snapshot(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
@@ -174,11 +173,9 @@ class LossScaler:
 
     def update(self) -> None:
         """Move the scale by what was found since the last update. No host sync."""
-        from amp.kernels.update_scale import update_scale  # loads Triton
-
         self.version += 1
         config = self.config
-        update_scale(
+        kernels.update_scale.update_scale(
             self._state,
             growth_factor=config.growth_factor if config.dynamic else 1.0,
             backoff_factor=config.backoff_factor,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from amp import kernels
 from amp.kernels.tensor_lists import TensorList
 from amp.masters.whole import MasterWeights
 from amp.training.held import Held
@@ -93,10 +94,8 @@ _NOTHING = Held(ParameterLists((), MasterWeights()), TensorList([]), None)
 
 def inputs_outside_of_a_session(optimizer: Any) -> StepInputs:
     """Return what an optimizer steps with that has no masters, and perhaps a GradScaler."""
-    from amp.kernels.update_scale import inverse  # loads Triton
-
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     found_inf = None if found_inf is None else found_inf.reshape(1)
     inputs = StepInputs(lambda: _NOTHING, lambda masters: None, found_inf)
-    inputs.own_inv_scale = None if scale is None else inverse(scale).reshape(1)
+    inputs.own_inv_scale = None if scale is None else kernels.update_scale.inverse(scale).reshape(1)
     return inputs

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp import kernels
+
 
 class Move(NamedTuple):
     """The way of one gradient: from `source` to the `.grad` of `stepped`.
@@ -44,16 +46,13 @@ def unscale_moves(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | 
     """
     if not moves:
         return
-    from amp.kernels.axpby import axpby  # load Triton
-    from amp.kernels.unscale import unscale
-
     adding = [move for move in moves if move.is_dense_sum()]
     totals = [move.total for move in adding if move.total is not None]
     sources = [move.source for move in adding]
-    axpby(inv_scale, sources, 1.0, totals, totals, found_inf)
+    kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf)
     moving = [move for move in moves if not move.is_dense_sum()]
     targets = [move.target() for move in moving]
-    unscale([move.source for move in moving], targets, inv_scale, found_inf)
+    kernels.unscale.unscale([move.source for move in moving], targets, inv_scale, found_inf)
     for move in moves:
         move.parameter.grad = None
         move.stepped.grad = move.total
@@ -67,9 +66,7 @@ def unscaled(grads: Sequence[Tensor], inv_scale: Tensor | None) -> list[Tensor]:
     if inv_scale is None:
         torch._foreach_copy_(targets, list(grads))
     else:
-        from amp.kernels.unscale import unscale  # loads Triton
-
-        unscale(grads, targets, inv_scale, None)
+        kernels.unscale.unscale(grads, targets, inv_scale, None)
     return targets
 
 
