@@ -21,8 +21,9 @@ from amp.casting.strategy import Undo
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
-from amp.masters import make_masters
+from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
+from amp.masters.whole import MasterWeights
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, innermost
@@ -87,7 +88,8 @@ class Session:
             for i in range(operator.index(num_losses))
         ]
         self._models: list[weakref.ref[nn.Module]] = []
-        self._masters = make_masters(self.properties.master_weights)
+        kind = self.properties.master_weights
+        self._masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self._strategies = strategies_for(self.properties)
         self._undo = ExitStack()
         if self.properties.enabled:

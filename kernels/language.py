@@ -10,7 +10,6 @@ is a multiple of 16 has to be said where it becomes a pointer: said of an argume
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from typing import Any
@@ -83,18 +82,20 @@ def launch(
         return
     values = [arguments[name] for name in kernel.arg_names]
     # Triton finds its variants by itself, in twice the time. It hashes functions slowly, too.
-    variant = [getattr(value, "dtype", None) or plain(value) for value in values]
+    variant = [getattr(value, "dtype", None) or getattr(value, "fn", value) for value in values]
     compiled = _compiled.get(key := (plain(kernel), device, *variant))
     if compiled is None:
+        values = [in_triton(value) for value in values]
         _compiled[key] = kernel[(programs,)](*values, num_warps=warps, **OPTIONS)
     else:
         compiled[(programs, 1, 1)](*values)
 
 
-@functools.cache
-def dtype_of(dtype: torch.dtype) -> Any:
-    """Return Triton's name for a floating-point dtype."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
+def in_triton(value: Any) -> Any:
+    """Return what a kernel is given for an argument: dtypes are Triton's own."""
+    if isinstance(value, tuple):
+        return tuple(map(in_triton, value))
+    return getattr(tl, str(value).removeprefix("torch.")) if isinstance(value, torch.dtype) else value
 
 
 @jit

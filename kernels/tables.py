@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import uses_triton
-from amp.kernels.language import dtype_of, launch
+from amp.kernels.language import launch
 from amp.kernels.tensor_lists import TensorList, dense
 
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -66,8 +66,7 @@ class Launch(NamedTuple):
 
     def run(self, kernel: Any, **arguments: Any) -> None:
         """Run a kernel of `rows`, `chunks`, `DTYPES` and arguments, a program for each chunk."""
-        dtypes = tuple(map(dtype_of, self.dtypes))
-        arguments |= {"rows": self.rows, "chunks": self.chunks, "DTYPES": dtypes}
+        arguments |= {"rows": self.rows, "chunks": self.chunks, "DTYPES": self.dtypes}
         launch(kernel, self.chunks.shape[0], self.device, **arguments)
 
     def at(self, addresses: Tensor) -> Launch:

@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,14 +37,6 @@ kind_of = functools.lru_cache(maxsize=256)(Kind)
 """Equal kinds are one object, so that they are compared and hashed at once."""
 
 
-class Facts(NamedTuple):
-    """What is known of a `TensorList`, without the tensors."""
-
-    addresses: tuple[int, ...]
-    kind: Kind
-    device: torch.device | None
-
-
 class TensorList(Sequence[Tensor]):
     """Dense tensors that stay where and what they are for as long as this list is used.
 
@@ -52,7 +44,6 @@ class TensorList(Sequence[Tensor]):
         tensors: dense tensors; see `dense`.
         like: a list whose tensors are on the same devices.
         dtype: what all of them have; they are of the sizes and orders of `like` then.
-        facts: what is known of them already.
     """
 
     def __init__(
@@ -61,14 +52,11 @@ class TensorList(Sequence[Tensor]):
         *,
         like: TensorList | None = None,
         dtype: torch.dtype | None = None,
-        facts: Facts | None = None,
     ) -> None:
         self.tensors = tensors
         self._like = like
         if like is not None and dtype is not None:
             self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
-        if facts is not None:
-            self.addresses, self.kind, self.device = facts
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
@@ -85,15 +73,17 @@ class TensorList(Sequence[Tensor]):
         def pick(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple([values[i] for i in indices])
 
-        kind = self.kind
+        some, kind = TensorList(pick(self.tensors)), self.kind
+        some.addresses, some.device = pick(self.addresses), self.device
         orders = None if kind.orders is None else pick(kind.orders)
-        kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
-        return TensorList(pick(self.tensors), facts=Facts(pick(self.addresses), kind, self.device))
+        some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
+        return some
 
-    @property
-    def facts(self) -> Facts:
-        """What is known of the tensors, asked of them now if they were not asked before."""
-        return Facts(self.addresses, self.kind, self.device)
+    def with_tensors(self, tensors: Sequence[Tensor]) -> TensorList:
+        """Return tensors that are what these are, where these are, as a list that asks them nothing."""
+        result = TensorList(tensors)
+        result.addresses, result.kind, result.device = self.addresses, self.kind, self.device
+        return result
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp.kernels.tensor_lists import Facts, TensorList, are_all_same, are_plain, are_same
+from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same
 from amp.masters.parameter import stored_grad
 
 
@@ -35,8 +35,8 @@ class Batch:
     entries: list[int | None] = field(default_factory=list)
     checked: list[Any] = field(default_factory=list)
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
-    _facts: list[Facts] = field(default_factory=list)
-    """What `own_lists` returned last: the tensors, not kept in memory here, and what they were."""
+    _known: list[TensorList] = field(default_factory=list)
+    """What `own_lists` returned last: the tensors, not kept in memory here, and lists without them."""
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.
@@ -64,13 +64,14 @@ class Batch:
         of each list is: state that moves to another device moves as a whole.
         """
         tensors = list(chain.from_iterable(lists))
-        is_known = are_same(tensors, list(map(operator.call, self._references)))
-        if is_known and [x[0].data_ptr() for x in lists] == [
-            known.addresses[0] for known in self._facts
-        ]:
-            return [TensorList(x, facts=known) for x, known in zip(lists, self._facts, strict=True)]
+        known = zip(lists, self._known, strict=False)
+        if are_same(tensors, list(map(operator.call, self._references))) and all(
+            [of_list[0].data_ptr() == x.addresses[0] for of_list, x in known]  # noqa: C419
+        ):
+            return [x.with_tensors(of_list) for of_list, x in zip(lists, self._known, strict=True)]
         result = list(map(TensorList, lists))
-        self._references, self._facts = list(map(weakref.ref, tensors)), [x.facts for x in result]
+        self._references = list(map(weakref.ref, tensors))
+        self._known = [x.with_tensors(()) for x in result]
         return result
 
 

@@ -58,7 +58,8 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     compiled: dict[str, int] = {}
 
     def compile_only(kernel: Any, programs: int, device: Any, warps: int = 8, **arguments: Any) -> None:
-        assert kernel.warmup(**arguments, grid=(programs,), num_warps=warps) is not None
+        given = {name: language.in_triton(value) for name, value in arguments.items()}
+        assert kernel.warmup(**given, grid=(programs,), num_warps=warps) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
     for module in (tables, l2norm, update_scale):
