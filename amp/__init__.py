@@ -5,8 +5,6 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
     scaled_loss.backward()
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `initialize` says of a set-up that is allowed, and that does not do what its author wants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `initialize` and `scale_loss` are given: read, or refused before anything is touched."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from itertools import chain

@@ -6,8 +6,6 @@ Plain values only, so that `torch.load(weights_only=True)` reads it. The master 
 model's state dict, which holds FP32 values at every level.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

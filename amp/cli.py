@@ -1,7 +1,5 @@
 """`python -m amp`, or `reamp`: what amp would do, without a script."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

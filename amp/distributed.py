@@ -1,7 +1,5 @@
 """What the library asks of `torch.distributed`; one process is a world of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Sets of dtypes, and their names."""
 
-from __future__ import annotations
-
 import torch
 
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})

@@ -5,8 +5,6 @@ situation, so that a script written for apex still catches it. Every message say
 was passed, what is allowed, and what to do.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

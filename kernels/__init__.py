@@ -1,7 +1,5 @@
 """The kernels. Each is loaded when it is first named, and Triton with it; `import amp` loads none."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -10,8 +10,6 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Du
 `torch.optim.Adagrad`; decoupled weight decay: NVIDIA apex `FusedAdagrad`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Ki
 Loshchilov and Hutter 2019; the order of the operations is that of `torch.optim.Adam`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

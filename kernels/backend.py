@@ -7,8 +7,6 @@ The environment variable `AMP_KERNELS`, or the `backend` argument of an operatio
 - `reference`: plain torch everywhere.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -4,8 +4,6 @@ Each is a Triton kernel of the arguments `rows, chunks, ..., DTYPES, BLOCK` (`am
 and the same in plain torch, for tensors that Triton does not take.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

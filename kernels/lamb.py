@@ -12,8 +12,6 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`; it goes by
 direction. Source: You et al. 2020, algorithm 2, with bias correction; NVIDIA apex's FusedLAMB.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

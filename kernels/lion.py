@@ -8,8 +8,6 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Ch
 "Symbolic Discovery of Optimization Algorithms", algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`; v is the n
 Source: Ginsburg et al. 2019; NVIDIA apex's FusedNovoGrad, which has both forms.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

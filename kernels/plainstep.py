@@ -5,8 +5,6 @@ its operations. So eager torch does large tensors in slices that stay in the cac
 gathered into one.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

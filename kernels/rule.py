@@ -1,7 +1,5 @@
 """What the formula of an optimizer is made of; `adam.py`, `sgd.py` and the others are such formulas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: `t
 decay after momentum: NVIDIA apex `FusedSGD`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ keep working. Activations are cast by module hooks that can be copied and pickle
 pickle, DataParallel and DDP see an ordinary module.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from itertools import chain

@@ -4,8 +4,6 @@ The functions of an `OpPolicy` are replaced by wrappers, process-wide, until the
 every name that a loaded module has for them, and in what modules of the model hold as attributes.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

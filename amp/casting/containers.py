@@ -1,7 +1,5 @@
 """Tensors inside whatever containers models are given and return."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import UserDict, deque

@@ -5,8 +5,6 @@ and in which nothing casts. Hooks could not hold that region open: an interrupt 
 Dynamo follows a `with` statement, but not a region that one hook opens and another closes.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

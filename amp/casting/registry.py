@@ -4,8 +4,6 @@ Registrations belong to the process, not to a session: they may come before or a
 every later session has them too. They do nothing where no session casts functions.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The strategies that there are, in the order in which they prepare a model."""
 
-from __future__ import annotations
-
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
 from amp.casting.strategy import Strategy

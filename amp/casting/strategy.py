@@ -3,8 +3,6 @@
 A strategy is one class in one file of this package, listed in `amp.casting.strategies`.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ casts, so gradients come back in the dtype of the leaves. Where functions cast i
 and caches the casts of weights.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ What stands in the optimizer has a master's shape and gradient, and NaN for valu
 that knows nothing of halves is stepping. A fused optimizer puts the halves together in registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The class of masters whose optimizer takes scaled gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The model's state dict under master weights: FP32 values out, and into the masters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

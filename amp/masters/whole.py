@@ -7,8 +7,6 @@ model had before it was cast, so no bit is lost on the way (in one process; see 
 exist as soon as `initialize` returns.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which parameters of an optimizer one call of `amp.kernels.stepping.step` steps, and with what."""
 
-from __future__ import annotations
-
 import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """LAMB, and NVIDIA's variant of it, with apex's arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NovoGrad, with apex's arguments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

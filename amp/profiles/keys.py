@@ -4,8 +4,6 @@ From it follow what profiles and overrides may set, how a value is read, what an
 tables of docs/profiles.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat

@@ -5,8 +5,6 @@ names for it. Whether properties fit together is checked of the whole, and not o
 another as in apex, so that no legal combination depends on the order in which its parts are given.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """How the loss scale starts and moves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

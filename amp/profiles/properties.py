@@ -1,7 +1,5 @@
 """What a profile and the overrides on top of it resolve to: one frozen value."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 

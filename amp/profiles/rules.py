@@ -7,8 +7,6 @@ rules:
   - {module: torch.nn.LayerNorm, cast: float32}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ PyYAML follows YAML 1.1, where `no` and `off` are False, `1e-3` is a string and 
 plain scalar is what version 1.2's core schema says it is. PyYAML is imported on first use.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

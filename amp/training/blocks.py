@@ -8,8 +8,6 @@ delay    they stay scaled, until a block at another scale or a step finishes the
 abort    they are dropped
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Copies of small device tensors that reach the host late, so that it need not wait for them."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import torch

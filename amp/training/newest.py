@@ -1,7 +1,5 @@
 """What the backward of one block has made for one optimizer, looked at once."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import Any, NamedTuple

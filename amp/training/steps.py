@@ -12,8 +12,6 @@ Each runs on gradients that are unscaled, or held for it (`amp.training.gradient
 masters to the model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

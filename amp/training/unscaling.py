@@ -1,7 +1,5 @@
 """From the scaled gradients of a block to unscaled ones, added to those of earlier blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
