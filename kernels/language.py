@@ -38,7 +38,7 @@ def jit(function: Any) -> Any:
     variables = [
         name for name in inspect.signature(function).parameters if name not in function.__annotations__
     ]
-    return triton.jit(function, do_not_specialize=variables)
+    return triton.jit(do_not_specialize=variables)(function)
 
 
 def plain(function: Any) -> Any:

@@ -74,7 +74,7 @@ def in_double(number: float | Tensor) -> float | Tensor:
 
 def log_of(beta: float | Tensor) -> float | Tensor:
     """Return the logarithm of a beta, -inf for 0."""
-    if isinstance(beta, float):
+    if isinstance(beta, (int, float)):
         return math.log(beta) if beta > 0 else -math.inf
     return beta.log()
 
