@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp import kernels
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.lazy import kernels
 from amp.training.attachment import AttachedOptimizer, innermost, keeps_moments
 
 

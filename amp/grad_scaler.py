@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from amp import kernels
 from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
+from amp.lazy import kernels
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies

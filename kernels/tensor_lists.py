@@ -55,8 +55,10 @@ class TensorList(Sequence[Tensor]):
     ) -> None:
         self.tensors = tensors
         self._like = like
-        if like is not None and dtype is not None:
-            self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
+        if like is not None:
+            self.device = like.device
+            if dtype is not None:
+                self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
@@ -93,8 +95,6 @@ class TensorList(Sequence[Tensor]):
     @cached_property
     def device(self) -> torch.device | None:
         """The device of all of them; None if there are several."""
-        if self._like is not None:
-            return self._like.device
         devices = {tensor.device for tensor in self.tensors}
         return devices.pop() if len(devices) == 1 else None
 

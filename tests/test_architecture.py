@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "training": ("training", "masters", "optimizers"),
     "casting": ("casting",),
     "profiles": ("profiles",),
-    "kernels": ("kernels",),
+    "kernels": ("kernels", "lazy"),
     "base": ("errors", "dtypes", "distributed", "patching"),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""
@@ -89,8 +89,9 @@ def test_kernels_import_torch_and_triton_only() -> None:
             assert {module.partition(".")[0] for module in imports_of(name)} <= allowed, name
 
 
-def test_the_packages_are_those_of_the_top_level() -> None:
+def test_the_packages_have_no_top_level_names_of_their_own() -> None:
     for name in ("kernels", "configs"):
+        assert not (ROOT / name / "__init__.py").exists()
         link = ROOT / "amp" / name
         assert link.is_symlink()
         assert link.readlink() == Path("..") / name

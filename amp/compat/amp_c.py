@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import kernels
+from amp.lazy import kernels
 from amp.profiles.keys import SMALLEST_SCALE
 from amp.training import scaler
 

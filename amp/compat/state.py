@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import frontend, kernels
+from amp import frontend
 from amp.errors import AmpRuntimeError
 from amp.fp16_utils.groups import MasterGroups
+from amp.lazy import kernels
 from amp.profiles.loss_scaling import LossScaling
 from amp.training import scaler
 from amp.training.attachment import AttachedOptimizer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import kernels
+from amp.lazy import kernels
 from amp.profiles.keys import LARGEST_SCALE
 from amp.profiles.loss_scaling import LossScaling
 from amp.training import scaler

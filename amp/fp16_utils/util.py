@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from amp import kernels
 from amp.errors import AmpTypeError, AmpValueError
+from amp.lazy import kernels
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import kernels
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import are_plain
+from amp.lazy import kernels
 from amp.masters.parameter import set_memory
 from amp.masters.whole import MasterWeights
 from amp.profiles.properties import LeanMasters

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp import distributed, kernels
+from amp import distributed
 from amp.casting.strategy import Contents
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import are_plain
+from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter
 
 _UNSEEN = -1

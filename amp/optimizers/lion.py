@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import kernels
+from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 
 

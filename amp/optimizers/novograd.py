@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import kernels
 from amp.errors import AmpValueError
+from amp.lazy import kernels
 from amp.optimizers.batches import Batch
 from amp.optimizers.fused import FusedOptimizer
 
@@ -120,6 +120,6 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _norms(self, grads: Sequence[Tensor], norm_type: int) -> Tensor:
         if norm_type == 2:
-            return kernels.l2norm.l2norm(grads).each
+            return kernels.l2norm.l2norm(grads).each  # type: ignore[no-any-return]
         values = list(kernels.tensor_lists.dense(grads))
         return torch.stack([norm.float() for norm in torch._foreach_norm(values, math.inf)])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp import kernels
 from amp.distributed import groups_of_shards, reduce_norm
+from amp.lazy import kernels
 from amp.optimizers.batches import Batch, kinds_of
 from amp.optimizers.checks import check_batch
 
@@ -86,7 +86,7 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
     for (is_own, *ranks), grads in alike.items():
         norms.append(reduce_norm(kernels.l2norm.l2norm(grads, inv_scales[is_own]).total, ranks))
     together = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)
+    return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)  # type: ignore[no-any-return]
 
 
 def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip: Tensor | None) -> None:

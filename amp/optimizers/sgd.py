@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp import kernels
 from amp.errors import AmpTypeError, AmpValueError
+from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 
 

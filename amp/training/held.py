@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from amp import kernels
 from amp.kernels.tensor_lists import TensorList
+from amp.lazy import kernels
 from amp.training.parameter_lists import ParameterLists
 from amp.training.unscaling import unscaled
 

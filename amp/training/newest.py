@@ -64,8 +64,8 @@ def look_at_newest(lists: ParameterLists, dtypes: KnownDtypes, claimed: Collecti
     of_masters = lists.only(there)
     grads = TensorList(list(compress(found, there)), like=of_masters.model_list)  # type: ignore[arg-type]
     kind = _kind_of(grads)
-    if kind is None or of_masters is not lists or kind.dtypes != lists.model_list.kind.dtypes:
-        dtypes.check()  # where gradients have the dtypes of before, so have their parameters
+    if kind is not lists.model_list.kind:
+        dtypes.check()  # where gradients are what their parameters were, so are these
     dtypes.check(lists.unmastered)
     unmastered = [p for p in lists.unmastered if p.grad is not None and id(p) not in claimed]
     are_dense = kind is not None and set(kind.dtypes) <= SCALABLE

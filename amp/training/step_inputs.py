@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from amp import kernels
 from amp.kernels.tensor_lists import TensorList
+from amp.lazy import kernels
 from amp.masters.whole import MasterWeights
 from amp.training.held import Held
 from amp.training.parameter_lists import ParameterLists

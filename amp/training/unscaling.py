@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp import kernels
+from amp.lazy import kernels
 
 
 class Move(NamedTuple):

@@ -1,0 +1,16 @@
+"""The kernels, each loaded when it is first named, and Triton with it: `import amp` loads none."""
+
+import importlib
+from types import ModuleType
+
+
+class _Kernels:
+    """The modules of `amp.kernels`."""
+
+    def __getattr__(self, name: str) -> ModuleType:
+        module = importlib.import_module(f"amp.kernels.{name}")
+        setattr(self, name, module)
+        return module
+
+
+kernels = _Kernels()
