@@ -309,10 +309,8 @@ class GradScaler(_TorchInternals):
                 "scaler.step(optimizer) first"
             )
         if isinstance(skipped, list):  # what was found, still on its devices
-            if (
-                kernels.tables.stream_of(self._scaler.device) is None
-            ):  # what is found then is found by each replay
-                return None
+            if kernels.tables.stream_of(self._scaler.device) is None:
+                return None  # a graph is captured: what is found then is found by each replay
             found, skipped = skipped, HostCopies()
             skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))
             self._skipped[optimizer] = skipped

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.tables import flag_on, merge, number_on, plan
-from amp.kernels.tensor_lists import dense, were_written
+from amp.kernels.tensor_lists import dense, increment_versions
 
 
 class Elementwise(NamedTuple):
@@ -53,4 +53,4 @@ class Elementwise(NamedTuple):
         for same in todo.fallback:
             with torch.no_grad():
                 self.reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)
-        were_written(itertools.chain(*lists[len(lists) - self.writes :]))
+        increment_versions(itertools.chain(*lists[len(lists) - self.writes :]))

@@ -72,11 +72,8 @@ def launch(
     Products are rounded before they are added: which of them the compiler would fuse depends on what
     is around them, and a step on split masters must be the step on whole ones, bit for bit.
     """
-    if (
-        device.index is not None
-        and device.type == "cuda"
-        and device.index != torch.cuda.current_device()
-    ):
+    is_cuda = device.index is not None and device.type == "cuda"
+    if is_cuda and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, programs, device, warps, **arguments)
         return

@@ -50,7 +50,7 @@ from amp.kernels.plainstep import step_plainly
 from amp.kernels.rule import Numbers, Rule, Settings, Streams, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
-from amp.kernels.tensor_lists import dense, were_written
+from amp.kernels.tensor_lists import dense, increment_versions
 
 BLOCK = 2048
 COUNTERS = 256
@@ -114,7 +114,7 @@ def step(
             _launch_step(settings, each, lists)
     if in_torch and (found_inf is None or not found_inf.item()):
         step_plainly(settings, lists, steps, in_torch)
-    were_written(itertools.chain(params, models or (), lows or ()))
+    increment_versions(itertools.chain(params, models or (), lows or ()))
 
 
 def _launch_step(settings: Settings, each: Launch, lists: Streams) -> None:

@@ -146,6 +146,6 @@ def dense(tensors: Sequence[Tensor]) -> TensorList:
     return TensorList([t._values() if t.is_sparse else getattr(t, "_local_tensor", t) for t in tensors])
 
 
-def were_written(tensors: Iterable[Tensor]) -> None:
+def increment_versions(tensors: Iterable[Tensor]) -> None:
     """Tell autograd that kernels wrote to tensors: the version of each goes up by one."""
     torch.autograd.graph.increment_version(tensors)

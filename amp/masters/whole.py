@@ -40,6 +40,7 @@ class MasterWeights:
         self._stepped: set[Tensor] = set()
         self._noted_versions: dict[int, int] = {}
         self._new_versions: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        """What `agree` was told and nobody has asked for yet, by the id of the list of ids."""
 
     def master(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the master of a model's parameter, if it has one."""
