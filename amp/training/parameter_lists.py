@@ -80,7 +80,7 @@ class ParameterLists:
 
 
 def _values_of(masters: Sequence[Tensor]) -> TensorList:
-    """Return plain tensors on the masters' memory: autograd counts writes to a subclass half as fast."""
+    """Return plain tensors on masters' memory: autograd counts writes to a subclass half as fast."""
     return TensorList([master.detach() for master in masters])
 
 
