@@ -8,7 +8,10 @@ class _Kernels:
     """The modules of `amp.kernels`."""
 
     def __getattr__(self, name: str) -> ModuleType:
-        module = importlib.import_module(f"amp.kernels.{name}")
+        try:
+            module = importlib.import_module(f"amp.kernels.{name}")
+        except ModuleNotFoundError as error:
+            raise AttributeError(f"there is no module amp.kernels.{name}") from error
         setattr(self, name, module)
         return module
 

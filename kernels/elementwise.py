@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.tables import flag_on, merge, number_on, plan
+from amp.kernels.tables import flag_on, merge_flag, number_on, plan
 from amp.kernels.tensor_lists import dense, increment_versions
 
 
@@ -49,7 +49,7 @@ class Elementwise(NamedTuple):
             if "found_inf" in arguments:
                 here["found_inf"] = flag_on(each.device, arguments["found_inf"])
             each.run(self.kernel, **here, BLOCK=self.block)
-            merge(arguments.get("found_inf"), here.get("found_inf"))
+            merge_flag(arguments.get("found_inf"), here.get("found_inf"))
         for same in todo.fallback:
             with torch.no_grad():
                 self.reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
-from amp.kernels.tables import Launch, flag_on, merge, number_on, plan, to_device
+from amp.kernels.tables import Launch, flag_on, merge_flag, number_on, plan, to_device
 from amp.kernels.tensor_lists import dense
 from amp.kernels.unscale import check_reference
 
@@ -83,7 +83,7 @@ def l2norm(
         flag, factor = flag_on(one.device, found_inf), number_on(one.device, inv_scale)
         sums = torch.empty(len(one.chunks), dtype=torch.float32, device=one.device)
         one.run(squares_kernel, inv_scale=factor, sums=sums, found_inf=flag, BLOCK=BLOCK)
-        merge(found_inf, flag)
+        merge_flag(found_inf, flag)
         norms_of_chunks(one, sums, norms)
         if not is_home:
             each += to_device(norms, home)

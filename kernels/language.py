@@ -35,9 +35,9 @@ def jit(function: Any) -> Any:
     """
     if triton is None:
         return function
-    variables = [
-        name for name in inspect.signature(function).parameters if name not in function.__annotations__
-    ]
+    of = function.__annotations__
+    names = inspect.signature(function).parameters
+    variables = [name for name in names if "constexpr" not in str(of.get(name))]
     return triton.jit(do_not_specialize=variables)(function)
 
 

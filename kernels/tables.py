@@ -258,18 +258,18 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def number_on(device: torch.device, number: float | Tensor | None) -> Tensor | None:
     """Return a number, or a tensor of one, as a tensor on a device, not to be written; None is None."""
-    if number is None or not isinstance(number, (int, float)):
-        return None if number is None else to_device(number, device)
-    return numbers_on(device, (float(number),))
+    if isinstance(number, (int, float)):
+        return numbers_on(device, (float(number),))
+    return None if number is None else to_device(number, device)
 
 
 def flag_on(device: torch.device, flag: Tensor | None) -> Any:
-    """Return a flag, float32 `[1]`, to set on a device: `flag` if it is there, else one to `merge`."""
+    """Return a flag, float32 `[1]`, to set on a device: `flag` if it is there, else one to merge."""
     is_there = flag is None or flag.device == device
     return flag if is_there else torch.zeros(1, dtype=torch.float32, device=device)
 
 
-def merge(flag: Any, found: Any) -> None:
+def merge_flag(flag: Any, found: Any) -> None:
     """Set a flag if one on another device, which `flag_on` returned for it, was set."""
     if found is not flag:
         torch.maximum(flag, to_device(found, flag.device), out=flag)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.tables import flag_on, merge, to_device
+from amp.kernels.tables import flag_on, merge_flag, to_device
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
@@ -127,7 +127,7 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, seen, here)
     if flag is not None and not _is_at_most_one(factor):
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(here))
-    merge(found_inf, flag)
+    merge_flag(found_inf, flag)
 
 
 def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
@@ -153,7 +153,7 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Ten
         wider = torch.promote_types(extremes.dtype, torch.float32)
         products = extremes.to(wider) * to_device(inv_scale, device)
         torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
-    merge(found_inf, flag)
+    merge_flag(found_inf, flag)
 
 
 def _is_at_most_one(factor: Tensor) -> bool:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from amp.lazy import kernels
 from tests.processes import run_python
 
 
 def run(code: str) -> str:
     return run_python("-c", code).stdout.strip()
+
+
+def test_a_kernel_module_that_is_not_there_is_a_missing_attribute() -> None:
+    assert not hasattr(kernels, "nothing")
+    assert kernels.adam.ADAM.moments == 2
 
 
 def test_import_loads_neither_triton_nor_yaml() -> None:

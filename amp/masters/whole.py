@@ -52,7 +52,10 @@ class MasterWeights:
 
     @property
     def _versions(self) -> dict[int, int]:
-        """Of each master's parameter when the two were last known to agree, by the master's id."""
+        """Of each master's parameter when the two were last known to agree, by the master's id.
+
+        `agree` is told at each step, and this is asked rarely: what it was told is sorted in here.
+        """
         for ids, versions in self._new_versions.values():
             self._noted_versions.update(zip(ids, versions, strict=True))
         self._new_versions.clear()

@@ -62,11 +62,10 @@ class Batch:
         of each list is: state that moves to another device moves as a whole.
         """
         tensors = list(chain.from_iterable(lists))
-        known = zip(lists, self._known, strict=False)
-        if are_same(tensors, list(map(operator.call, self._references))) and all(
-            [of_list[0].data_ptr() == x.addresses[0] for of_list, x in known]  # noqa: C419
-        ):
-            return [x.with_tensors(of_list) for of_list, x in zip(lists, self._known, strict=True)]
+        if are_same(tensors, list(map(operator.call, self._references))):
+            pairs = list(zip(lists, self._known, strict=True))
+            if all(tensors[0].data_ptr() == known.addresses[0] for tensors, known in pairs):
+                return [known.with_tensors(tensors) for tensors, known in pairs]
         result = list(map(TensorList, lists))
         self._references = list(map(weakref.ref, tensors))
         self._known = [x.with_tensors(()) for x in result]
