@@ -74,17 +74,21 @@ def _is_in_op() -> bool:
     return bool(_internals._dispatch_tls_is_dispatch_key_excluded(key))
 
 
-@contextmanager
-def _flags(values: dict[str, bool]) -> Iterator[None]:
-    """Run the block with these values of torch's autocast flags, by device type."""
-    changed = [kind for kind, value in values.items() if torch.is_autocast_enabled(kind) is not value]
-    for kind in changed:
-        torch.set_autocast_enabled(kind, values[kind])
-    try:
-        yield
-    finally:
-        for kind in changed:
-            torch.set_autocast_enabled(kind, not values[kind])
+class _Flags:
+    """Runs the block with some values of torch's autocast flags, by device type."""
+
+    def __init__(self, values: dict[str, bool]) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        values = self._values.items()
+        self._changed = [(kind, on) for kind, on in values if torch.is_autocast_enabled(kind) is not on]
+        for kind, on in self._changed:
+            torch.set_autocast_enabled(kind, on)
+
+    def __exit__(self, *exception: object) -> None:
+        for kind, on in self._changed:
+            torch.set_autocast_enabled(kind, not on)
 
 
 @contextmanager
@@ -99,19 +103,19 @@ def disable_casts() -> Iterator[None]:
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
     else:
-        with _flags(_NO_CASTS):
+        with _Flags(_NO_CASTS):
             yield
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
     """Return a function whose context managers make functions cast, or not, as they do at this call."""
     state = {kind: torch.is_autocast_enabled(kind) for kind in (_OFF, *DEVICE_TYPES)}
-    return functools.partial(_flags, state)
+    return functools.partial(_Flags, state)
 
 
 def plain_torch() -> AbstractContextManager[None]:
     """Run the block with `_OFF` unset: some of torch asks whether any device type has autocast on."""
-    return _flags({_OFF: False})
+    return _Flags({_OFF: False})
 
 
 # Forwards.
