@@ -94,6 +94,29 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
             )
 
 
+def check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    """Raise AmpRuntimeError if the optimizers have no parameter that one of the models has."""
+    have = {id(parameter) for model in models for parameter in model.parameters()}
+    groups = [group for optimizer in map(innermost, optimizers) for group in optimizer.param_groups]
+    if have and groups and not any(id(p) in have for group in groups for p in group["params"]):
+        raise AmpRuntimeError(
+            "no parameter of the optimizers is one of the models', so nothing would be trained. "
+            "fully_shard, parallelize_module and the like exchange a model's parameters: make the "
+            "optimizer of model.parameters() after them, and call amp.initialize then"
+        )
+
+
+def check_masters(optimizers: Sequence[Any]) -> None:
+    """Raise AmpRuntimeError for an optimizer that would go on stepping the parameters of masters."""
+    for i, optimizer in enumerate(optimizers):
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise AmpRuntimeError(
+                f"optimizers[{i}] is a {type(optimizer).__name__}, which steps by an optimizer of its "
+                "own, where no masters can stand. Take a level without master weights, such as "
+                "opt_level='O1' or 'O4'"
+            )
+
+
 def check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
     """Raise AmpRuntimeError if a profile wants moments in a dtype that an optimizer cannot keep."""
     for i, optimizer in enumerate(optimizers):

@@ -117,6 +117,10 @@ class Session:
                 arguments.check_model(model, allow_incoming_model_not_fp32)
                 for strategy in self._strategies:
                     strategy.check_model(model)
+            known = filter(None, [reference() for reference in self._models])
+            arguments.check_owns([*known, *model_list], optimizer_list)
+            if self.properties.master_weights:
+                arguments.check_masters(optimizer_list)
             arguments.check_state_dtype(optimizer_list, self.properties.state_dtype)
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
@@ -140,6 +144,7 @@ class Session:
         self._models += map(weakref.ref, models)
         for one in attached:
             one.recast_state(self.properties.state_dtype)
+            one.note_owned()
         on_eps = [advise_on_eps(one.optimizer) for one in attached]
         for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
             self._log(logging.WARNING, message)
@@ -152,7 +157,7 @@ class Session:
             masters=self._masters,
             use_masters=bool(self.properties.master_weights),
             report=self._report_overflows,
-            name_of=self._name_of,
+            named_parameters=self._named_parameters,
         )
         undo.callback(attached.detach)
         attached.attach(undo.before)
@@ -262,13 +267,14 @@ class Session:
             )
             scaler.warn_if_endless(overflow)
 
-    def _name_of(self, parameter: Tensor) -> str | None:
-        for reference in self._models:
-            model = reference()
-            for name, candidate in model.named_parameters() if model is not None else ():
-                if candidate is parameter:
-                    return f"'{name}'"
-        return None
+    def _named_parameters(self) -> dict[tuple[int, str], Tensor]:
+        """Return the parameters of all models, by the number of the model and their name in it."""
+        return {
+            (i, name): parameter
+            for i, reference in enumerate(self._models)
+            if (model := reference()) is not None
+            for name, parameter in model.named_parameters()
+        }
 
     def _check_open(self) -> None:
         if self.closed:

@@ -19,6 +19,14 @@ def test_ddp_keeps_ranks_equal_and_accumulates_exactly(tmp_path: Path) -> None:
     assert finished.stdout == "passed\n" * 2
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_what_would_train_nothing_is_refused() -> None:
+    """Models that were wrapped too late, weights in shards that are to be cast, masters in ZeRO."""
+    finished = run_python("-m", "tests.wrapped")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "passed\n"
+
+
 def test_every_placement_that_is_no_copy_makes_ranks_agree() -> None:
     """FSDP over tensor parallelism cuts with a `_StridedShard`, which calls itself no shard."""
 

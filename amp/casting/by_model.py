@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from amp.casting.containers import cast_tensors
 from amp.casting.strategy import Contents, Strategy, Undo
-from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
+from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE, dtype_name
 from amp.errors import AmpRuntimeError
+from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 
@@ -89,7 +90,7 @@ class CastModel(Strategy):
         return properties.casts_model or properties.cast_model_outputs is not None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise AmpRuntimeError if the model holds a scripted module, or a lazy one without values."""
+        """Raise AmpRuntimeError for a scripted module, a lazy one without values, and DTensors."""
         dtype = self.properties.cast_model_type
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule) and dtype in LOW_PRECISION:
@@ -102,6 +103,15 @@ class CastModel(Strategy):
                 raise AmpRuntimeError(
                     f"'{name}' has no values yet (a lazy module). Run one batch through the model "
                     "before amp.initialize."
+                )
+
+        cast = dtypes_to_be(model, self.properties)
+        for name, tensor in model.named_parameters():
+            if hasattr(tensor, "device_mesh") and cast.get(tensor, tensor.dtype) is not tensor.dtype:
+                raise AmpRuntimeError(
+                    f"'{name}' is a {type(tensor).__name__} of a model on several devices and cannot "
+                    f"be cast in place to {dtype_name(cast[tensor])}. Take opt_level="
+                    f"{levels_with('patch_torch_functions')}, where weights stay FP32"
                 )
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:

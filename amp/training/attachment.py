@@ -23,6 +23,7 @@ from amp.masters.parameter import MasterParameter
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.training.gradients import Gradients, State
+from amp.training.ownership import OwnedParameters
 from amp.training.parameter_lists import KnownDtypes
 from amp.training.scaler import LossScaler, Verdict
 from amp.training.steps import ClosureStep, DeviceSkip, FusedStep, HostSkip, Stepper, can_skip_on_device
@@ -56,7 +57,7 @@ class AttachedOptimizer:
         masters: the session's master weights.
         use_masters: whether 16-bit parameters get a master.
         report: called with the scaler of a loss when the step after it was decided.
-        name_of: returns how to call a parameter in a message, or None.
+        named_parameters: returns the parameters that the session's models have now, with their names.
 
     Attributes:
         gradients: where its gradients are.
@@ -71,7 +72,7 @@ class AttachedOptimizer:
         masters: MasterWeights,
         use_masters: bool,
         report: Callable[[LossScaler], None],
-        name_of: Callable[[Tensor], str | None],
+        named_parameters: Callable[[], Mapping[tuple[int, str], Tensor]],
     ) -> None:
         self.optimizer = optimizer
         self.owner = owner
@@ -80,7 +81,9 @@ class AttachedOptimizer:
         self._report = report
         self._patches = Patches()
         self._is_attached = False
-        self._dtypes = KnownDtypes(name_of)
+        self._owned = OwnedParameters(optimizer, named_parameters)
+        self._has_stepped = False
+        self._dtypes = KnownDtypes(self._owned.name_of)
         self._takes_scaled = declares(optimizer, "_step_takes_scaled_grads")
         self._skips_on_device = (
             declares(optimizer, "_step_supports_amp_scaling")
@@ -155,6 +158,11 @@ class AttachedOptimizer:
             self.optimizer.state_dtype = self._own_state_dtype
         self.recast_state()
 
+    def note_owned(self) -> None:
+        """Note which parameters of the session's models this optimizer is to train."""
+        lists = self.gradients.look_at_groups()
+        self._owned.note((*lists.unmastered, *lists.models))
+
     def recast_state(self, state_dtype: torch.dtype | None = None) -> None:
         """Give each parameter's state the parameter's dtype, counters apart.
 
@@ -209,6 +217,7 @@ class AttachedOptimizer:
         result = add(group)
         for new_group in self.optimizer.param_groups[known:]:
             self._adopt(new_group, {})
+        self.note_owned()
         return result
 
     # The wrapped methods.
@@ -224,11 +233,15 @@ class AttachedOptimizer:
             parts = self.optimizer, self.gradients, self.masters
             with_closure = ClosureStep(*parts, closure=closure, report=self._report_all)
             result = with_closure.run(lambda evaluate: step(evaluate, *args, **kwargs))
+            self._owned.check()
             self.stepped_by = []
             self.gradients.drop_stepped()
             return result
         self.gradients.finish_delayed()
         self.gradients.gather_strays()
+        if not self._has_stepped or self.gradients.are_none():
+            self._owned.check()
+            self._has_stepped = True
         self.stepped_by, self.gradients.verdicts = self.gradients.verdicts, []
         try:
             way = self._way()

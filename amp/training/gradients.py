@@ -263,6 +263,10 @@ class Gradients:
                 store_grad(master, grad)
         self._held, self._held_before, self._are_shown = None, None, True
 
+    def are_none(self) -> bool:
+        """Whether there is no gradient to step on."""
+        return self._held is None and all(stored_grad(p) is None for p in self.lists.stepped)
+
     def for_step(self) -> Held:
         """Return the gradients of masters, for an optimizer that unscales them itself."""
         if self._held is not None:
