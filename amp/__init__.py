@@ -17,6 +17,7 @@ from amp.casting.registry import register_bfloat16_function as register_bfloat16
 from amp.casting.registry import register_float_function as register_float_function
 from amp.casting.registry import register_half_function as register_half_function
 from amp.casting.registry import register_promote_function as register_promote_function
+from amp.casting.sharded import fsdp_policy as fsdp_policy
 from amp.errors import AmpError as AmpError
 from amp.errors import AmpWarning as AmpWarning
 from amp.frontend import get_session as get_session
@@ -47,6 +48,7 @@ __all__ = [
     "bfloat16_function",
     "disable_casts",
     "float_function",
+    "fsdp_policy",
     "get_session",
     "half_function",
     "initialize",

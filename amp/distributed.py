@@ -1,12 +1,15 @@
 """What the library asks of `torch.distributed`; one process is a world of its own."""
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
 
 from amp.errors import AmpRuntimeError, AmpTypeError
+
+_DATA: Any = torch.Tensor.data
 
 ProcessGroup: TypeAlias = "distributed.ProcessGroup"  # in quotes: a build of torch may have none
 
@@ -40,29 +43,115 @@ def as_process_groups(value: Any) -> tuple[ProcessGroup, ...]:
     return groups
 
 
-def groups_of_shards(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
-    """Return the process groups over which DTensors are cut into shards, each once."""
-    groups: list[ProcessGroup] = []
+def groups_of_meshes(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
+    """Return the process groups whose ranks hold parts or copies of DTensors, each once.
+
+    All ranks of a device mesh are one group, whatever its dimensions are for: copies that should be
+    equal decide together too, so that nothing can take them apart.
+    """
     tensors = list(tensors)
     if not any(hasattr(cls, "device_mesh") for cls in set(map(type, tensors))):
-        return groups
-    for tensor in tensors:
-        mesh: Any = getattr(tensor, "device_mesh", None)
-        for dim, placement in enumerate(getattr(tensor, "placements", ())):
-            group = mesh.get_group(dim)
-            if not placement.is_replicate() and group not in groups:
-                groups.append(group)
-    return groups
+        return []
+    meshes: Any = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))  # type: ignore[attr-defined]
+    return list(dict.fromkeys(map(_group_of_mesh, meshes)))
 
 
-def check_placements(grad: Tensor) -> None:
-    """Raise if a DTensor's gradient is not summed over its ranks yet."""
-    for placement in getattr(grad, "placements", ()):
-        if placement.is_partial():
-            raise AmpRuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} has the placement {placement}: it is not "
-                "summed over its ranks yet, and cannot be checked. Redistribute it first."
-            )
+def _group_of_mesh(mesh: Any) -> ProcessGroup:
+    if mesh.ndim == 1:
+        return mesh.get_group()  # type: ignore[no-any-return]
+    return _group_of_ranks(tuple(mesh.mesh.flatten().tolist()))
+
+
+_made_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]
+_made_groups = WeakKeyDictionary()
+"""Groups by their ranks, for each default group, with which they end."""
+
+
+def _group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup:
+    """Return a group of some ranks, who all call this: of all that there are, or a new one."""
+    world: Any = distributed.group.WORLD
+    if len(ranks) == distributed.get_world_size():
+        return world  # type: ignore[no-any-return]
+    made = _made_groups.setdefault(world, {})
+    if ranks not in made:
+        group: Any = distributed.new_group(list(ranks), use_local_synchronization=True)
+        made[ranks] = group
+    return made[ranks]
+
+
+def without_contained(groups: Iterable[ProcessGroup]) -> list[ProcessGroup]:
+    """Return those of some groups that have ranks which none of the others has."""
+    found: dict[ProcessGroup, set[int]] = {}
+    for group in sorted(dict.fromkeys(groups), key=distributed.get_world_size, reverse=True):
+        ranks = set(distributed.get_process_group_ranks(group))
+        if not any(ranks <= others for others in found.values()):
+            found[group] = ranks
+    return list(found)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which each rank has a part or a copy."""
+    return hasattr(tensor, "device_mesh")
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut among ranks.
+
+    Attributes:
+        shard: the number of this rank's part, which is equal on ranks that hold copies of it.
+        copies: how many ranks hold what this rank holds.
+        groups: the process groups of all of them, none for a tensor that is no DTensor.
+    """
+
+    shard: int
+    copies: int
+    groups: tuple[ProcessGroup, ...]
+
+
+WHOLE = Cut(0, 1, ())
+"""How a tensor is that is not cut."""
+
+
+def cut_of(tensor: Any) -> Cut:
+    """Return how a tensor is cut."""
+    shard, copies = 0, 1
+    if is_sharded(tensor):
+        mesh = tensor.device_mesh
+        for at, size, placement in zip(
+            mesh.get_coordinate(), mesh.shape, tensor.placements, strict=True
+        ):
+            if placement.is_replicate():
+                copies *= size
+            else:
+                shard = shard * size + at
+    return Cut(shard, copies, tuple(groups_of_meshes([tensor])))
+
+
+def place_gradient(parameter: Any) -> None:
+    """Lay the gradient of a DTensor out as the parameter: summed over its ranks, and cut alike.
+
+    Sequence parallelism leaves those of its norms to be summed. All ranks of the mesh call this.
+    """
+    grad = parameter.grad
+    if grad is not None and is_sharded(parameter) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def set_values(tensor: Any, values: Any) -> None:
+    """Let a tensor have other memory, of any dtype, and stay the same object."""
+    _DATA.__set__(tensor, values)  # whatever its class makes of `.data`
+    if is_sharded(tensor):  # `.data` is only its shell: it says what the values are, and has none
+        tensor._local_tensor, tensor._spec = values._local_tensor, values._spec
+
+
+def shard_like(local: Tensor, like: Any) -> Tensor:
+    """Return the DTensor that is cut as `like` and of which this rank holds `local`; else `local`."""
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    size = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
 
 
 def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
@@ -72,26 +161,46 @@ def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
     it, as gloo does.
     """
     for group in groups:
-        distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX, group=group)
+        _all_reduce(found_inf, "max", group, "found_inf, whether there was an overflow")
 
 
-def reduce_norm(norm: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
-    """Return the norm of what the ranks of the groups hold together, given that of each one's own.
+def reduce_squares(squares: Tensor, groups: Iterable[ProcessGroup]) -> None:
+    """Add up sums of squares over the ranks of the groups, which all call this; float32, in place.
 
-    Norms are float32 `[1]`. All ranks of the groups call this, and get inf if the norm is inf or NaN on
-    any.
+    What ranks have copies of each of them gives in part: see `Cut.copies`.
     """
-    groups = tuple(groups)
-    if not groups:
+    for group in groups:
+        _all_reduce(squares, "sum", group, "the norms of gradients")
+
+
+def reduce_norm(norm: Tensor, cut: Cut, is_largest: bool = False) -> Tensor:
+    """Return the norm of what the ranks hold together of tensors, given that of each one's own.
+
+    Norms are float32 `[n]`: Euclidean, or the largest magnitudes. All ranks of the cut call this, and
+    get inf where the norm is inf or NaN on any.
+    """
+    if not cut.groups:
         return norm
-    norm = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    largest = norm.clone()  # to measure by, so that no square overflows
-    for group in groups:
-        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
-    square = (norm / largest).square()
-    for group in groups:
-        distributed.all_reduce(square, group=group)
-    return torch.where(square > 0, square.sqrt() * largest, largest)  # NaN if all are 0, or one is inf
+    if is_largest:
+        norm = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        for group in cut.groups:
+            _all_reduce(norm, "max", group, "the norms of gradients")
+        return norm
+    square = norm.square() / cut.copies
+    reduce_squares(square, cut.groups)
+    return square.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _all_reduce(tensor: Tensor, how: Literal["max", "sum"], group: ProcessGroup, what: str) -> None:
+    op = distributed.ReduceOp.MAX if how == "max" else distributed.ReduceOp.SUM
+    try:
+        distributed.all_reduce(tensor, op=op, group=group)
+    except RuntimeError as error:
+        raise AmpRuntimeError(
+            f"rank {rank()} could not agree with ranks {distributed.get_process_group_ranks(group)} on "
+            f"{what}: {error}. Every rank has to come to the end of its scale_loss block, and to its "
+            "step, as often as the others; look for one that raised, or had no more data"
+        ) from error
 
 
 def _initialized() -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from amp.distributed import check_placements, groups_of_shards, reduce_found_inf
+from amp.distributed import groups_of_meshes, place_gradient, reduce_found_inf
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.lazy import kernels
@@ -97,7 +97,7 @@ class _TorchInternals(torch.amp.GradScaler):
             return {}
         flag = found_inf.reshape(1)
         kernels.unscale.unscale(grads, grads, inv_scale.reshape(1), flag)
-        reduce_found_inf(flag, groups_of_shards(params))
+        reduce_found_inf(flag, self._scaler.groups_with(groups_of_meshes(params)))
         return {found_inf.device: found_inf}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class _TorchInternals(torch.amp.GradScaler):
         if grads:
             flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
             kernels.unscale.check(grads, self._scaler.snapshot().inv_scale, flag)
-            reduce_found_inf(flag, groups_of_shards(params))
+            reduce_found_inf(flag, self._scaler.groups_with(groups_of_meshes(params)))
             found = {flag.device: flag.reshape(())}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
@@ -413,8 +413,8 @@ def _configured(config: LossScaling, **changes: Any) -> LossScaling:
 def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters of an optimizer that have gradients, and the gradients.
 
-    Sparse 16-bit gradients are coalesced: their sums may overflow. Nothing has been changed when a
-    gradient that cannot be unscaled is refused.
+    Sparse 16-bit gradients are coalesced, since their sums may overflow, and those of DTensors summed
+    over their ranks. Nothing has been changed when a gradient that cannot be unscaled is refused.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for i, parameter in enumerate(params):
@@ -425,8 +425,8 @@ def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
                 f"{type(optimizer).__name__}) is {grad.dtype} and cannot be unscaled: GradScaler takes "
                 "float16, bfloat16, float32 and float64"
             )
-        check_placements(grad)
     for parameter in params:
+        place_gradient(parameter)
         if parameter.grad.is_sparse and parameter.grad.dtype in LOW_PRECISION:
             parameter.grad = parameter.grad.coalesce()
     return params, [parameter.grad for parameter in params]

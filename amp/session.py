@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from amp import arguments, checkpoint, distributed
 from amp.advice import advise_on_eps, advise_on_rules
+from amp.casting.sharded import fsdp1_groups, reshard
 from amp.casting.strategies import strategies_for
 from amp.casting.strategy import Undo
 from amp.distributed import ProcessGroup
@@ -29,6 +30,7 @@ from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, innermost
 from amp.training.blocks import Block
 from amp.training.scaler import LossScaler
+from amp.training.synchronization import Synchronization
 
 logger = logging.getLogger("amp")
 
@@ -91,6 +93,7 @@ class Session:
         kind = self.properties.master_weights
         self._masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self._strategies = strategies_for(self.properties)
+        self.synchronization = Synchronization()
         self._undo = ExitStack()
         if self.properties.enabled:
             self._log(
@@ -114,6 +117,7 @@ class Session:
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
             for model in model_list:
+                reshard(model)
                 arguments.check_model(model, allow_incoming_model_not_fp32)
                 for strategy in self._strategies:
                     strategy.check_model(model)
@@ -137,11 +141,17 @@ class Session:
                 for model in models:
                     for handle in install_state_dict_hooks(self._masters, model):
                         undo.callback(handle.remove)
+            if distributed.world_size() > 1:
+                may_join = not (self.properties.master_weights or self.properties.loss_scaling.dynamic)
+                for model in models:
+                    undo.callback(self.synchronization.watch(model, may_join).remove)
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
         except BaseException:
             undo.roll_back()
             raise
         self._models += map(weakref.ref, models)
+        for scaler in self.scalers:
+            scaler.process_groups += tuple(chain.from_iterable(map(fsdp1_groups, models)))
         for one in attached:
             one.recast_state(self.properties.state_dtype)
             one.note_owned()
@@ -219,8 +229,9 @@ class Session:
         try:
             self._report_overflows(scaler)
             yield scaled_loss
-            if delay_unscale:
-                block.delay()
+            are_reduced = not any(attached.owner.synchronization.is_off() for attached in given)
+            if delay_unscale or not are_reduced:
+                block.delay(are_reduced)
             else:
                 block.leave(update=not delay_overflow_check)
         except BaseException:

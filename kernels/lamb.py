@@ -46,11 +46,15 @@ def _prepare(numbers, t, of_tensor, n):
     return size, l2, decay, beta1, new1, beta2, new2, mean, root, eps
 
 
-def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
+def _at(numbers: list[float], t: float, norms: tuple[float, float] | None) -> Prepared:
     lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias, always_adapts = numbers
     correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
     adapts = bool(decay or l2 or always_adapts)
     mean, root = 1 / correction1, 1 / math.sqrt(correction2)
+    if norms is not None:
+        of_param, of_direction = norms
+        lr *= of_param / of_direction if adapts and of_param and of_direction else 1.0
+        adapts = False
     return lr, l2, decay, beta1, new1, beta2, new2, mean, root, eps, adapts
 
 
@@ -72,8 +76,10 @@ def _update(p, g, m, v, prepared, sqrt):
 def _plain_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, prepared: Any, sqrt: Any) -> Any:
     *prepared, adapts = prepared
     direction, m, v = plain(_direction)(p, g, m, v, prepared, sqrt)
+    if not adapts:
+        return p - prepared[0] * direction, m, v
     of_param, of_direction = p.norm(), direction.norm()
-    adapts = (of_param != 0) & (of_direction != 0) & adapts
+    adapts = (of_param != 0) & (of_direction != 0)
     return p - prepared[0] * torch.where(adapts, of_param / of_direction, 1.0) * direction, m, v
 
 

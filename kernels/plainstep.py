@@ -37,12 +37,12 @@ def step_plainly(
     """
     torch._foreach_add_([steps[i] for i in itertools.chain.from_iterable(groups)], 1.0)
     rule, of_tensor, seed = settings.rule, settings.of_tensor, settings.seed
+    are_whole = rule.direction is not None and of_tensor is None  # a norm is one of all of a tensor
     formula = rule.plain_update or plain(rule.update)
-    are_whole = rule.direction is not None  # a norm is one of all of a tensor
-    numbers = list(map(float, settings.numbers))
-    scale = math.prod(float(x) for x in (settings.inv_scale, settings.clip) if x is not None)
-    scale = -scale if settings.maximize else scale
+    numbers, scale = list(map(float, settings.numbers)), _scale_of(settings)
     own = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
+    if len(own) > len(steps):
+        own = list(zip(own[: len(steps)], own[len(steps) :], strict=True))
     for group in groups:
         loops = not are_whole and seed is None and suits_loop(lists, group, settings.backend)
         alike: defaultdict[Any, list[int]] = defaultdict(list)
@@ -57,6 +57,28 @@ def step_plainly(
             for piece, tensors in enumerate(_pieces(lists, left, are_whole)):
                 noise = None if seed is None else hash((seed, same[0], piece, t)) % 2**62
                 _step(formula, tensors, scale, prepared, noise)
+
+
+@torch.no_grad()
+def measure_plainly(
+    settings: Settings,
+    lists: Streams,
+    steps: Sequence[Tensor],
+    groups: Sequence[Sequence[int]],
+    norms: Tensor,
+) -> None:
+    """Write the norms of some parameters, and then of their directions, to float32 `[2n]`."""
+    rule, numbers, scale = settings.rule, list(map(float, settings.numbers)), _scale_of(settings)
+    for i in itertools.chain.from_iterable(groups):
+        *prepared, _ = rule.at(numbers, float(steps[i]) + 1, None)
+        one = {name: tensors[i] for name, tensors in lists.items()}
+        p, direction, *_ = _applied(plain(rule.direction), one, scale, prepared)
+        norms[i], norms[len(steps) + i] = p.norm(), direction.norm()
+
+
+def _scale_of(settings: Settings) -> float:
+    scale = math.prod(float(x) for x in (settings.inv_scale, settings.clip) if x is not None)
+    return -scale if settings.maximize else scale
 
 
 def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[Streams]:
@@ -90,13 +112,9 @@ def _step(
     formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any], seed: int | None
 ) -> None:
     """Step tensors of one shape, in eager torch."""
-    dtypes = {tensor.dtype for tensor in streams.values()}
-    to = torch.float64 if torch.float64 in dtypes else torch.float32
+    _, p, *new = _applied(formula, streams, scale, prepared)
     param, model, low = streams["param"], streams.get("model"), streams.get("low")
-    p = param.to(to) if low is None else decode(param, low)
     moments = [streams[name] for name in ("first", "second") if name in streams]
-    m, v, *_ = [*(moment.to(to) for moment in moments), None, None]
-    p, *new = formula(p, streams["grad"].to(to) * scale, m, v, prepared, torch.sqrt)
     for i, (moment, result) in enumerate(zip(moments, new, strict=False)):
         if seed is not None and moment.dtype is torch.bfloat16:
             round_stochastically(result, moment, seed + i)
@@ -110,6 +128,17 @@ def _step(
         low.copy_(rest)
     if model is not None:
         model.copy_(p)
+
+
+def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Sequence[Any]:
+    """Return parameters in FP32 or FP64, and what a formula makes of tensors of one shape."""
+    dtypes = {tensor.dtype for tensor in streams.values()}
+    to = torch.float64 if torch.float64 in dtypes else torch.float32
+    param, low = streams["param"], streams.get("low")
+    p = param.to(to) if low is None else decode(param, low)
+    moments = [streams[name].to(to) for name in ("first", "second") if name in streams]
+    m, v, *_ = [*moments, None, None]
+    return p, *formula(p, streams["grad"].to(to) * scale, m, v, prepared, torch.sqrt)
 
 
 def round_stochastically(source: Tensor, target: Tensor, seed: int) -> None:

@@ -34,20 +34,22 @@ class Rule(NamedTuple):
             host does not wait for the device.
         prepare: for Triton, in FP32: from the numbers, t, a pointer to the tensor's own numbers and how
             far apart they are to what `update` needs of them.
-        at: the same for plain torch, on the host in FP64: from the numbers, t and the tensor's own.
+        at: the same for plain torch, on the host in FP64: from the numbers, t and the tensor's own:
+            one, or None; the two norms, for a rule with a direction, if they are known. Such a rule
+            says besides, as the last, whether the norms are still to be found.
             None where `prepare` is right for both.
         update: from a parameter, its gradient, two moments, what was prepared and a square root to the
             new parameter and moments. Triton and plain torch both run it. A moment that the rule does
             not have comes and goes as it is.
         direction: as `update`, to the direction of the step in place of the parameter. A rule that has
             it goes by the norms of parameters and directions: they are the tensor's own numbers.
-        plain_update: for plain torch instead of `update`, where that is of Triton's alone.
+        plain_update: for plain torch instead of `update`, where it finds the norms itself.
     """
 
     moments: int
     numbers: Callable[[Mapping[str, Any]], Numbers]
     prepare: Any
-    at: Callable[[list[float], float, float | None], Prepared] | None
+    at: Callable[[list[float], float, Any], Prepared] | None
     update: Any
     direction: Any = None
     plain_update: Any = None

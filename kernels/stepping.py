@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from amp.kernels.language import (
     tl,
     wide,
 )
-from amp.kernels.plainstep import step_plainly
+from amp.kernels.plainstep import measure_plainly, step_plainly
 from amp.kernels.rule import Numbers, Rule, Settings, Streams, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
@@ -72,6 +72,7 @@ def step(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
     maximize: bool = False,
+    norms_of_all_ranks: Callable[[Tensor], Tensor] | None = None,
     backend: str | None = None,
 ) -> None:
     """Step parameters in place. On a device with Triton the host does not wait.
@@ -93,6 +94,8 @@ def step(
         clip: the same again.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
         maximize: whether to step along the gradients.
+        norms_of_all_ranks: from the norms of this rank's shards, float32 `[2n]`, to those of whole
+            tensors, for a rule that goes by them. None where tensors are whole.
         backend: see `amp.kernels.backend`.
 
     Raises:
@@ -106,20 +109,28 @@ def step(
         rule, tuple(numbers), of_tensor, seed, inv_scale, clip, found_inf, maximize, backend
     )
     todo = plan(*lists.values(), block=BLOCK, numbers=steps, backend=backend)
-    in_torch = list(todo.fallback)
-    for each in todo.launches:
-        if torch.float64 in each.dtypes:
-            in_torch.append(each.indices)
-        else:
-            _launch_step(settings, each, lists)
-    if in_torch and (found_inf is None or not found_inf.item()):
+    in_triton = [each for each in todo.launches if torch.float64 not in each.dtypes]
+    in_torch = [each.indices for each in todo.launches if torch.float64 in each.dtypes]
+    in_torch += todo.fallback
+    if in_torch and found_inf is not None and found_inf.item():
+        in_torch = []
+    if rule.direction is not None and norms_of_all_ranks is not None:
+        norms = torch.zeros(2 * len(params), dtype=torch.float32, device=lists["param"][0].device)
+        for each in in_triton:
+            _launch_norms(settings, each, lists, norms)
+        measure_plainly(settings, lists, steps, in_torch, norms)
+        settings = settings._replace(of_tensor=norms_of_all_ranks(norms))
+    for each in in_triton:
+        _launch_step(settings, each, lists)
+    if in_torch:
         step_plainly(settings, lists, steps, in_torch)
     increment_versions(itertools.chain(params, models or (), lows or ()))
 
 
-def _launch_step(settings: Settings, each: Launch, lists: Streams) -> None:
+def _prepared_launch(settings: Settings, each: Launch, lists: Streams) -> Callable[..., None]:
+    """Return the launch of a kernel with all that a step and the norms before it share."""
     rule, device, n = settings.rule, each.device, len(lists["param"])
-    run = functools.partial(
+    return functools.partial(
         each.run,
         step_kernel,
         n=len(each.indices),
@@ -137,15 +148,25 @@ def _launch_step(settings: Settings, each: Launch, lists: Streams) -> None:
         BLOCK=BLOCK,
         COUNTERS=COUNTERS,
     )
-    if rule.direction is None:
-        of_tensor = number_on(device, settings.of_tensor)
-    else:
-        programs = len(each.chunks)
-        sums = torch.empty(2 * programs, dtype=torch.float32, device=device)
-        run(UPDATE=rule.direction, of_tensor=None, sums=sums, ticket=None)
-        of_tensor = torch.empty(2 * n, dtype=torch.float32, device=device)
-        for norms, of_chunks in zip(of_tensor.split(n), sums.split(programs), strict=True):
-            norms_of_chunks(each, of_chunks, norms)  # of parameters, and then of their directions
+
+
+def _launch_norms(settings: Settings, each: Launch, lists: Streams, norms: Tensor) -> None:
+    """Write the norms of a launch's parameters, and then of their directions, to float32 `[2n]`."""
+    programs = len(each.chunks)
+    sums = torch.empty(2 * programs, dtype=torch.float32, device=each.device)
+    run = _prepared_launch(settings, each, lists)
+    run(UPDATE=settings.rule.direction, of_tensor=None, sums=sums, ticket=None)
+    for some, of_chunks in zip(norms.split(len(norms) // 2), sums.split(programs), strict=True):
+        norms_of_chunks(each, of_chunks, some)
+
+
+def _launch_step(settings: Settings, each: Launch, lists: Streams) -> None:
+    rule, device = settings.rule, each.device
+    of_tensor = number_on(device, settings.of_tensor)
+    if rule.direction is not None and of_tensor is None:
+        of_tensor = torch.empty(2 * len(lists["param"]), dtype=torch.float32, device=device)
+        _launch_norms(settings, each, lists, of_tensor)
+    run = _prepared_launch(settings, each, lists)
     run(UPDATE=rule.update, of_tensor=of_tensor, sums=None, ticket=_ticket(device))
 
 

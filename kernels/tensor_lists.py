@@ -142,8 +142,16 @@ def dense(tensors: Sequence[Tensor]) -> TensorList:
         return tensors
     if are_plain(tensors) and not any(tensor.is_sparse for tensor in tensors):
         return TensorList(tensors)
-    # A DTensor's to_local() would be differentiable.
-    return TensorList([t._values() if t.is_sparse else getattr(t, "_local_tensor", t) for t in tensors])
+    return TensorList([t._values() if t.is_sparse else local(t) for t in tensors])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the shard of a DTensor that this rank holds, on the same memory; any other tensor itself.
+
+    `DTensor.to_local` would be differentiable. What is still on its way from other ranks is waited for.
+    """
+    values: Any = getattr(tensor, "_local_tensor", tensor)
+    return values.wait() if hasattr(values, "wait") else values  # type: ignore[no-any-return]
 
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:

@@ -6,7 +6,7 @@ pickle, DataParallel and DDP see an ordinary module.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from amp.casting.containers import cast_tensors
+from amp.casting.sharded import (
+    ShardPolicies,
+    casts_by_its_own_policy,
+    fsdp1_modules,
+    gathered_dtypes,
+)
 from amp.casting.strategy import Contents, Strategy, Undo
 from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE, dtype_name
 from amp.errors import AmpRuntimeError
@@ -90,8 +96,18 @@ class CastModel(Strategy):
         return properties.casts_model or properties.cast_model_outputs is not None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise AmpRuntimeError for a scripted module, a lazy one without values, and DTensors."""
+        """Raise AmpRuntimeError for what cannot be cast.
+
+        That is a scripted module, a lazy one without values, `FullyShardedDataParallel`, and what
+        `ShardPolicies` refuses.
+        """
         dtype = self.properties.cast_model_type
+        if dtype in LOW_PRECISION and fsdp1_modules(model):
+            raise AmpRuntimeError(
+                "the model is wrapped in FullyShardedDataParallel, whose flat shards cannot be cast to "
+                f"{dtype_name(dtype)}. Cut it by torch.distributed.fsdp.fully_shard instead, or take "
+                f"opt_level={levels_with('patch_torch_functions')}"
+            )
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule) and dtype in LOW_PRECISION:
                 raise AmpRuntimeError(
@@ -105,22 +121,21 @@ class CastModel(Strategy):
                     "before amp.initialize."
                 )
 
-        cast = dtypes_to_be(model, self.properties)
-        for name, tensor in model.named_parameters():
-            if hasattr(tensor, "device_mesh") and cast.get(tensor, tensor.dtype) is not tensor.dtype:
-                raise AmpRuntimeError(
-                    f"'{name}' is a {type(tensor).__name__} of a model on several devices and cannot "
-                    f"be cast in place to {dtype_name(cast[tensor])}. Take opt_level="
-                    f"{levels_with('patch_torch_functions')}, where weights stay FP32"
-                )
+        ShardPolicies(model, self.properties, dtypes_to_be(model, self.properties))
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Cast the parameters, buffers and gradients of the model in place, and hook it."""
-        for tensor, dtype in dtypes_to_be(model, self.properties).items():
-            if tensor.dtype is not dtype:
+        """Cast the parameters, buffers and gradients of the model in place, and hook it.
+
+        FP32 shards of FSDP2 stay what they are where there are masters; see `amp.casting.sharded`.
+        """
+        dtypes = dtypes_to_be(model, self.properties)
+        policies = ShardPolicies(model, self.properties, dtypes)
+        for tensor, dtype in dtypes.items():
+            if tensor.dtype is not dtype and not policies.keeps(tensor):
                 undo.before[tensor] = held = Contents(tensor.data, tensor.grad)
                 grad = None if held.grad is None else held.grad.to(dtype)
                 Contents(held.data.to(dtype), grad).put_into(tensor)
+        undo.if_it_fails.append(policies.apply())
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:
                 module.flatten_parameters()
@@ -142,8 +157,10 @@ class CastModel(Strategy):
         if isinstance(dtype, torch.dtype) and weights != {torch.float64}:
             outputs = outputs or torch.float32
             ruled = _ruled_modules(model, self.properties.rules)
-            for module in model.modules():
-                needed = ruled.get(module) or _needed_input_dtype(module, dtype)
+            gathered = gathered_dtypes(model)
+            leaves_it_to_fsdp = dtype is torch.float32 and casts_by_its_own_policy(model)
+            for module in () if leaves_it_to_fsdp else model.modules():
+                needed = ruled.get(module) or _needed_input_dtype(module, dtype, gathered)
                 if needed is None and module is model:
                     needed = dtype
                 if needed is not None:
@@ -155,9 +172,15 @@ class CastModel(Strategy):
             yield _cast_outputs(model, outputs)
 
 
-def _needed_input_dtype(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that the input of this layer must have, or None if it takes any."""
-    dtype = next((tensor.dtype for tensor in _tensors_of(module) if tensor.is_floating_point()), None)
+def _needed_input_dtype(
+    module: nn.Module, model_dtype: torch.dtype, gathered: Mapping[Tensor, torch.dtype]
+) -> torch.dtype | None:
+    """Return the dtype that the input of this layer must have, or None if it takes any.
+
+    `gathered` has the dtypes in which FSDP2 shows shards in a forward.
+    """
+    tensors = filter(Tensor.is_floating_point, _tensors_of(module))
+    dtype = next((gathered.get(tensor, tensor.dtype) for tensor in tensors), None)
     is_cast_norm = isinstance(module, _NormBase) and dtype is model_dtype  # a wider one takes any input
     return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
 

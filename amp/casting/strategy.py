@@ -3,11 +3,13 @@
 A strategy is one class in one file of this package, listed in `amp.casting.strategies`.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from amp.distributed import set_values
 from amp.profiles.properties import Properties
 
 
@@ -20,7 +22,7 @@ class Contents(NamedTuple):
     def put_into(self, tensor: Tensor) -> None:
         """Make these the contents of `tensor`, whatever its dtype was."""
         tensor.grad = None
-        tensor.data = self.data
+        set_values(tensor, self.data)
         tensor.grad = self.grad
 
 
@@ -29,16 +31,20 @@ class Undo(ExitStack):
 
     Attributes:
         before: what tensors held that it has cast; the model keeps its dtype when the session closes.
+        if_it_fails: what takes back the rest of that.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.before: dict[Tensor, Contents] = {}
+        self.if_it_fails: list[Callable[[], None]] = []
 
     def roll_back(self) -> None:
         """Make everything what it was: `initialize` has failed."""
         for tensor, contents in self.before.items():
             contents.put_into(tensor)
+        for take_back in self.if_it_fails:
+            take_back()
         self.close()
 
 

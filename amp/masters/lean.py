@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpRuntimeError
-from amp.kernels.tensor_lists import are_plain
+from amp.distributed import set_values, shard_like
+from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.masters.parameter import set_memory
 from amp.masters.whole import MasterWeights
 from amp.profiles.properties import LeanMasters
 
@@ -29,11 +28,6 @@ class LeanMasterWeights(MasterWeights):
         self._in_float32: set[Tensor] = set()
 
     def _memory_for(self, parameter: Tensor, data: Tensor) -> Tensor:
-        if not are_plain([parameter]):
-            raise AmpRuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} is a {type(parameter).__name__}, of "
-                "which only whole masters are kept. Use master_weights=True."
-            )
         return _placeholder(parameter)
 
     @torch.no_grad()
@@ -69,7 +63,7 @@ class LeanMasterWeights(MasterWeights):
         lean = [m for m in masters if m in self._low_of and m not in self._in_float32]
         parameters = [self._model_of[master] for master in lean]
         for master, parameter in zip(lean, parameters, strict=True):
-            set_memory(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
+            set_values(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
         kernels.split.join(parameters, self.low_halves(lean), lean)
         self._in_float32.update(lean)
         try:
@@ -78,7 +72,7 @@ class LeanMasterWeights(MasterWeights):
             self._split(lean)
             self._in_float32.difference_update(lean)
             for master, parameter in zip(lean, parameters, strict=True):
-                set_memory(master, _placeholder(parameter))
+                set_values(master, _placeholder(parameter))
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Return the low halves of masters."""
@@ -96,9 +90,9 @@ class LeanMasterWeights(MasterWeights):
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Clear the low bits of zeros, and those that do not round to a weight: it was written to."""
-        low = self._low_of[master]
-        high, _ = kernels.split.encode(kernels.split.decode(parameter, low), parameter.dtype, low.dtype)
-        low.copy_(torch.where((high == parameter) & (parameter != 0), low, 0))
+        weights, low = local(parameter), local(self._low_of[master])
+        high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
+        low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
 
     def values(self, master: Tensor) -> Tensor:
         """Return what a master stands for, float32, in new memory. No host sync."""
@@ -121,4 +115,4 @@ class LeanMasterWeights(MasterWeights):
 def _placeholder(parameter: Tensor) -> Tensor:
     """Return what has the shape of a master and the memory of one number, which is NaN."""
     nan = torch.full((), torch.nan, dtype=torch.float32, device=parameter.device)
-    return nan.expand(parameter.shape)
+    return shard_like(nan.expand(local(parameter).shape), parameter)

@@ -79,8 +79,3 @@ def stored_grad(parameter: Tensor) -> Tensor | None:
 def store_grad(parameter: Tensor, grad: Tensor | None) -> None:
     """Set what is in `.grad`, and let nobody put anything there first."""
     _GRAD.__set__(parameter, grad)
-
-
-def set_memory(parameter: Tensor, memory: Tensor) -> None:
-    """Let a parameter have other memory, whatever its class makes of `.data`."""
-    _DATA.__set__(parameter, memory)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from amp import distributed
 from amp.casting.strategy import Contents
 from amp.errors import AmpRuntimeError
-from amp.kernels.tensor_lists import are_plain
+from amp.kernels.tensor_lists import are_plain, local
 from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter
 
@@ -74,7 +74,7 @@ class MasterWeights:
         master = self._master_of.get(parameter)
         if master is None:
             data, grad = before.get(parameter) or Contents(parameter.detach(), parameter.grad)
-            if distributed.world_size() > 1:
+            if distributed.world_size() > 1 and not distributed.is_sharded(parameter):
                 # DDP is about to make the ranks' 16-bit weights equal. Masters made of those are
                 # equal in every bit; ones that know each rank's own FP32 weights are not.
                 data = data.to(parameter.dtype)
@@ -202,8 +202,9 @@ class MasterWeights:
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Let a master have the values of its parameter that are not its own, rounded."""
-        same = master.to(parameter.dtype) == parameter
-        master.copy_(torch.where(same, master, parameter.to(master.dtype)))
+        ours, theirs = local(master), local(parameter)
+        same = ours.to(theirs.dtype) == theirs
+        ours.copy_(torch.where(same, ours, theirs.to(ours.dtype)))
 
     # What is saved.
 

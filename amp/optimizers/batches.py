@@ -2,14 +2,15 @@
 
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same
+from amp.distributed import WHOLE, Cut, cut_of, place_gradient
+from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
 from amp.masters.parameter import stored_grad
 
 
@@ -22,6 +23,7 @@ class Batch:
         stepped: what is in the group and has the state: parameters or masters.
         positions: where each is among the masters that are shown; None for parameters without a master.
         has_all: whether these are all of the masters that are shown, in their order.
+        cut: how each is cut among ranks.
         entries: where in the optimizer's state each has its own; None where there is none yet.
         checked: the kinds and devices of the lists that were last found to be what a step takes.
     """
@@ -29,7 +31,8 @@ class Batch:
     index: int
     stepped: list[Tensor]
     positions: list[int] | None
-    has_all: bool = False
+    has_all: bool
+    cut: Cut
     entries: list[int | None] = field(default_factory=list)
     checked: list[Any] = field(default_factory=list)
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -42,10 +45,16 @@ class Batch:
         A list is a `TensorList` unless it has tensors of a class of their own.
         """
         if self.positions is None:
-            own: list[Any] = [parameter.grad for parameter in self.stepped]
-            if not are_plain(own) or not are_plain(self.stepped):
-                return {"params": self.stepped, "grads": own}
-            params = TensorList(self.stepped)  # whose dtype and order a user may have changed
+            stepped: list[Any] = self.stepped
+            if self.cut.groups:
+                for parameter in stepped:
+                    place_gradient(parameter)
+            own: list[Any] = [parameter.grad for parameter in stepped]
+            if self.cut.groups:
+                stepped, own = list(map(local, stepped)), list(map(local, own))
+            if not are_plain(own) or not are_plain(stepped):
+                return {"params": stepped, "grads": own}
+            params = TensorList(stepped)  # whose dtype and order a user may have changed
             return {"params": params, "grads": TensorList(own, like=params)}
         masters, grads, models = [self._of(x) for x in (inputs.params, inputs.grads, inputs.models)]
         if inputs.lows is None:
@@ -62,6 +71,8 @@ class Batch:
         of each list is: state that moves to another device moves as a whole.
         """
         tensors = list(chain.from_iterable(lists))
+        if self.cut.groups:
+            lists = [list(map(local, tensors)) for tensors in lists]
         if are_same(tensors, list(map(operator.call, self._references))):
             pairs = list(zip(lists, self._known, strict=True))
             if all(tensors[0].data_ptr() == known.addresses[0] for tensors, known in pairs):
@@ -126,10 +137,21 @@ def _batches(
     """Yield the batches; `own` has the ids of parameters with a gradient in their `.grad`."""
     position_of = {id(master): i for i, master in enumerate(masters)}
     for index, params in enumerate(groups):
-        given = [parameter for parameter in params if id(parameter) in position_of]
-        others = [parameter for parameter in params if id(parameter) in own]
-        if given:
-            positions = [position_of[id(parameter)] for parameter in given]
-            yield Batch(index, given, positions, positions == list(range(len(masters))))
-        if others:
-            yield Batch(index, others, None)
+        for cut, alike in _cut_alike(params):
+            given = [parameter for parameter in alike if id(parameter) in position_of]
+            others = [parameter for parameter in alike if id(parameter) in own]
+            if given:
+                positions = [position_of[id(parameter)] for parameter in given]
+                yield Batch(index, given, positions, positions == list(range(len(masters))), cut)
+            if others:
+                yield Batch(index, others, None, False, cut)
+
+
+def _cut_alike(params: Sequence[Tensor]) -> Iterable[tuple[Cut, Sequence[Tensor]]]:
+    """Return the parameters of a group, those together that are cut among the same ranks alike."""
+    if are_plain(params):
+        return [(WHOLE, params)]
+    alike: dict[Cut, list[Tensor]] = {}
+    for parameter in params:
+        alike.setdefault(cut_of(parameter), []).append(parameter)
+    return alike.items()

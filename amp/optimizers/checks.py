@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp.distributed import groups_of_shards
 from amp.dtypes import SCALABLE
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 
@@ -57,9 +56,12 @@ def check_batch(optimizer: FusedOptimizer, batch: Batch, grads: Sequence[Tensor]
     kind = type(optimizer).__name__
     for parameter, grad in zip(batch.stepped, grads, strict=True):
         called = _called(parameter, batch.index, group)
-        if optimizer._goes_by_norms and groups_of_shards([parameter]):
+        needs_norms = optimizer._goes_by_norms or optimizer.max_grad_norm
+        if needs_norms and hasattr(parameter, "_fsdp_flattened"):
             raise AmpTypeError(
-                f"{called} is a DTensor cut into shards, and {kind} steps by the norms of whole tensors"
+                f"{called} is a flat shard of FullyShardedDataParallel, whose norm {kind} cannot tell. "
+                "Cut the model by fully_shard instead, or leave max_grad_norm out and call the "
+                "model's clip_grad_norm_"
             )
         if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
             what = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"

@@ -33,9 +33,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         set_grad_none: whether `zero_grad()` removes gradients or writes zeros, unless it is told.
         max_grad_norm: what to clip the norm of the gradients of all groups to; 0 or None does not clip.
             Gradients of DTensors count with all their shards, others once on each rank.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits, rounded stochastically with a seed
-            that comes from `torch.initial_seed()` and is in the state dict; None keeps them in the
-            dtype of what is stepped.
+        state_dtype: `torch.bfloat16` keeps the moments in 16 bits, rounded stochastically; None keeps
+            them in the dtype of what is stepped. The seed is 0, whatever the user seeds, so that ranks
+            with copies of a parameter round alike; shards differ. It is each group's `seed`.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range or not a number, or asks for what is not
@@ -56,7 +56,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _required: frozenset[str]
     """What every saved group of this optimizer has."""
     _goes_by_norms = False
-    """Whether a step goes by the norm of each tensor, which no rank knows of a DTensor's shards."""
+    """Whether a step goes by the norm of each tensor."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "set_grad_none": set_grad_none,
             "max_grad_norm": max_grad_norm,
             "state_dtype": state_dtype,
-            "seed": torch.initial_seed() % 2**31,
+            "seed": 0,
         }
         super().__init__(params, {**defaults, **of_all})
         self._batches = Batches()
@@ -207,8 +207,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: evaluates the model and returns the loss, as with `torch.optim`.
 
         Raises:
-            AmpTypeError: a gradient is sparse, or of a dtype that no kernel takes; or a parameter is in
-                shards, and the step goes by norms.
+            AmpTypeError: a gradient is sparse, or of a dtype that no kernel takes; or a parameter is a
+                flat shard of `FullyShardedDataParallel`, and the step goes by norms.
             AmpValueError: a hyper-parameter is out of its range or not a number.
 
         In both cases no parameter has been stepped.

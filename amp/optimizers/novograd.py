@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.distributed import reduce_norm
 from amp.errors import AmpValueError
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch
@@ -99,6 +100,7 @@ class FusedNovoGrad(FusedOptimizer):
         group = self.param_groups[batch.index]
         states = [self.state[parameter] for parameter in batch.stepped]
         norms: Tensor = self._norms(grads, group["norm_type"])
+        norms = reduce_norm(norms, batch.cut, is_largest=group["norm_type"] == 0)
         for factor in factors:
             norms = norms * factor.to(norms.device, non_blocking=True)
         steps, known = [

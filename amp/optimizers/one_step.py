@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,13 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.distributed import groups_of_shards, reduce_norm
+from amp.distributed import Cut, reduce_norm, shard_like
+from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch, kinds_of
 from amp.optimizers.checks import check_batch
 
 if TYPE_CHECKING:
     from amp.optimizers.fused import FusedOptimizer
+
+
+SHARD_SEED = 7919
+"""What parts the seeds of two shards: more than 4 for each group that an optimizer may have."""
 
 
 class Ready(NamedTuple):
@@ -80,11 +86,17 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
     inv_scales = {one.batch.positions is None: one.inv_scale for one in ready}
     alike: dict[Any, list[Tensor]] = {}
     for one in ready:
-        for grad in one.lists["grads"]:
-            key = (one.batch.positions is None, *groups_of_shards([grad]))
-            alike.setdefault(key, []).append(grad)
-    for (is_own, *ranks), grads in alike.items():
-        norms.append(reduce_norm(kernels.l2norm.l2norm(grads, inv_scales[is_own]).total, ranks))
+        key = one.batch.positions is None, one.batch.cut._replace(shard=0)
+        alike.setdefault(key, []).extend(one.lists["grads"])
+    squares: dict[Any, Tensor] = {}
+    for (is_own, cut), grads in alike.items():
+        norm = kernels.l2norm.l2norm(grads, inv_scales[is_own]).total
+        if cut.groups:
+            squares[cut.groups] = squares.get(cut.groups, 0.0) + norm.square() / cut.copies
+        else:
+            norms.append(norm)
+    for groups, square in squares.items():
+        norms.append(reduce_norm(square.sqrt(), Cut(0, 1, groups)))
     together = torch.stack([norm.to(norms[0].device) for norm in norms])
     return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)  # type: ignore[no-any-return]
 
@@ -96,6 +108,7 @@ def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip:
     factors = [factor for factor in (one.inv_scale, clip) if factor is not None]
     rule = optimizer._rule(group)
     seed = group["seed"] + 4 * batch.index + (batch.positions is None)
+    seed += SHARD_SEED * batch.cut.shard
     kernels.stepping.step(
         rule,
         rule.numbers(group),
@@ -108,7 +121,19 @@ def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip:
         clip=clip,
         found_inf=found_inf,
         maximize=group["maximize"],
+        norms_of_all_ranks=functools.partial(reduce_norm, cut=batch.cut) if batch.cut.groups else None,
     )
+    if batch.cut.groups:
+        _count_steps_of_empty_shards(one.lists["params"], steps, found_inf)
+
+
+def _count_steps_of_empty_shards(
+    params: Sequence[Tensor], steps: Sequence[Tensor], found_inf: Tensor | None
+) -> None:
+    """Count the step of a parameter of which this rank has nothing, as the other ranks do."""
+    empty = [steps[i] for i, parameter in enumerate(params) if not parameter.numel()]
+    if empty:
+        torch._foreach_add_(empty, 1.0 if found_inf is None else (found_inf == 0).float().reshape(()))
 
 
 def _make_state(
@@ -125,9 +150,10 @@ def _make_state(
         for name in names[:-1]:
             if name not in state:
                 start = optimizer._first_moment(group)
-                state[name] = torch.full_like(like, start, dtype=dtype).requires_grad_(False)
+                moment = torch.full_like(like, start, dtype=dtype).requires_grad_(False)
+                state[name] = shard_like(moment, parameter)
         for name in ("step", *optimizer._scalars):
             if name not in state:
                 state[name] = torch.zeros((), dtype=torch.float32, device=like.device)
         state["step"] = state["step"].to(like.device, non_blocking=True)
-    return [[optimizer.state[parameter][name] for parameter in batch.stepped] for name in names]
+    return [[local(optimizer.state[p][name]) for p in batch.stepped] for name in names]

@@ -68,6 +68,11 @@ class Properties:
         OneOf(BFLOAT16, FLOAT32, None, means={FLOAT32: None}),
         "the moments of a [fused optimizer](optimizers.md), bfloat16 with stochastic rounding",
     )
+    reduce_dtype: torch.dtype | None = key(
+        None,
+        OneOf(FLOAT16, BFLOAT16, FLOAT32, None),
+        "dtype in which [FSDP2](distributed.md) reduces gradients of a cast model; none is FP32",
+    )
     loss_scaling: LossScaling = key(
         LossScaling(mode="static", init=1.0),
         parse_loss_scale,

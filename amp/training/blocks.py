@@ -8,13 +8,17 @@ delay    they stay scaled, until a block at another scale or a step finishes the
 abort    they are dropped
 """
 
+from __future__ import annotations
+
+import warnings
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
 from amp.casting.regions import disable_casts
 from amp.distributed import reduce_found_inf
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, AmpWarning
 from amp.training.gradients import Gradients, State
 from amp.training.newest import Newest
 from amp.training.scaler import LossScaler, ScaleSnapshot
@@ -27,6 +31,7 @@ class Block:
         self.scaler = scaler
         self._gradients = gradients
         self.scale: ScaleSnapshot  # what the loss was scaled by, once the block is entered
+        self.is_reduced = True  # over the ranks, if the block is delayed
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait."""
@@ -35,6 +40,8 @@ class Block:
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
+        for gradients in self._gradients:
+            _check_reduced(gradients.delayed, self.scaler)
         # Finishing a block moves a scale, perhaps this one: look again until none is left.
         while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
             pass
@@ -54,11 +61,14 @@ class Block:
         """Unscale the block's gradients, or let the step do it, and move the scale. No host sync."""
         _unscale(self._gradients, self.scale, update)
 
-    def delay(self) -> None:
-        """Leave the gradients scaled, with those that are delayed at the same scale."""
+    def delay(self, are_reduced: bool) -> None:
+        """Leave the gradients scaled, with those that are delayed at the same scale.
+
+        `are_reduced` says whether the backward has reduced all of these gradients over the ranks.
+        """
         _collect(self._gradients, self.scale)  # what cannot be unscaled later is refused now
         for gradients in self._gradients:
-            gradients.delay(self)
+            gradients.delay(self).is_reduced = are_reduced
 
     def abort(self) -> None:
         """Drop the block's gradients."""
@@ -67,8 +77,27 @@ class Block:
 
     def finish(self) -> None:
         """Do what leaving the block without a delay would have done, where it is still to be done."""
+        if not self.is_reduced:
+            warnings.warn(
+                "gradients are stepped on that were not reduced over the ranks: the last backward was "
+                "one of no_sync() or set_requires_gradient_sync(False). The ranks go apart. Let the "
+                "last backward before a step reduce",
+                AmpWarning,
+                stacklevel=5,
+            )
         together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
         _unscale(together, self.scale)
+
+
+def _check_reduced(delayed: Block | None, scaler: LossScaler) -> None:
+    """Raise if gradients that no backward has reduced yet would be unscaled for a block of `scaler`."""
+    if delayed is not None and not delayed.is_reduced and not delayed.scale.is_current(scaler):
+        raise AmpRuntimeError(
+            "the gradients of the last block are not reduced over the ranks, for its backward was one "
+            "of no_sync() or set_requires_gradient_sync(False), and this block has another loss scale. "
+            "They cannot be unscaled before they are reduced. Accumulate losses of one loss_id, and "
+            "leave the scale alone meanwhile"
+        )
 
 
 def _finish_other_scale(gradients: Gradients, scaler: LossScaler) -> bool:
@@ -96,16 +125,16 @@ def _collect(together: Sequence[Gradients], scale: ScaleSnapshot) -> list[Newest
 def _unscale(together: Sequence[Gradients], scale: ScaleSnapshot, update: bool = True) -> None:
     """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scale."""
     scaler = scale.scaler
+    for gradients in together:
+        gradients.place()
     collected = _collect(together, scale)
     found_inf = scaler.found_inf
     try:
         for gradients, newest in zip(together, collected, strict=True):
             gradients.unscale(newest, scale)
         if found_inf is not None:
-            groups = dict.fromkeys(scaler.process_groups)
-            for gradients in together:
-                groups.update(dict.fromkeys(gradients.lists.shard_groups))
-            reduce_found_inf(found_inf, groups)
+            groups = [each.lists.process_groups for each in together]
+            reduce_found_inf(found_inf, scaler.groups_with(chain.from_iterable(groups)))
     except BaseException:
         if found_inf is not None:
             found_inf.zero_()

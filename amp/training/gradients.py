@@ -46,7 +46,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp.kernels.tensor_lists import TensorList
+from amp.distributed import place_gradient
+from amp.kernels.tensor_lists import dense
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
 from amp.masters.whole import MasterWeights, check_device
 from amp.training.held import Held
@@ -165,10 +166,17 @@ class Gradients:
                 parameter.grad = None
             self.bring_back_aside()
 
-    def delay(self, block: Block) -> None:
-        """Leave a block with its gradients as they are: OPEN becomes DELAYED."""
+    def delay(self, block: Block) -> Block:
+        """Leave a block with its gradients as they are: OPEN becomes DELAYED. Return the first such."""
         self._open = None
         self.delayed = self.delayed or block
+        return self.delayed
+
+    def place(self) -> None:
+        """Sum over ranks what backward has left unsummed in DTensors, as torch's optimizers would."""
+        lists = self.look_at_groups()
+        for parameter in () if lists.are_plain else (*lists.models, *lists.unmastered):
+            place_gradient(parameter)
 
     def collect(self, scale: ScaleSnapshot, claimed: Collection[int] = ()) -> Newest:
         """Look at the gradients that a block has made, once, and change nothing.
@@ -179,8 +187,7 @@ class Gradients:
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
-            AmpRuntimeError: the model was moved or cast, or a DTensor's gradient is not summed over its
-                ranks.
+            AmpRuntimeError: the model was moved or cast.
         """
         lists = self.look_at_groups()
         newest = look_at_newest(lists, self.dtypes, claimed)
@@ -273,7 +280,7 @@ class Gradients:
             return self._held
         there = [stored_grad(master) is not None for master in self.lists.masters]
         of = self.lists.only(there)
-        return Held(of, TensorList([master.grad for master in of.masters]), None)
+        return Held(of, dense([master.grad for master in of.masters]), None)
 
     def drop_stepped(self) -> None:
         """Free the masters' gradients after a step, so that `model.zero_grad()` is all that is left."""

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amp.distributed import check_placements
 from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError
 from amp.kernels.tensor_lists import Kind, TensorList, are_plain
@@ -35,7 +34,7 @@ class Newest(NamedTuple):
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
-            AmpRuntimeError: the model was moved, or a DTensor's gradient is not summed over its ranks.
+            AmpRuntimeError: the model was moved.
         """
         masters, models = self.of_masters.masters, self.of_masters.models
         gradients = [(p, p.grad) for p in self.unmastered]
@@ -89,4 +88,3 @@ def _check_gradient(parameter: Tensor, grad: Any, dtypes: KnownDtypes) -> None:
             "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze the "
             "parameter, leave it out of the optimizer, or use a loss_scale of 1."
         )
-    check_placements(grad)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.distributed import groups_of_shards
+from amp.distributed import groups_of_meshes
 from amp.errors import AmpRuntimeError
-from amp.kernels.tensor_lists import TensorList, are_all_same, are_same
+from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
 from amp.masters.parameter import MasterParameter
 from amp.masters.whole import MasterWeights
 
@@ -25,7 +25,8 @@ class ParameterLists:
         masters, master_ids: the masters.
         models: the model's parameter of each master.
         unmastered: the parameters that are stepped themselves.
-        shard_groups: the process groups over which any of `stepped` is cut into shards.
+        are_plain: whether none is a DTensor, or of another class with its values elsewhere.
+        process_groups: whose ranks hold parts or copies of any of `stepped`.
         master_list, model_list: what masters and models hold, with what a launch must know of them.
     """
 
@@ -39,9 +40,10 @@ class ParameterLists:
         self.masters: list[Any] = [parameter for parameter, model in both if model is not None]
         self.models: list[Tensor] = [model for model in models if model is not None]
         self.unmastered = [parameter for parameter, model in both if model is None]
-        self.shard_groups = groups_of_shards(self.stepped)
+        self.process_groups = groups_of_meshes(self.stepped)
+        self.are_plain = are_plain([*self.stepped, *self.models])
         self.master_list = _values_of(self.masters)
-        self.model_list = TensorList(self.models)
+        self.model_list = self._values_of_models()
         self.master_ids = list(map(id, self.masters))
         self._masters_may_move = not set(map(type, self.masters)) <= {MasterParameter}
         _ = self.model_list.addresses  # by which `notice_moved` tells that a parameter has moved
@@ -63,11 +65,14 @@ class ParameterLists:
         """
         if self._masters_may_move:
             self.master_list = _values_of(self.masters)
-        if tuple(map(Tensor.data_ptr, self.models)) == self.model_list.addresses:
+        models = self._values_of_models()
+        if models.addresses == self.model_list.addresses:
             return False
-        self.model_list = TensorList(self.models)
-        _ = self.model_list.addresses
+        self.model_list = models
         return True
+
+    def _values_of_models(self) -> TensorList:
+        return TensorList(self.models if self.are_plain else list(map(local, self.models)))
 
     def only(self, chosen: Sequence[bool]) -> ParameterLists:
         """Return the lists of the chosen masters alone: the same as the last time if these are."""
@@ -81,7 +86,7 @@ class ParameterLists:
 
 def _values_of(masters: Sequence[Tensor]) -> TensorList:
     """Return plain tensors on masters' memory: autograd counts writes to a subclass half as fast."""
-    return TensorList([master.detach() for master in masters])
+    return TensorList([local(master.detach()) for master in masters])
 
 
 class KnownDtypes:

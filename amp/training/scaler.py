@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp.distributed import ProcessGroup
+from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
 from amp.lazy import kernels
@@ -87,12 +87,20 @@ class LossScaler:
         self.config = config
         self.loss_id = loss_id
         self.process_groups = tuple(process_groups)
+        self._known_groups: tuple[tuple[ProcessGroup, ...], list[ProcessGroup]] = ((), [])
         self.version = 0
         self._state = torch.zeros(STATE_SIZE, dtype=torch.float32, device="cpu")
         self._keep_on(self._state.device)
         self._reports = HostCopies()
         self._warned = False
         self._set(config.start, 0, config.hysteresis)
+
+    def groups_with(self, others: Iterable[ProcessGroup]) -> list[ProcessGroup]:
+        """Return the groups that agree on an overflow, given those of the gradients' ranks."""
+        groups = tuple(dict.fromkeys((*self.process_groups, *others)))
+        if groups != self._known_groups[0]:
+            self._known_groups = groups, without_contained(groups)
+        return self._known_groups[1]
 
     @property
     def is_identity(self) -> bool:

@@ -15,14 +15,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 import amp
-from amp.dtypes import LOW_PRECISION
 from amp.optimizers import FusedSGD
-from tests.levels import LEVELS, WITH_MASTERS, levels_where
+from tests.levels import LEVELS, WITH_MASTERS
 
 Wrap = Callable[[nn.Module], Any]
 
-CAST = levels_where(lambda properties: properties.cast_model_type in LOW_PRECISION)
-OTHERS = [level for level in LEVELS if level not in CAST]
 OPTIMIZERS: tuple[Callable[..., Any], ...] = (torch.optim.SGD, FusedSGD)
 
 
@@ -42,7 +39,7 @@ def local(model: nn.Module) -> list[Tensor]:
 
 
 def check_wrapped_before(wrap: Wrap, level: str, make: Callable[..., Any]) -> None:
-    """A model that was wrapped in time trains where weights are not cast, also looked at in between."""
+    """A model that was wrapped in time trains, also one that is looked at in between."""
     model = network()
     wrap(model)
     optimizer = make(model.parameters(), lr=0.1)
@@ -68,21 +65,6 @@ def check_wrapped_after(wrap: Wrap, level: str, make: Callable[..., Any]) -> Non
         with pytest.raises(amp.AmpError, match=r"would not train .*'0\.weight'.* Wrap the model first"):
             optimizer.step()
     amp.get_session().close()
-
-
-def check_cast_refused(wrap: Wrap, level: str) -> None:
-    """Weights in shards are not cast, and nothing was touched when that is said."""
-    model = network()
-    wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before, params = local(model), list(model.parameters())
-    with pytest.raises(amp.AmpError, match=r"'0\.weight' is a DTensor .* cannot be cast .*'O1'"):
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert all(old is new for old, new in zip(params, optimizer.param_groups[0]["params"], strict=True))
-    for old, new in zip(before, local(model), strict=True):
-        assert old.dtype is new.dtype
-        assert torch.equal(old, new)
-    model(torch.ones(3, 4)).sum().backward()
 
 
 def check_optimizer_made_too_early(wrap: Wrap) -> None:
@@ -128,12 +110,9 @@ def main() -> None:
 
     for wrap in (shard, parallelize):
         for make in OPTIMIZERS:
-            for level in OTHERS:
-                check_wrapped_before(wrap, level, make)
             for level in LEVELS:
+                check_wrapped_before(wrap, level, make)
                 check_wrapped_after(wrap, level, make)
-        for level in CAST:
-            check_cast_refused(wrap, level)
         check_optimizer_made_too_early(wrap)
     for make in OPTIMIZERS:
         check_wrapped_after(shard_first, "O1", make)

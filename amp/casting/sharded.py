@@ -1,0 +1,247 @@
+"""Models that FSDP2 has cut into shards: the FP32 shards are the masters, and FSDP2 casts.
+
+`fully_shard` replaces each parameter by this rank's shard of it. Around a module's forward and
+backward FSDP2 gathers the whole parameter, in the `param_dtype` of its `MixedPrecisionPolicy`, and
+it reduces gradients to shards in the `reduce_dtype`. So at a level with master weights nothing is
+cast in place. The policy says 16 bits, the optimizer steps the FP32 shards, and there is no second
+copy of them. Where weights have no masters, or lean ones, the shards themselves are cast.
+
+FSDP2 gathers parameters in groups, one for each `fully_shard`, and the gradients of a group are of
+one dtype. Norms and ruled modules that stay in FP32 get a group of their own beside the others'.
+
+The policy of a module has no public setter. What is torch's own, the state of an FSDP module and
+its groups, is touched in this file alone.
+"""
+
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp.distributed import ProcessGroup
+from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.errors import AmpRuntimeError
+from amp.profiles.levels import resolve
+from amp.profiles.properties import Properties
+
+
+def fsdp_policy(opt_level: str = "O5", **overrides: Any) -> Any:
+    """Return FSDP2's `MixedPrecisionPolicy` for a level: `fully_shard(model, mp_policy=...)`.
+
+    `amp.initialize` sets it on every FSDP module whose policy says nothing, so this is for code that
+    builds models apart from amp, and for reading. Levels that do not cast a model, or cast the shards
+    themselves, have no `param_dtype`.
+
+    Args:
+        opt_level: a level, an alias, or a path to a YAML profile.
+        **overrides: properties on top of it, as for `amp.initialize`.
+
+    Raises:
+        AmpError: whatever is wrong with the profile or the overrides.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    properties = resolve(opt_level, overrides)
+    if not properties.casts_model or properties.cast_model_type not in LOW_PRECISION:
+        return MixedPrecisionPolicy()
+    gathered = properties.cast_model_type if properties.master_weights is True else None
+    return MixedPrecisionPolicy(
+        param_dtype=gathered or None, reduce_dtype=properties.reduce_dtype or torch.float32
+    )
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    """Return the FSDP states of a model, one for each `fully_shard`, outermost first."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    modules = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))  # type: ignore[operator]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let an FSDP model show its shards as parameters, as it does not after a forward."""
+    for unit in units_of(model):
+        for module in unit._modules:
+            module.reshard()
+
+
+def reduces(unit: Any) -> bool:
+    """Whether the backward of an FSDP module reduces gradients over all its ranks."""
+    return all(group.reduce_grads and group.all_reduce_grads for group in _groups(unit))
+
+
+def fsdp1_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that FSDP's first version, `FullyShardedDataParallel`, wraps."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+
+
+def fsdp1_groups(model: nn.Module) -> list[ProcessGroup]:
+    """Return the process groups over which FSDP's first version has cut a model into shards."""
+    cut = [m for m in fsdp1_modules(model) if m.sharding_strategy.name != "NO_SHARD"]
+    return list(dict.fromkeys(module.process_group for module in cut))
+
+
+def casts_by_its_own_policy(model: nn.Module) -> bool:
+    """Whether FSDP gathers weights in 16 bits, as a mixed-precision policy of the user's says."""
+    first = [module.mixed_precision.param_dtype for module in fsdp1_modules(model)]
+    return not LOW_PRECISION.isdisjoint([*first, *gathered_dtypes(model).values()])
+
+
+def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Return the shards of a model, and the dtype in which modules see each in their forward."""
+    return {
+        shard: group.mp_policy.param_dtype or shard.dtype
+        for unit in units_of(model)
+        for group in _groups(unit)
+        for shard in map(_shard, group.fsdp_params)
+        if shard.is_floating_point()
+    }
+
+
+class ShardPolicies:
+    """What FSDP2 is to do with the shards of one model at a level.
+
+    Args:
+        model: the model; nothing in it is touched yet.
+        properties: the level.
+        dtypes: what is to become of parameters, as `dtypes_to_be` says.
+
+    Raises:
+        AmpRuntimeError: a `MixedPrecisionPolicy` of the user's contradicts the level, or the model has
+            run a forward, after which policies are not read any more.
+    """
+
+    def __init__(
+        self, model: nn.Module, properties: Properties, dtypes: Mapping[Tensor, torch.dtype]
+    ) -> None:
+        self._properties = properties
+        self._wanted = {
+            shard: dtypes.get(shard, shard.dtype)
+            for unit in units_of(model)
+            for group in _groups(unit)
+            for shard in map(_shard, group.fsdp_params)
+        }
+        self.are_masters = properties.master_weights is True
+        """Whether the shards stay FP32 and only what is gathered from them is cast."""
+        self._units = units_of(model) if properties.cast_model_type in LOW_PRECISION else []
+        for unit in self._units:
+            self._check(unit)
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a shard that is not cast itself."""
+        return self.are_masters and tensor in self._wanted and tensor.dtype is torch.float32
+
+    def _dtypes_of(self, shard: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes that a shard is to have, and to be gathered in."""
+        wanted = self._wanted[shard]
+        return (shard.dtype if self.keeps(shard) else wanted), wanted
+
+    def _policy(self, own: Any, stored: torch.dtype, gathered: torch.dtype) -> Any:
+        """Return the policy of parameters, given the user's own."""
+        reduced = own.reduce_dtype or self._properties.reduce_dtype or torch.float32
+        cast = None if stored is gathered else gathered
+        return dataclasses.replace(own, param_dtype=cast, reduce_dtype=reduced)
+
+    def _parts(self, group: Any) -> dict[Any, list[Any]]:
+        """Return the parameters of a group by the policies that they are to have."""
+        parts: dict[Any, list[Any]] = {}
+        for param in group.fsdp_params:
+            stored, gathered = self._dtypes_of(_shard(param))
+            key = stored, self._policy(group.mp_policy, stored, gathered)
+            parts.setdefault(key, []).append(param)
+        return parts
+
+    def _check(self, unit: Any) -> None:
+        level, low = self._properties.opt_level, self._properties.cast_model_type
+        assert isinstance(low, torch.dtype)
+        for group in _groups(unit):
+            own, names = group.mp_policy, [param._module_info.param_name for param in group.fsdp_params]
+            asked = self._properties.reduce_dtype
+            if own.param_dtype not in (None, low) or (asked and own.reduce_dtype not in (None, asked)):
+                raise AmpRuntimeError(
+                    f"fully_shard was given {own} for {_described(unit)}, and opt_level {level} "
+                    f"computes in {dtype_name(low)} and reduces in "
+                    f"{dtype_name(asked or torch.float32)}. Leave mp_policy out, and amp.initialize "
+                    "sets it, or pass mp_policy=amp.fsdp_policy(...) of the same level"
+                )
+            parts = self._parts(group)
+            if len(parts) > 1 and not hasattr(unit, "_fsdp_param_groups"):
+                raise AmpRuntimeError(
+                    f"{_described(unit)} has parameters of several dtypes at opt_level {level} "
+                    f"({', '.join(names)}), and this version of torch gathers them as one. Call "
+                    "fully_shard on each module that stays float32, such as a BatchNorm2d, before"
+                )
+            is_same = list(parts) == [(_shard(group.fsdp_params[0]).dtype, own)] if parts else True
+            if unit._is_root is not None and not is_same:
+                raise AmpRuntimeError(
+                    f"{_described(unit)} has run a forward, after which FSDP2 does not change its "
+                    f"precision to that of opt_level {level} any more. Call amp.initialize after "
+                    "fully_shard and before the first forward"
+                )
+
+    def apply(self) -> Callable[[], None]:
+        """Set the policies, once the shards have been cast, and return what takes that back."""
+        before: list[Any] = []
+        for unit in self._units:
+            groups = _groups(unit)
+            own = [(group, group.mp_policy, group.fsdp_params) for group in groups]
+            before.append((unit, unit._mp_policy, groups, own))
+            result = [part for group in groups for part in self._split(group)]
+            if hasattr(unit, "_fsdp_param_groups"):
+                unit._fsdp_param_groups = result
+            main = max(result, key=lambda group: group.mp_policy.param_dtype is not None, default=None)
+            if main is not None:
+                unit._mp_policy = main.mp_policy
+            for group in result:
+                for param in group.fsdp_params:
+                    param.reset_sharded_param()
+        return functools.partial(_restore, before)
+
+    def _split(self, group: Any) -> Iterator[Any]:
+        """Yield a group with its new policy, and others for parameters that are to have another."""
+        for i, ((_, policy), params) in enumerate(self._parts(group).items()):
+            part = group if i == 0 else copy.copy(group)
+            if i > 0:
+                part.comm_ctx = type(group.comm_ctx)()
+                part._module_to_pre_save_state_dict_hook_handle = {}
+                part._module_to_pre_load_state_dict_hook_handle = {}
+                part._post_forward_indices = []
+            part.mp_policy, part.fsdp_params = policy, params
+            yield part
+
+
+def _restore(before: list[Any]) -> None:
+    """Give units the policies and groups that they had."""
+    for unit, policy, groups, own in before:
+        unit._mp_policy = policy
+        if hasattr(unit, "_fsdp_param_groups"):
+            unit._fsdp_param_groups = groups
+        for group, of_group, params in own:
+            group.mp_policy, group.fsdp_params = of_group, params
+            for param in params:
+                param.reset_sharded_param()
+
+
+def _groups(unit: Any) -> list[Any]:
+    """Return the groups of a unit; torch 2.12 and before know one at most."""
+    groups = getattr(unit, "_fsdp_param_groups", None)
+    return list(filter(None, [unit._fsdp_param_group])) if groups is None else list(groups)
+
+
+def _shard(param: Any) -> Any:
+    """Return the parameter that a model shows while it is not gathered."""
+    shown = getattr(param._module_info.module, param._module_info.param_name)
+    return shown if hasattr(shown, "device_mesh") else param.sharded_param
+
+
+def _described(unit: Any) -> str:
+    return f"an FSDP module of type {type(unit._modules[0]).__name__.removeprefix('FSDP')}"

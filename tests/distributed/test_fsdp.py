@@ -1,0 +1,266 @@
+"""FSDP: whose policy counts, what is refused, and what each rank keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+import amp
+from amp.optimizers import FusedAdam, FusedLAMB
+from amp.training.attachment import AttachedOptimizer
+from tests.distributed.models import (
+    assert_equal_on_ranks,
+    batches,
+    data_rank,
+    loss_of,
+    make,
+    mesh,
+    shard,
+    train,
+    weights_of,
+)
+from tests.distributed.world import world
+from tests.levels import DYNAMIC, LEVELS, levels_where
+
+CAST = levels_where(lambda properties: properties.cast_model_type in (torch.float16, torch.bfloat16))
+NOT_CAST = [level for level in LEVELS if level not in CAST]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def initialize(model: Any, optimizer: Any, level: str, **options: Any) -> Any:
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def gathered(model: Any) -> dict[str, torch.dtype]:
+    """Return the dtypes of the weights as a forward sees them."""
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    return dtypes
+
+
+def check_the_public_way(rank: int, level: str) -> None:
+    """`fsdp_policy` and `initialize` alone give the same run."""
+    results = []
+    for options in ({}, {"mp_policy": amp.fsdp_policy(level)}):
+        model = shard(make(), **options)
+        model, optimizer = initialize(model, sgd(model), level)
+        train(model, optimizer, batches(*data_rank("fsdp2")))
+        results.append([gathered(model), weights_of(model)])
+        amp.get_session().close()
+    (ours, weights), (theirs, others) = results
+    assert ours == theirs
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def check_shards_are_masters(rank: int, level: str) -> None:
+    model = shard(make("pictures"))
+    shards = dict(model.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in shards.items()}
+    model, optimizer = initialize(model, sgd(model), level)
+    low = amp.get_session().properties.cast_model_type
+    for name, parameter in model.named_parameters():
+        assert parameter is shards[name]
+        assert torch.equal(parameter.full_tensor(), before[name].full_tensor())
+    assert all(p is q for p, q in zip(amp.master_params(optimizer), shards.values(), strict=True))
+    seen = gathered(model)
+    assert {seen[name] for name in seen if name.startswith("norm")} == {torch.float32}
+    assert {seen[name] for name in seen if not name.startswith("norm")} == {low}
+    (x, _), *_ = batches(*data_rank("fsdp2"))
+    assert model(x).dtype is torch.float32
+
+
+def check_contradictions(rank: int, level: str) -> None:
+    other = torch.bfloat16 if level in ("O2", "O3") else torch.float16
+    low = torch.float16 if level in ("O2", "O3") else torch.bfloat16
+    for policy, options in (
+        (MixedPrecisionPolicy(param_dtype=other), {}),
+        (MixedPrecisionPolicy(param_dtype=torch.float32), {}),
+        (MixedPrecisionPolicy(reduce_dtype=low), {"reduce_dtype": torch.float32}),
+    ):
+        model = shard(make(), mp_policy=policy)
+        optimizer = sgd(model)
+        with pytest.raises(amp.AmpError, match=r"fully_shard was given .*amp\.fsdp_policy"):
+            initialize(model, optimizer, level, **options)
+        (x, _), *_ = batches(*data_rank("fsdp2"))
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def check_after_a_forward(rank: int, level: str) -> None:
+    model = shard(make())
+    optimizer = sgd(model)
+    (x, _), *_ = batches(*data_rank("fsdp2"))
+    model(x)
+    with pytest.raises(amp.AmpError, match="has run a forward.* before the first forward"):
+        initialize(model, optimizer, level)
+
+
+def check_again(rank: int, level: str) -> None:
+    """The same notebook cell may be run twice, with the model that was trained in between."""
+    model = shard(make())
+    for _ in range(2):
+        model, optimizer = initialize(
+            model,
+            sgd(model),
+            level,
+            **({"allow_incoming_model_not_fp32": True} if level == "O3" else {}),
+        )
+        before = weights_of(model)
+        train(model, optimizer, batches(*data_rank("fsdp2")))
+        assert all(not torch.equal(value, before[name]) for name, value in weights_of(model).items())
+        amp.get_session().close()
+
+
+def check_failure_takes_policies_back(rank: int, level: str) -> None:
+    model = shard(make("pictures"))
+    before = dict(model.named_parameters())
+
+    def fail(*_: Any) -> None:
+        raise OSError("no more")
+
+    optimizer = sgd(model)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no more"):
+        patch.setattr(AttachedOptimizer, "attach", fail)
+        initialize(model, optimizer, level)
+    assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert set(gathered(model).values()) == {torch.float32}
+    (x, _), *_ = batches(*data_rank("fsdp2"))
+    model(x).sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def check_own_policy_at_o0(rank: int, which: int) -> None:
+    """A policy of the user's goes on working; amp casts nothing."""
+    seen = []
+    if which == 1:
+        policy = MixedPrecision(param_dtype=torch.bfloat16)
+        model: Any = FullyShardedDataParallel(
+            make(), use_orig_params=True, mixed_precision=policy, device_id=torch.device("cpu")
+        )
+    else:
+        model = shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    up = model.layers[0].up
+    model, optimizer = initialize(model, sgd(model), "O0")
+    up.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    train(model, optimizer, batches(*data_rank("fsdp2")))
+    assert set(seen) == {torch.bfloat16}
+
+
+def check_fsdp1(rank: int, level: str) -> None:
+    """The first FSDP agrees on an overflow in one rank's shard."""
+    make_model = lambda: FullyShardedDataParallel(  # noqa: E731
+        make(), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    model = make_model()
+    model, optimizer = initialize(model, sgd(model), level, loss_scale={"init": 1024.0})
+    scales = []
+    for step, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if rank == 1 and step == 1:
+                next(p.grad for p in model.parameters() if p.numel()).view(-1)[0] = torch.inf
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == (step == 1)
+        scales.append(amp.loss_scale())
+    assert scales == [1024, 512, 512, 512], scales
+    assert_equal_on_ranks([torch.tensor(scales)])
+
+
+def check_fsdp1_refused(rank: int) -> None:
+    model = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.device("cpu"))
+    for level in CAST:
+        with pytest.raises(amp.AmpError, match="FullyShardedDataParallel.*fully_shard instead"):
+            initialize(model, sgd(model), level)
+    for optimizer in (FusedLAMB(model.parameters()), FusedAdam(model.parameters(), max_grad_norm=1.0)):
+        _, made = initialize(model, optimizer, "O4")
+        (x, y), *_ = batches(*data_rank("fsdp2"))
+        with amp.scale_loss(loss_of(model, x, y), made) as scaled_loss:
+            scaled_loss.backward()
+        with pytest.raises(TypeError, match="flat shard of FullyShardedDataParallel"):
+            made.step()
+        amp.get_session().close()
+
+
+def check_units_of_norms(rank: int, level: str) -> None:
+    """Norms in units of their own, and a model of which only a part is cut."""
+    model = make("pictures")
+    fully_shard(model.norm, mesh=mesh("data"))
+    fully_shard(model.convolution, mesh=mesh("data"))  # the head is a whole on each rank
+    model, optimizer = initialize(model, sgd(model), level)
+    low = amp.get_session().properties.cast_model_type
+    assert model.head.weight.dtype is low
+    (x, y), *_ = batches()  # the same on each rank: nothing reduces the head's gradients
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert_equal_on_ranks(weights_of(model).values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_fsdp_policy_is_what_initialize_sets(level: str) -> None:
+    world(2).run(check_the_public_way, level)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_fp32_shards_are_the_masters_and_norms_are_gathered_in_fp32(level: str) -> None:
+    world(2).run(check_shards_are_masters, level)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_policy_that_contradicts_the_level_is_refused_before_anything_is_touched(level: str) -> None:
+    world(2).run(check_contradictions, level)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_model_that_has_run_a_forward_is_refused(level: str) -> None:
+    world(2).run(check_after_a_forward, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_may_be_called_again(level: str) -> None:
+    world(2).run(check_again, level)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_failed_initialize_takes_policies_back(level: str) -> None:
+    world(2).run(check_failure_takes_policies_back, level)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_policy_of_the_users_works_at_o0(which: int) -> None:
+    world(2).run(check_own_policy_at_o0, which)
+
+
+@pytest.mark.parametrize("level", [level for level in DYNAMIC if level in NOT_CAST])
+def test_the_first_fsdp_agrees_on_an_overflow(level: str) -> None:
+    world(2).run(check_fsdp1, level)
+
+
+def test_what_the_first_fsdp_cannot_do_is_refused() -> None:
+    world(2).run(check_fsdp1_refused)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_units_of_norms_and_parts_of_models_train(level: str) -> None:
+    world(2).run(check_units_of_norms, level)

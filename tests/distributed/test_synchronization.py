@@ -1,0 +1,168 @@
+"""Gradients that a wrapper has not reduced are not unscaled, and what would part the ranks raises."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import amp
+from tests.distributed.models import (
+    WRAPS,
+    assert_equal_on_ranks,
+    batches,
+    data_rank,
+    loss_of,
+    make,
+    whole,
+)
+from tests.distributed.world import world
+from tests.levels import DYNAMIC, LEVELS, WITH_MASTERS
+
+FSDP1_LEVELS = [level for level in LEVELS if level in ("O0", "O1", "O4")]
+
+
+@contextmanager
+def not_synced(model: Any) -> Any:
+    """FSDP2's way of not reducing gradients, as a context."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def prepared(wrap: str, level: str, **options: Any) -> tuple[Any, Any, Any]:
+    """Return a model, what computes its forward, and its optimizer."""
+    model = make()
+    if wrap in WRAPS:
+        model = WRAPS[wrap](model)
+    if wrap == "fsdp1":
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    views = wrap == "ddp views"
+    wrapped = model
+    if wrap.startswith("ddp"):
+        wrapped = DistributedDataParallel(
+            model, gradient_as_bucket_view=views, static_graph=wrap == "ddp static"
+        )
+    return model, wrapped, optimizer
+
+
+def without_sync(wrapped: Any) -> AbstractContextManager[Any]:
+    return wrapped.no_sync() if hasattr(wrapped, "no_sync") else not_synced(wrapped)
+
+
+def check_accumulates(rank: int, wrap: str, level: str) -> None:
+    """One step of size 1 on the sum of all batches moves the weights by minus that sum."""
+    scaling = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
+    model, wrapped, optimizer = prepared(wrap, level, **scaling)
+    expected = make()
+    data = list(zip(batches(*data_rank(wrap)), batches(), strict=True))
+    if wrap == "ddp static":  # its first backward has to reduce
+        with amp.scale_loss(loss_of(wrapped, *data[0][0]), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected.zero_grad()
+        before = {name: whole(value).float().clone() for name, value in model.state_dict().items()}
+        for i, (own, all_ranks) in enumerate(data):
+            with (
+                without_sync(wrapped) if i < len(data) - 1 else nullcontext(),
+                amp.scale_loss(loss_of(wrapped, *own), optimizer) as scaled_loss,
+            ):
+                scaled_loss.backward()
+            loss_of(expected, *all_ranks).backward()
+        optimizer.step()
+        weights = {name: whole(value).float() for name, value in model.state_dict().items()}
+        if wrap == "fsdp1":
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=False):
+                assert_equal_on_ranks(model.parameters())
+        for name, parameter in expected.named_parameters():
+            moved = before[name] - weights[name]
+            error = (moved - parameter.grad).norm() / parameter.grad.norm()
+            assert error < (0.05 if level != "O0" else 1e-4), (name, error)
+        with torch.no_grad():
+            for name, parameter in expected.named_parameters():
+                parameter.copy_(weights[name])
+    assert_equal_on_ranks(weights.values())
+    if level in DYNAMIC:
+        assert amp.loss_scale() == (512.0 if wrap == "ddp static" else 256.0)
+
+
+def check_other_scale_is_refused(rank: int, wrap: str, level: str) -> None:
+    """Before anything is touched: the accumulated gradients can still be stepped on."""
+    model, wrapped, optimizer = prepared(wrap, level, num_losses=2)
+    (x, y), *_ = batches(*data_rank(wrap))
+    with without_sync(wrapped), amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    loss = loss_of(wrapped, x, y)
+    with (
+        pytest.raises(amp.AmpError, match="not reduced over the ranks.* one loss_id"),
+        amp.scale_loss(loss, optimizer, loss_id=1),
+    ):
+        raise NotImplementedError
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert_equal_on_ranks(whole(value) for value in model.state_dict().values())
+
+
+def check_step_without_sync_warns(rank: int, wrap: str) -> None:
+    _, wrapped, optimizer = prepared(wrap, "O1")
+    (x, y), *_ = batches(*data_rank(wrap))
+    with without_sync(wrapped), amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(amp.AmpWarning, match="not reduced over the ranks"):
+        optimizer.step()
+
+
+def check_join(rank: int, level: str) -> None:
+    _, wrapped, optimizer = prepared("ddp", level)
+    allowed = level not in WITH_MASTERS and level not in DYNAMIC
+    raises = nullcontext() if allowed else pytest.raises(amp.AmpError, match="join.*drop_last=True")
+    with wrapped.join(enable=True, throw_on_early_termination=False):
+        for x, y in list(batches(*data_rank("ddp")))[: 2 + 2 * rank * allowed]:
+            with raises:
+                with amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+        if not allowed:
+            wrapped._join_config = wrapped._join_config._replace(enable=False)
+            distributed.barrier()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrap", ["ddp", "ddp views", "ddp static", "fsdp2"])
+def test_micro_batches_that_are_not_reduced_add_up_without_delay_unscale(wrap: str, level: str) -> None:
+    world(2).run(check_accumulates, wrap, level)
+
+
+@pytest.mark.parametrize("level", FSDP1_LEVELS)
+def test_so_they_do_under_the_first_fsdp(level: str) -> None:
+    world(2).run(check_accumulates, "fsdp1", level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_so_they_do_under_hsdp(level: str) -> None:
+    world(4).run(check_accumulates, "hsdp", level)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("level", DYNAMIC)
+def test_a_block_of_another_scale_between_them_is_refused(wrap: str, level: str) -> None:
+    world(2).run(check_other_scale_is_refused, wrap, level)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_step_on_gradients_that_were_never_reduced_warns(wrap: str) -> None:
+    world(2).run(check_step_without_sync_warns, wrap)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_join_is_refused_where_ranks_would_part(level: str) -> None:
+    world(2).run(check_join, level)

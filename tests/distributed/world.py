@@ -1,0 +1,167 @@
+"""Several processes over gloo that stay up between tests: `world(2).run(check, *arguments)`.
+
+Each process imports the function by its name and calls it with its rank first. A test fails with the
+tracebacks of all ranks that raised. After a failure the processes are ended, and the next test gets
+new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import distributed
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = timedelta(seconds=60)
+"""After which a rank gives up waiting for another."""
+PATIENCE = 3
+"""Seconds to wait for the others after one has failed."""
+
+
+class World:
+    """Processes with one process group, the default one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._parent: subprocess.Popen[bytes] | None = None
+        self._ranks: list[tuple[TextIO, TextIO]] = []
+        """For each rank, what takes its tasks and what has its answers."""
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call `function(rank, *arguments)` in each process; arguments go there as JSON.
+
+        Raises:
+            AssertionError: on some rank it raised, or the process has ended.
+        """
+        if self._parent is None:
+            self._start()
+        for tasks, _ in self._ranks:
+            print(
+                json.dumps([function.__module__, function.__qualname__, *arguments]),
+                file=tasks,
+                flush=True,
+            )
+        failures: list[str] = []
+        waiting = {answers: rank for rank, (_, answers) in enumerate(self._ranks)}
+        while waiting:
+            # Those that wait for a rank that has failed are not waited for long.
+            ready, _, _ = select.select([*waiting], [], [], PATIENCE if failures else None)
+            for answers in ready:
+                rank, answer = waiting.pop(answers), answers.readline()
+                if answer != '""\n':
+                    why = json.loads(answer) if answer else "the process has ended"
+                    failures.append(f"rank {rank}: {why}")
+            if not ready:
+                failures.append(f"ranks {sorted(waiting.values())} did not answer")
+                break
+        if failures:
+            self.end()
+            raise AssertionError("\n".join(failures))
+
+    def end(self) -> None:
+        """End the processes."""
+        if self._parent is not None:
+            os.killpg(self._parent.pid, signal.SIGKILL)
+            self._parent.wait()
+        for files in self._ranks:
+            for file in files:
+                file.close()
+        self._parent, self._ranks = None, []
+
+    def _start(self) -> None:
+        tasks, answers = [[os.pipe() for _ in range(self.size)] for _ in range(2)]
+        theirs = [[read, write] for (read, _), (_, write) in zip(tasks, answers, strict=True)]
+        self._parent = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.world", json.dumps(theirs)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            pass_fds=[*chain.from_iterable(theirs)],
+            start_new_session=True,
+        )
+        self._ranks = [
+            (os.fdopen(write, "w"), os.fdopen(read))
+            for (_, write), (read, _) in zip(tasks, answers, strict=True)
+        ]
+        for descriptor in chain.from_iterable(theirs):
+            os.close(descriptor)
+
+
+@functools.cache
+def world(size: int) -> World:
+    """Return the processes of a size, which are started for the first test that runs there."""
+    made = World(size)
+    atexit.register(made.end)
+    return made
+
+
+def _serve(file: str, rank: int, size: int, tasks: int, answers: int) -> None:
+    """Be one rank."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=TIMEOUT
+    )
+    with os.fdopen(tasks) as tasks_file, os.fdopen(answers, "w") as answers_file:
+        for line in tasks_file:
+            module, name, *arguments = json.loads(line)
+            answer = ""
+            try:
+                _call(getattr(importlib.import_module(module), name), rank, arguments)
+            except BaseException:
+                answer = traceback.format_exc()
+            print(json.dumps(answer), file=answers_file, flush=True)
+
+
+def _call(function: Callable[..., Any], rank: int, arguments: list[Any]) -> None:
+    import amp
+    from amp.frontend import _Default
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            function(rank, *arguments)
+        finally:
+            if _Default.session is not None:
+                amp.get_session().close()
+            _Default.session = _Default.waiting_state = None
+
+
+def main(descriptors: list[list[int]]) -> None:
+    """Import once what all ranks need, and become their parent."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+    import amp  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank, own in enumerate(descriptors):
+            arguments = (f"{folder}/store", rank, len(descriptors), *own)
+            processes.append(multiprocessing.get_context("fork").Process(target=_serve, args=arguments))
+            processes[-1].start()
+        for descriptor in chain.from_iterable(descriptors):
+            os.close(descriptor)
+        for process in processes:
+            process.join()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
