@@ -18,8 +18,11 @@ from amp.casting.registry import register_float_function as register_float_funct
 from amp.casting.registry import register_half_function as register_half_function
 from amp.casting.registry import register_promote_function as register_promote_function
 from amp.casting.sharded import fsdp_policy as fsdp_policy
+from amp.dcp import get_state_dict as get_state_dict
+from amp.dcp import set_state_dict as set_state_dict
 from amp.errors import AmpError as AmpError
 from amp.errors import AmpWarning as AmpWarning
+from amp.frontend import Stateful as Stateful
 from amp.frontend import get_session as get_session
 from amp.frontend import initialize as initialize
 from amp.frontend import load_state_dict as load_state_dict
@@ -45,11 +48,13 @@ __all__ = [
     "Properties",
     "Rule",
     "Session",
+    "Stateful",
     "bfloat16_function",
     "disable_casts",
     "float_function",
     "fsdp_policy",
     "get_session",
+    "get_state_dict",
     "half_function",
     "initialize",
     "load_profile",
@@ -62,6 +67,7 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "scale_loss",
+    "set_state_dict",
     "state_dict",
     "step_was_skipped",
 ]

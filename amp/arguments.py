@@ -11,6 +11,7 @@ from torch import nn
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.lazy import kernels
+from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, innermost, keeps_moments
 
 
@@ -94,7 +95,17 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
             )
 
 
-def check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+def check_optimizers(
+    optimizers: Sequence[Any], models: Sequence[nn.Module], properties: Properties
+) -> None:
+    """Raise AmpRuntimeError for an optimizer that would not train these models as a profile says."""
+    _check_owns(models, optimizers)
+    if properties.master_weights:
+        _check_masters(optimizers)
+    _check_state_dtype(optimizers, properties.state_dtype)
+
+
+def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
     """Raise AmpRuntimeError if the optimizers have no parameter that one of the models has."""
     have = {id(parameter) for model in models for parameter in model.parameters()}
     groups = [group for optimizer in map(innermost, optimizers) for group in optimizer.param_groups]
@@ -106,7 +117,7 @@ def check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         )
 
 
-def check_masters(optimizers: Sequence[Any]) -> None:
+def _check_masters(optimizers: Sequence[Any]) -> None:
     """Raise AmpRuntimeError for an optimizer that would go on stepping the parameters of masters."""
     for i, optimizer in enumerate(optimizers):
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
@@ -117,7 +128,7 @@ def check_masters(optimizers: Sequence[Any]) -> None:
             )
 
 
-def check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
+def _check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
     """Raise AmpRuntimeError if a profile wants moments in a dtype that an optimizer cannot keep."""
     for i, optimizer in enumerate(optimizers):
         if dtype is not None and not keeps_moments(innermost(optimizer)):

@@ -231,3 +231,28 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if _Default.session is not None and not _Default.session.closed:
         _Default.session.load_state_dict(state_dict)
     _Default.waiting_state = state_dict
+
+
+class Stateful:
+    """What puts the loss scalers into a checkpoint of `torch.distributed.checkpoint`.
+
+        state = {"model": ..., "optimizer": ..., "amp": amp.Stateful()}
+        torch.distributed.checkpoint.save(state, checkpoint_id=path)
+
+    Args:
+        session: whose; None is that of the last `initialize` when it is saved or loaded.
+    """
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._session = session
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `amp.state_dict` does. The host waits for the device."""
+        return (self._session or _default("amp.Stateful.state_dict")).state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what was saved, as `amp.load_state_dict` does."""
+        if self._session is None:
+            load_state_dict(state_dict)
+        else:
+            self._session.load_state_dict(state_dict)

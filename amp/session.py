@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp import arguments, checkpoint, distributed
+from amp import arguments, checkpoint, dcp, distributed
 from amp.advice import advise_on_eps, advise_on_rules
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.casting.strategies import strategies_for
 from amp.casting.strategy import Undo
 from amp.distributed import ProcessGroup
-from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
 from amp.masters.whole import MasterWeights
+from amp.patching import Patches
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, innermost
@@ -122,10 +122,7 @@ class Session:
                 for strategy in self._strategies:
                     strategy.check_model(model)
             known = filter(None, [reference() for reference in self._models])
-            arguments.check_owns([*known, *model_list], optimizer_list)
-            if self.properties.master_weights:
-                arguments.check_masters(optimizer_list)
-            arguments.check_state_dtype(optimizer_list, self.properties.state_dtype)
+            arguments.check_optimizers(optimizer_list, [*known, *model_list], self.properties)
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
 
@@ -137,21 +134,20 @@ class Session:
                 strategy.begin(undo)
                 for model in models:
                     strategy.prepare_model(model, undo)
-            if self.properties.cast_model_type in LOW_PRECISION or self.properties.master_weights:
-                for model in models:
-                    for handle in install_state_dict_hooks(self._masters, model):
-                        undo.callback(handle.remove)
-            if distributed.world_size() > 1:
-                may_join = not (self.properties.master_weights or self.properties.loss_scaling.dynamic)
-                for model in models:
-                    undo.callback(self.synchronization.watch(model, may_join).remove)
+            for handle in (
+                *install_state_dict_hooks(self._masters, models, self.properties),
+                *self.synchronization.watch(models, self.properties),
+            ):
+                undo.callback(handle.remove)
+            if self.properties.master_weights and dcp.is_in_use():
+                dcp.teach(undo.enter_context(Patches()))
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
         except BaseException:
             undo.roll_back()
             raise
         self._models += map(weakref.ref, models)
         for scaler in self.scalers:
-            scaler.process_groups += tuple(chain.from_iterable(map(fsdp1_groups, models)))
+            scaler.process_groups += fsdp1_groups(models)
         for one in attached:
             one.recast_state(self.properties.state_dtype)
             one.note_owned()

@@ -69,6 +69,7 @@ def measure_plainly(
 ) -> None:
     """Write the norms of some parameters, and then of their directions, to float32 `[2n]`."""
     rule, numbers, scale = settings.rule, list(map(float, settings.numbers)), _scale_of(settings)
+    assert rule.at is not None
     for i in itertools.chain.from_iterable(groups):
         *prepared, _ = rule.at(numbers, float(steps[i]) + 1, None)
         one = {name: tensors[i] for name, tensors in lists.items()}

@@ -17,7 +17,8 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,10 +85,11 @@ def fsdp1_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
-def fsdp1_groups(model: nn.Module) -> list[ProcessGroup]:
-    """Return the process groups over which FSDP's first version has cut a model into shards."""
-    cut = [m for m in fsdp1_modules(model) if m.sharding_strategy.name != "NO_SHARD"]
-    return list(dict.fromkeys(module.process_group for module in cut))
+def fsdp1_groups(models: Iterable[nn.Module]) -> tuple[ProcessGroup, ...]:
+    """Return the process groups over which FSDP's first version has cut models into shards."""
+    modules = chain.from_iterable(map(fsdp1_modules, models))
+    cut = [module for module in modules if module.sharding_strategy.name != "NO_SHARD"]
+    return tuple(dict.fromkeys(module.process_group for module in cut))
 
 
 def casts_by_its_own_policy(model: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """The model's state dict under master weights: FP32 values out, and into the masters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,15 +10,17 @@ from torch.utils.hooks import RemovableHandle
 
 from amp.dtypes import LOW_PRECISION
 from amp.masters.whole import MasterWeights
+from amp.profiles.properties import Properties
 
 
-def install_state_dict_hooks(masters: MasterWeights, model: nn.Module) -> list[RemovableHandle]:
+def install_state_dict_hooks(
+    masters: MasterWeights, models: Iterable[nn.Module], properties: Properties
+) -> Iterator[RemovableHandle]:
     """Make `model.state_dict()` hold FP32 and `load_state_dict()` refresh the masters."""
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_state_dict_post_hook(_Widen(masters)))  # type: ignore[no-untyped-call]
-        handles.append(module.register_load_state_dict_pre_hook(_Refresh(masters)))  # type: ignore[no-untyped-call]
-    return handles
+    if properties.cast_model_type in LOW_PRECISION or properties.master_weights:
+        for module in chain.from_iterable(model.modules() for model in models):
+            yield module.register_state_dict_post_hook(_Widen(masters))  # type: ignore[no-untyped-call]
+            yield module.register_load_state_dict_pre_hook(_Refresh(masters))  # type: ignore[no-untyped-call]
 
 
 class _StateDictHook:

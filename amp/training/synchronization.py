@@ -6,6 +6,7 @@ backward reduces it together with its own gradients, at one scale.
 """
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from amp import distributed
 from amp.casting import sharded
 from amp.errors import AmpRuntimeError
+from amp.profiles.properties import Properties
 
 
 class Watch:
@@ -67,11 +70,13 @@ class Synchronization:
     def __init__(self) -> None:
         self._watches: list[weakref.ref[Watch]] = []
 
-    def watch(self, model: nn.Module, may_join: bool) -> RemovableHandle:
-        """Watch one more model. The watch belongs to the model, and the session forgets it with it."""
-        watch = Watch(model, may_join)
-        self._watches.append(weakref.ref(watch))
-        return model.register_forward_pre_hook(watch, prepend=True)
+    def watch(self, models: Iterable[nn.Module], properties: Properties) -> Iterator[RemovableHandle]:
+        """Watch more models, where there are other ranks. A watch belongs to its model."""
+        may_join = not (properties.master_weights or properties.loss_scaling.dynamic)
+        for model in models if distributed.world_size() > 1 else ():
+            watch = Watch(model, may_join)
+            self._watches.append(weakref.ref(watch))
+            yield model.register_forward_pre_hook(watch, prepend=True)
 
     def is_off(self) -> bool:
         """Whether the last backward of one of the models has left its gradients unreduced."""

@@ -33,7 +33,7 @@ def on_worlds(wrap: str) -> Any:
     return world(SIZES[wrap])
 
 
-LEAN = {
+LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "O5 split16": ("O5", {"master_weights": "split16"}),
     "O2 kahan": ("O2", {"master_weights": "kahan"}),
     "O5 split16, moments in bfloat16": ("O5", {"master_weights": "split16", "state_dtype": "bfloat16"}),
@@ -48,6 +48,7 @@ def prepared(wrap: str | None, kind: str, level: str, optimizer: str) -> Any:
     if wrap is not None:
         model = WRAPS[wrap](model)
     made = make_optimizer(optimizer, model)
+    options: dict[str, Any]
     opt_level, options = LEAN.get(level, (level, {}))
     return amp.initialize(model, made, opt_level=opt_level, verbosity=0, **options)
 

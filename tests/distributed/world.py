@@ -30,7 +30,7 @@ import torch
 from torch import distributed
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=20)
 """After which a rank gives up waiting for another."""
 PATIENCE = 3
 """Seconds to wait for the others after one has failed."""
