@@ -133,7 +133,8 @@ def place_gradient(parameter: Any) -> None:
     Sequence parallelism leaves those of its norms to be summed. All ranks of the mesh call this.
     """
     grad = parameter.grad
-    if grad is not None and is_sharded(parameter) and grad.placements != parameter.placements:
+    placements = getattr(parameter, "placements", None)
+    if grad is not None and placements is not None and grad.placements != placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
@@ -150,6 +151,8 @@ def shard_like(local: Tensor, like: Any) -> Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
+    if local.dtype is like.dtype:
+        return DTensor(local, like._spec, requires_grad=False)
     size = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
 

@@ -86,7 +86,7 @@ class ParameterLists:
 
 def _values_of(masters: Sequence[Tensor]) -> TensorList:
     """Return plain tensors on masters' memory: autograd counts writes to a subclass half as fast."""
-    return TensorList([local(master.detach()) for master in masters])
+    return TensorList([local(master).detach() for master in masters])
 
 
 class KnownDtypes:

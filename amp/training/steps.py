@@ -90,7 +90,7 @@ class FusedStep(Stepper):
                 result = step()
         finally:
             del self.optimizer.scaled_grads
-        if inputs.held.of is of and inputs.wrote_models_once:
+        if inputs.held.of is of and of.are_plain and inputs.wrote_models_once:
             self._versions = [version + 1 for version in versions]
         else:
             of = self._latest = inputs.held.of

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp.distributed import shard_like
+from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 
 
@@ -34,7 +36,7 @@ class Move(NamedTuple):
             return self.source
         if self.source.is_sparse:
             return self.source.to(torch.float32)
-        return torch.empty_like(self.source, dtype=torch.float32)
+        return shard_like(torch.empty_like(local(self.source), dtype=torch.float32), self.stepped)
 
 
 def unscale_moves(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | None) -> None:
