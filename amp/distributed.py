@@ -127,15 +127,17 @@ def cut_of(tensor: Any) -> Cut:
     return Cut(shard, copies, tuple(groups_of_meshes([tensor])))
 
 
-def place_gradient(parameter: Any) -> None:
-    """Lay the gradient of a DTensor out as the parameter: summed over its ranks, and cut alike.
+def place_gradients(parameters: Iterable[Any]) -> None:
+    """Lay the gradients of DTensors out as the parameters: summed over the ranks, and cut alike.
 
     Sequence parallelism leaves those of its norms to be summed. All ranks of the mesh call this.
     """
-    grad = parameter.grad
-    placements = getattr(parameter, "placements", None)
-    if grad is not None and placements is not None and grad.placements != placements:
-        parameter.grad = grad.redistribute(placements=parameter.placements)
+    for parameter in parameters:
+        spec, grad = getattr(parameter, "_spec", None), parameter.grad
+        if spec is None or grad is None or grad._spec is spec:
+            continue
+        if grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def set_values(tensor: Any, values: Any) -> None:
@@ -152,7 +154,7 @@ def shard_like(local: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     if local.dtype is like.dtype:
-        return DTensor(local, like._spec, requires_grad=False)
+        return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     size = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from amp.distributed import groups_of_meshes, place_gradient, reduce_found_inf
+from amp.distributed import groups_of_meshes, place_gradients, reduce_found_inf
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.lazy import kernels
@@ -425,8 +425,8 @@ def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
                 f"{type(optimizer).__name__}) is {grad.dtype} and cannot be unscaled: GradScaler takes "
                 "float16, bfloat16, float32 and float64"
             )
+    place_gradients(params)
     for parameter in params:
-        place_gradient(parameter)
         if parameter.grad.is_sparse and parameter.grad.dtype in LOW_PRECISION:
             parameter.grad = parameter.grad.coalesce()
     return params, [parameter.grad for parameter in params]

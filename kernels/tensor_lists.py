@@ -151,7 +151,9 @@ def local(tensor: Tensor) -> Tensor:
     `DTensor.to_local` would be differentiable. What is still on its way from other ranks is waited for.
     """
     values: Any = getattr(tensor, "_local_tensor", tensor)
-    return values.wait() if hasattr(values, "wait") else values  # type: ignore[no-any-return]
+    if type(values) is not Tensor and hasattr(values, "wait"):
+        return values.wait()  # type: ignore[no-any-return]
+    return values  # type: ignore[no-any-return]
 
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:

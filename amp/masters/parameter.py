@@ -1,11 +1,14 @@
 """The class of masters whose optimizer takes scaled gradients."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp.distributed import is_sharded
 from amp.errors import AmpRuntimeError
+from amp.kernels.tensor_lists import are_plain
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
@@ -18,8 +21,8 @@ class NoHolder:
         """Put unscaled gradients where `.grad` finds them."""
 
 
-class MasterParameter(nn.Parameter):
-    """An FP32 master whose optimizer takes scaled gradients.
+class MasterParameter(Tensor):
+    """What makes an FP32 parameter a master whose optimizer takes scaled gradients.
 
     Its gradient may be held elsewhere, as backward left it, so that the step can unscale it.
     Whoever looks at `.grad` meanwhile gets it unscaled, in FP32. Kernels keep the address of a
@@ -69,6 +72,27 @@ class MasterParameter(nn.Parameter):
                 "before amp.initialize"
             )
         _DATA.__get__(self).copy_(value)
+
+
+class _WholeMaster(MasterParameter, nn.Parameter):
+    """A master of a parameter that is no DTensor."""
+
+
+@functools.cache
+def _class_of_shards() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return type("ShardedMaster", (MasterParameter, DTensor), {"__doc__": "A master that is a DTensor."})
+
+
+def make_master(memory: Tensor, requires_grad: bool, takes_scaled: bool) -> nn.Parameter:
+    """Return a master with this memory, float32; `takes_scaled` if its optimizer does."""
+    if takes_scaled and are_plain([memory]):
+        return _WholeMaster(memory, requires_grad)
+    master = nn.Parameter(memory, requires_grad)
+    if takes_scaled and is_sharded(memory):
+        master.__class__ = _class_of_shards()  # a DTensor has no constructor for a parameter
+    return master
 
 
 def stored_grad(parameter: Tensor) -> Tensor | None:

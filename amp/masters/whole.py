@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from amp import distributed
 from amp.casting.strategy import Contents
 from amp.errors import AmpRuntimeError
-from amp.kernels.tensor_lists import are_plain, local
+from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.masters.parameter import MasterParameter
+from amp.masters.parameter import make_master
 
 _UNSEEN = -1
 """The version of a parameter that has not been compared with its master yet."""
@@ -79,8 +79,7 @@ class MasterWeights:
                 # equal in every bit; ones that know each rank's own FP32 weights are not.
                 data = data.to(parameter.dtype)
             memory = self._memory_for(parameter, data)
-            cls = MasterParameter if takes_scaled and are_plain([memory]) else nn.Parameter
-            master = cls(memory, requires_grad=parameter.requires_grad)
+            master = make_master(memory, parameter.requires_grad, takes_scaled)
             self._made(master, parameter, data)
             if grad is not None:
                 master.grad, parameter.grad = grad.to(torch.float32, copy=True), None

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp.distributed import WHOLE, Cut, cut_of, place_gradient
+from amp.distributed import WHOLE, Cut, cut_of, place_gradients
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
 from amp.masters.parameter import stored_grad
 
@@ -47,8 +47,7 @@ class Batch:
         if self.positions is None:
             stepped: list[Any] = self.stepped
             if self.cut.groups:
-                for parameter in stepped:
-                    place_gradient(parameter)
+                place_gradients(stepped)
             own: list[Any] = [parameter.grad for parameter in stepped]
             if self.cut.groups:
                 stepped, own = list(map(local, stepped)), list(map(local, own))

@@ -46,8 +46,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp.distributed import place_gradient
+from amp.distributed import place_gradients, shard_like
 from amp.kernels.tensor_lists import dense
+from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
 from amp.masters.whole import MasterWeights, check_device
 from amp.training.held import Held
@@ -175,8 +176,8 @@ class Gradients:
     def place(self) -> None:
         """Sum over ranks what backward has left unsummed in DTensors, as torch's optimizers would."""
         lists = self.look_at_groups()
-        for parameter in () if lists.are_plain else (*lists.models, *lists.unmastered):
-            place_gradient(parameter)
+        if not lists.are_plain:
+            place_gradients((*lists.models, *lists.unmastered))
 
     def collect(self, scale: ScaleSnapshot, claimed: Collection[int] = ()) -> Newest:
         """Look at the gradients that a block has made, once, and change nothing.
@@ -222,8 +223,12 @@ class Gradients:
             pairs = zip(of.masters, of.models, newest.grads, strict=True)
             moves = [Move(master, model, grad, master.grad) for master, model, grad in pairs]
         if not is_one:
-            total_of = dict(self._aside)
-            moves += [Move(p, p, p.grad, total_of.get(p)) for p in newest.unmastered]  # type: ignore[arg-type]
+            if newest.own_are_dense and not self._aside:
+                own = newest.own_grads
+                kernels.unscale.unscale(own, own, inv_scale, found_inf)
+            else:
+                total_of = dict(self._aside)
+                moves += [Move(p, p, p.grad, total_of.get(p)) for p in newest.unmastered]  # type: ignore[arg-type]
             unscale_moves(moves, inv_scale, found_inf)
             moved = {move.parameter for move in moves}
             self._aside = [(p, total) for p, total in self._aside if p not in moved]
@@ -267,7 +272,7 @@ class Gradients:
             return
         if self._held is not None:
             for master, grad in zip(self._held.of.masters, self._held.copied().grads, strict=True):
-                store_grad(master, grad)
+                store_grad(master, shard_like(grad, master))
         self._held, self._held_before, self._are_shown = None, None, True
 
     def are_none(self) -> bool:

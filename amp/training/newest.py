@@ -8,7 +8,7 @@ from torch import Tensor
 
 from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError
-from amp.kernels.tensor_lists import Kind, TensorList, are_plain
+from amp.kernels.tensor_lists import Kind, TensorList, are_plain, local
 from amp.masters.whole import check_device
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
 
@@ -18,7 +18,9 @@ class Newest(NamedTuple):
 
     Attributes:
         of_masters, grads: masters and the model's parameters that have a gradient, and these gradients.
-        unmastered: parameters without a master that have one, in their `.grad`.
+        unmastered, own_grads: parameters without a master that have one, and what is in their `.grad`; of
+            a DTensor what this rank has of it.
+        own_are_dense: whether these are dense numbers.
         are_dense: whether the masters' gradients are dense numbers, which a kernel can unscale later.
         will_be_held: whether they stay as they are until the step.
     """
@@ -26,6 +28,8 @@ class Newest(NamedTuple):
     of_masters: ParameterLists
     grads: TensorList
     unmastered: Sequence[Tensor]
+    own_grads: TensorList
+    own_are_dense: bool
     are_dense: bool
     will_be_held: bool = False
 
@@ -37,7 +41,9 @@ class Newest(NamedTuple):
             AmpRuntimeError: the model was moved.
         """
         masters, models = self.of_masters.masters, self.of_masters.models
-        gradients = [(p, p.grad) for p in self.unmastered]
+        gradients: list[tuple[Tensor, Any]] = []
+        if not self.own_are_dense:
+            gradients += zip(self.unmastered, self.own_grads, strict=True)
         if self.will_be_held:  # the step looks at each of them
             masters, models = masters[:1], models[:1]
         else:
@@ -61,14 +67,27 @@ def look_at_newest(lists: ParameterLists, dtypes: KnownDtypes, claimed: Collecti
     if claimed:
         there = [has and id(p) not in claimed for has, p in zip(there, lists.models, strict=True)]
     of_masters = lists.only(there)
-    grads = TensorList(list(compress(found, there)), like=of_masters.model_list)  # type: ignore[arg-type]
+    new: list[Any] = list(compress(found, there))
+    grads = TensorList(new if lists.are_plain else list(map(local, new)), like=of_masters.model_list)
     kind = _kind_of(grads)
     if kind is not lists.model_list.kind:
         dtypes.check()  # where gradients are what their parameters were, so are these
     dtypes.check(lists.unmastered)
-    unmastered = [p for p in lists.unmastered if p.grad is not None and id(p) not in claimed]
-    are_dense = kind is not None and set(kind.dtypes) <= SCALABLE
-    return Newest(of_masters, grads, unmastered, are_dense)
+    own: list[Any] = [parameter.grad for parameter in lists.unmastered]
+    there = [grad is not None for grad in own]
+    if claimed:
+        there = [has and id(p) not in claimed for has, p in zip(there, lists.unmastered, strict=True)]
+    unmastered = lists.unmastered if all(there) else list(compress(lists.unmastered, there))
+    own = own if all(there) else list(compress(own, there))
+    own_grads = TensorList(
+        own if lists.are_plain else list(map(local, own)), like=lists.unmastered_list
+    )
+    own_are_dense = _are_scalable(_kind_of(own_grads))
+    return Newest(of_masters, grads, unmastered, own_grads, own_are_dense, _are_scalable(kind))
+
+
+def _are_scalable(kind: Kind | None) -> bool:
+    return kind is not None and set(kind.dtypes) <= SCALABLE
 
 
 def _kind_of(grads: TensorList) -> Kind | None:

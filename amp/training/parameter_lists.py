@@ -27,7 +27,7 @@ class ParameterLists:
         unmastered: the parameters that are stepped themselves.
         are_plain: whether none is a DTensor, or of another class with its values elsewhere.
         process_groups: whose ranks hold parts or copies of any of `stepped`.
-        master_list, model_list: what masters and models hold, with what a launch must know of them.
+        master_list, model_list, unmastered_list: what they hold, with what a launch must know of them.
     """
 
     def __init__(self, in_groups: Sequence[Sequence[Tensor]], masters: MasterWeights) -> None:
@@ -44,8 +44,9 @@ class ParameterLists:
         self.are_plain = are_plain([*self.stepped, *self.models])
         self.master_list = _values_of(self.masters)
         self.model_list = self._values_of_models()
+        self.unmastered_list = TensorList(list(map(local, self.unmastered)))
         self.master_ids = list(map(id, self.masters))
-        self._masters_may_move = not set(map(type, self.masters)) <= {MasterParameter}
+        self._masters_may_move = not all(isinstance(m, MasterParameter) for m in self.masters)
         _ = self.model_list.addresses  # by which `notice_moved` tells that a parameter has moved
 
     @classmethod

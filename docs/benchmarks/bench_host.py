@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,23 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 from bench_kernels import setting, table
-from bench_step import Shapes, with_amp, with_grad_scaler
+from bench_step import Shapes, Weights, with_amp, with_grad_scaler
 
+import amp
 from amp.kernels import tables, update_scale
 from amp.kernels.language import triton
 from amp.optimizers import FusedAdam
 from tests.nodevice import NoDevice
 
 TENSORS = 161
+WRAPPED: dict[str, tuple[str, str, bool]] = {
+    "plain": ("float32, scaled loss", "O1", False),
+    "dtensors": ("the same as DTensors: FSDP2 at every level with masters", "O1", True),
+    "plain-masters": ("float16, float32 masters", "O2", False),
+    "dtensor-masters": ("the same as DTensors: tensor parallelism", "O2", True),
+}
+"""Steps of plain tensors, each with that of DTensors after it: what it is, and `with_zero_grad`'s arguments."""
+
 TURNS, CALLS = 10, 300
 
 
@@ -57,11 +66,52 @@ class Contender:
         return float(self.process.stdout.readline())
 
 
-def reamp() -> Callable[[], None]:
-    """Return this library's step."""
+class ShardedWeights(torch.nn.Module):
+    """FP32 DTensors, cut over a mesh of this one process."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        from torch import distributed
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        for i, shape in enumerate(shapes):
+            sharded = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(sharded))
+
+
+def with_zero_grad(level: str, sharded: bool) -> Callable[[], None]:
+    """Return this library's step and `zero_grad`, of plain tensors or of DTensors."""
+    shapes: Shapes = [(2,)] * TENSORS
+    model = ShardedWeights(shapes) if sharded else Weights(shapes, torch.device("cpu"))
+    session = amp.Session(level, verbosity=0, loss_scale={"init": 1.0})
+    _, optimizer = session.initialize(model, FusedAdam(model.parameters(), lr=1e-4))
+    params = list(model.parameters())
+    grads = [torch.zeros_like(parameter, requires_grad=False) for parameter in params]
+    loss = torch.ones(())
+
+    def run() -> None:
+        with session.scale_loss(loss, optimizer):
+            for parameter, grad in zip(params, grads, strict=True):
+                parameter.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def pretend_a_gpu() -> None:
+    """Let Triton launch to a driver that starts nothing."""
     triton.runtime.driver.set_active(NoDevice())
     for module in (tables, update_scale):
         module.uses_triton = lambda device, backend=None: True
+
+
+def reamp() -> Callable[[], None]:
+    """Return this library's step."""
+    pretend_a_gpu()
     scale: dict[str, Any] = {"loss_scale": {"init": 1.0}}
     shapes, cpu = [(2,)] * TENSORS, torch.device("cpu")
     return with_amp(shapes, cpu, lambda params: FusedAdam(params, lr=1e-4), "O2", **scale)
@@ -78,7 +128,13 @@ def of_torch(way: str) -> Callable[[], None]:
 
 def serve(way: str) -> None:
     """Measure once for each line of the standard input."""
-    run = reamp() if way == "reamp" else of_torch(way)
+    if way == "reamp":
+        run = reamp()
+    elif way in WRAPPED:
+        pretend_a_gpu()
+        run = with_zero_grad(*WRAPPED[way][1:])
+    else:
+        run = of_torch(way)
     for _ in sys.stdin:
         least = float("inf")
         for _ in range(CALLS):
@@ -86,6 +142,15 @@ def serve(way: str) -> None:
             run()
             least = min(least, time.perf_counter() - start)
         print(least, flush=True)
+
+
+def least_of(contenders: Sequence[Contender]) -> list[float]:
+    """Return the least seconds of each, measured in turns."""
+    least = [float("inf")] * len(contenders)
+    for turn in range(TURNS):
+        for i in [*range(len(contenders))][:: 1 if turn % 2 else -1]:
+            least[i] = min(least[i], contenders[i].least())
+    return least
 
 
 def main() -> None:
@@ -108,10 +173,7 @@ def main() -> None:
     contenders += [
         Contender(f"copy, GradScaler, AdamW({way}), copy", way, here) for way in ("fused", "foreach")
     ]
-    least = [float("inf")] * len(contenders)
-    for turn in range(TURNS):
-        for i in [*range(len(contenders))][:: 1 if turn % 2 else -1]:
-            least[i] = min(least[i], contenders[i].least())
+    least = least_of(contenders)
     header = f"# The step on the host\n\n{setting(torch.device('cpu'))}\n\n"
     rows = [["tensors", "operation", "by", "host µs", "ratio"]]
     rows += [
@@ -124,7 +186,15 @@ def main() -> None:
         ]
         for one, s in zip(contenders, least, strict=True)
     ]
-    Path(__file__).with_name("step-host.md").write_text(header + table(iter(rows)) + "\n")
+    wrapped = [Contender(what, way, here) for way, (what, *_) in WRAPPED.items()]
+    of_wrapped = least_of(wrapped)
+    more = [["tensors", "FusedAdam, with zero_grad", "host µs", "ratio"]]
+    more += [
+        [str(TENSORS), one.name, f"{s * 1e6:.0f}", f"{s / of_wrapped[i - i % 2]:.2f}"]
+        for i, (one, s) in enumerate(zip(wrapped, of_wrapped, strict=True))
+    ]
+    text = header + table(iter(rows)) + "\n\n" + table(iter(more)) + "\n"
+    Path(__file__).with_name("step-host.md").write_text(text)
 
 
 if __name__ == "__main__":
