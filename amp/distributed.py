@@ -169,15 +169,6 @@ def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
         _all_reduce(found_inf, "max", group, "found_inf, whether there was an overflow")
 
 
-def reduce_squares(squares: Tensor, groups: Iterable[ProcessGroup]) -> None:
-    """Add up sums of squares over the ranks of the groups, which all call this; float32, in place.
-
-    What ranks have copies of each of them gives in part: see `Cut.copies`.
-    """
-    for group in groups:
-        _all_reduce(squares, "sum", group, "the norms of gradients")
-
-
 def reduce_norm(norm: Tensor, cut: Cut, is_largest: bool = False) -> Tensor:
     """Return the norm of what the ranks hold together of tensors, given that of each one's own.
 
@@ -192,7 +183,8 @@ def reduce_norm(norm: Tensor, cut: Cut, is_largest: bool = False) -> Tensor:
             _all_reduce(norm, "max", group, "the norms of gradients")
         return norm
     square = norm.square() / cut.copies
-    reduce_squares(square, cut.groups)
+    for group in cut.groups:
+        _all_reduce(square, "sum", group, "the norms of gradients")
     return square.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 

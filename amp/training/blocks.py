@@ -66,7 +66,9 @@ class Block:
 
         `are_reduced` says whether the backward has reduced all of these gradients over the ranks.
         """
-        _collect(self._gradients, self.scale)  # what cannot be unscaled later is refused now
+        _collect(
+            self._gradients, self.scale, are_final=False
+        )  # what cannot be unscaled later is refused now
         for gradients in self._gradients:
             gradients.delay(self).is_reduced = are_reduced
 
@@ -109,12 +111,12 @@ def _finish_other_scale(gradients: Gradients, scaler: LossScaler) -> bool:
     return True
 
 
-def _collect(together: Sequence[Gradients], scale: ScaleSnapshot) -> list[Newest]:
+def _collect(together: Sequence[Gradients], scale: ScaleSnapshot, are_final: bool) -> list[Newest]:
     """Look at the gradients of each optimizer. A parameter of two of them goes with the first."""
     claimed: set[int] = set()
     collected = []
     for gradients in together:
-        newest = gradients.collect(scale, claimed)
+        newest = gradients.collect(scale, claimed, are_final)
         collected.append(newest)
         if len(together) > 1:
             claimed.update(map(id, newest.of_masters.models), map(id, newest.unmastered))
@@ -125,9 +127,7 @@ def _collect(together: Sequence[Gradients], scale: ScaleSnapshot) -> list[Newest
 def _unscale(together: Sequence[Gradients], scale: ScaleSnapshot, update: bool = True) -> None:
     """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scale."""
     scaler = scale.scaler
-    for gradients in together:
-        gradients.place()
-    collected = _collect(together, scale)
+    collected = _collect(together, scale, are_final=True)
     found_inf = scaler.found_inf
     try:
         for gradients, newest in zip(together, collected, strict=True):

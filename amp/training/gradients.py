@@ -173,24 +173,22 @@ class Gradients:
         self.delayed = self.delayed or block
         return self.delayed
 
-    def place(self) -> None:
-        """Sum over ranks what backward has left unsummed in DTensors, as torch's optimizers would."""
-        lists = self.look_at_groups()
-        if not lists.are_plain:
-            place_gradients((*lists.models, *lists.unmastered))
-
-    def collect(self, scale: ScaleSnapshot, claimed: Collection[int] = ()) -> Newest:
+    def collect(self, scale: ScaleSnapshot, claimed: Collection[int], are_final: bool) -> Newest:
         """Look at the gradients that a block has made, once, and change nothing.
 
         Args:
             scale: what the loss was scaled by.
             claimed: ids of parameters whose gradients another optimizer of the block sees to.
+            are_final: whether they are unscaled next. Then what backward has left of DTensors to be
+                summed over ranks is summed, as torch's optimizers would do it.
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
             AmpRuntimeError: the model was moved or cast.
         """
         lists = self.look_at_groups()
+        if are_final and not lists.are_plain:
+            place_gradients((*lists.models, *lists.unmastered))
         newest = look_at_newest(lists, self.dtypes, claimed)
         newest = newest._replace(will_be_held=self._can_be_held(newest))
         if not scale.scaler.is_identity:
@@ -242,7 +240,9 @@ class Gradients:
         if self._held is not None:
             self._held = self._held.plus(held, found_inf)
         else:
-            self._held = held.checked(found_inf, getattr(self._optimizer, "max_grad_norm", None))
+            # The norms of shards are those of one rank; the step asks the others.
+            max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
+            self._held = held.checked(found_inf, max_norm)
         self._are_shown = False
         for parameter in newest.of_masters.models:
             parameter.grad = None

@@ -18,8 +18,8 @@ class Newest(NamedTuple):
 
     Attributes:
         of_masters, grads: masters and the model's parameters that have a gradient, and these gradients.
-        unmastered, own_grads: parameters without a master that have one, and what is in their `.grad`; of
-            a DTensor what this rank has of it.
+        unmastered, own_grads: parameters without a master that have one, and what is in their `.grad`;
+            of a DTensor what this rank has of it.
         own_are_dense: whether these are dense numbers.
         are_dense: whether the masters' gradients are dense numbers, which a kernel can unscale later.
         will_be_held: whether they stay as they are until the step.

@@ -66,10 +66,10 @@ class ParameterLists:
         """
         if self._masters_may_move:
             self.master_list = _values_of(self.masters)
-        models = self._values_of_models()
-        if models.addresses == self.model_list.addresses:
+        values = self.models if self.are_plain else list(map(local, self.models))
+        if tuple(map(Tensor.data_ptr, values)) == self.model_list.addresses:
             return False
-        self.model_list = models
+        self.model_list = self._values_of_models()
         return True
 
     def _values_of_models(self) -> TensorList:

@@ -40,7 +40,7 @@ WRAPPED: dict[str, tuple[str, str, bool]] = {
     "plain-masters": ("float16, float32 masters", "O2", False),
     "dtensor-masters": ("the same as DTensors: tensor parallelism", "O2", True),
 }
-"""Steps of plain tensors, each with that of DTensors after it: what it is, and `with_zero_grad`'s arguments."""
+"""Steps of plain tensors, each before that of DTensors: its name, and `with_zero_grad`'s arguments."""
 
 TURNS, CALLS = 10, 300
 
