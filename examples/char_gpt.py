@@ -3,6 +3,7 @@
     python examples/char_gpt.py                      # O2; run it again to go on where it stopped
     python examples/char_gpt.py --opt-level O5 --fresh
     python examples/char_gpt.py --config examples/char_gpt.yaml
+    torchrun --nproc-per-node 2 examples/char_gpt.py --parallel fsdp2    # or ddp, tp, fsdp2+tp
 
 Kill it whenever you like: what the next run continues from the checkpoint ends with the weights that
 an uninterrupted run has, on a CPU bit for bit.
@@ -29,11 +30,13 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 import yaml
+from parallel import KINDS, Parallel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import amp
+from amp.optimizers import FusedAdam
 
 TEXT_LIMIT = 4_000_000
 """How many characters of the standard library are read."""
@@ -105,10 +108,11 @@ class Block(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         """Return the causal self-attention of `x`."""
         batch, length, width = x.shape
-        split = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = split.transpose(1, 3).unbind(2)
+        # Head by head, of which this process may have a part.
+        split = self.query_key_value(x).view(batch, length, -1, 3, width // self.heads)
+        query, key, value = split.transpose(1, 2).unbind(3)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        return self.projection(attended.transpose(1, 2).flatten(2))
 
 
 class GPT(nn.Module):
@@ -234,14 +238,17 @@ def generate(model: GPT, prompt: str, length: int, args: argparse.Namespace) -> 
     return "".join(model.config.vocabulary[i - 1] for i in characters.tolist())
 
 
-def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
-    """Return AdamW that decays matrices, and neither biases nor norms."""
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> FusedAdam:
+    """Return AdamW that decays matrices, and neither biases nor norms; it clips by itself.
+
+    Torch's clip takes DTensors or other tensors, and not a mixture, as tensor parallelism makes one.
+    """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    return FusedAdam(groups, lr=args.lr, betas=(0.9, 0.95), max_grad_norm=args.clip)
 
 
 def set_eps(optimizer: torch.optim.Optimizer) -> None:
@@ -266,30 +273,38 @@ def make_schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) ->
 class Trainer:
     """Everything that training goes on with, and that a checkpoint holds."""
 
-    def __init__(self, config: GPTConfig, args: argparse.Namespace) -> None:
+    def __init__(self, config: GPTConfig, args: argparse.Namespace, parallel: Parallel) -> None:
         torch.manual_seed(args.seed)
         self.args = args
+        self.parallel = parallel
         self.step = 0
         self.run = Run()
-        model = GPT(config).to(args.device)
+        model = parallel.cut(GPT(config).to(args.device))
         optimizer = make_optimizer(model, args)
         self.model, self.optimizer = amp.initialize(model, optimizer, **args.amp)
+        self.wrapped = parallel.wrap(self.model)
         set_eps(self.optimizer)
         self.schedule = make_schedule(self.optimizer, args)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; whoever reads finds the old one or the new one, and both whole."""
-        checkpoint = {
+        rest: dict[str, Any] = {
             "config": asdict(self.model.config),
             "settings": self.args.settings,
+            "schedule": self.schedule.state_dict(),
+            "step": self.step,
+            "history": asdict(self.run),
+        }
+        if self.parallel.kind != "none":
+            self.parallel.save(path, self.step, self.wrapped, self.optimizer, rest)
+            return
+        checkpoint = {
+            **rest,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
             "amp": amp.state_dict(),
-            "step": self.step,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all(),
-            "history": asdict(self.run),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.tmp")
@@ -301,7 +316,10 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint of the same model."""
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if self.parallel.kind != "none":
+            checkpoint = self.parallel.load(path, self.wrapped, self.optimizer)
+        else:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         there, here = checkpoint["config"], asdict(self.model.config)
         if there != here:
             different = differences(there, here)
@@ -311,29 +329,31 @@ class Trainer:
             )
         if checkpoint["settings"] != self.args.settings:
             different = differences(checkpoint["settings"], self.args.settings)
-            print(f"Not an exact continuation of {path}: {different}")
-        self.model.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
+            say(f"Not an exact continuation of {path}: {different}")
+        if self.parallel.kind == "none":
+            self.model.load_state_dict(checkpoint["model"])
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            amp.load_state_dict(checkpoint["amp"])
+            torch.set_rng_state(checkpoint["rng"])
+            if len(checkpoint["cuda_rng"]) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(checkpoint["cuda_rng"])
         set_eps(self.optimizer)
         self.schedule.load_state_dict(checkpoint["schedule"])
-        amp.load_state_dict(checkpoint["amp"])
         self.step = checkpoint["step"]
-        torch.set_rng_state(checkpoint["rng"])
-        if len(checkpoint["cuda_rng"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(checkpoint["cuda_rng"])
         self.run = Run(**checkpoint["history"])
 
     def train_step(self, batches: Tensor) -> None:
         """Accumulate the gradients of all micro-batches, and step once."""
         losses: list[Tensor] = []
+        self.parallel.seed(self.args.seed, self.step)
         self.optimizer.zero_grad()
-        for i, windows in enumerate(batches, start=1):
-            loss = loss_of(self.model, windows) / len(batches)
+        for i, windows in enumerate(self.parallel.part_of(batches), start=1):
             delay = i < len(batches)
-            with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
-                scaled_loss.backward()
+            with self.parallel.reducing(not delay):
+                loss = loss_of(self.wrapped, windows) / len(batches)
+                with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
+                    scaled_loss.backward()
             losses.append(loss.detach())
-        nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), self.args.clip)
         self.run.losses.append(torch.stack(losses).sum().item())
         self.run.rates.append(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
@@ -348,7 +368,13 @@ class Trainer:
         name = Path(args.amp["opt_level"]).stem
         with (
             StopRequest() as stop,
-            tqdm(total=args.steps, initial=self.step, desc=name, unit="step") as progress,
+            tqdm(
+                total=args.steps,
+                initial=self.step,
+                desc=name,
+                unit="step",
+                disable=self.parallel.rank > 0,
+            ) as progress,
         ):
             while self.step < args.steps and not stop.signal:
                 started = time.perf_counter()
@@ -362,6 +388,12 @@ class Trainer:
                 if self.step % args.save_every == 0 or self.step == args.steps or stop.signal:
                     self.save(args.checkpoint)
         return stop.signal
+
+
+def say(text: str) -> None:
+    """Print it, once for all processes."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text)
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> str:
@@ -420,6 +452,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parallel", choices=KINDS, default="none", help="under torchrun")
+    parser.add_argument("--mesh", help="such as 2x2, for fsdp2+tp: data by tensor; for fsdp2: HSDP")
     parser.add_argument("--threads", type=int, default=1, help="on the CPU; more help larger models")
     parser.add_argument("--checkpoint", type=Path, help="default: outputs/char_gpt-LEVEL.pt")
     parser.add_argument("--save-every", type=int, default=25, help="steps")
@@ -442,7 +476,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.opt_level is not None:
         args.amp["opt_level"] = args.opt_level
     stem = f"char_gpt-{Path(args.amp['opt_level']).stem}"
-    args.checkpoint = args.checkpoint or Path(f"outputs/{stem}.pt")
+    suffix = ".pt" if args.parallel == "none" else f"-{args.parallel}"
+    args.checkpoint = args.checkpoint or Path(f"outputs/{stem}{suffix}")
     args.plot = args.plot or Path(f"outputs/{stem}.png")
     return args
 
@@ -450,6 +485,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> Run:
     """Train, or go on training, and show what came out."""
     args = parse_args(argv)
+    parallel = Parallel(args.parallel, args.mesh, args.device)
+    args.device = parallel.device
     torch.set_num_threads(args.threads)
     library = read_library()
     common = Counter(library).most_common(VOCABULARY_SIZE)
@@ -460,27 +497,30 @@ def main(argv: list[str] | None = None) -> Run:
     args.settings = {name: getattr(args, name) for name in SETTINGS}
     args.settings["text"] = zlib.crc32(library.encode())
 
-    trainer = Trainer(config, args)
-    if args.checkpoint.exists() and not args.fresh:
-        trainer.load(args.checkpoint)
-        print(f"Going on from step {trainer.step} of {args.checkpoint}")
+    trainer = Trainer(config, args, parallel)
+    latest = parallel.latest(args.checkpoint)
+    if latest is not None and not args.fresh:
+        trainer.load(latest)
+        say(f"Going on from step {trainer.step} of {latest}")
     elif args.resume:
         raise SystemExit(f"--resume: there is no {args.checkpoint}")
     stopped_by = trainer.train(text, held_out)
     run = trainer.run
-    plot(run, f"char_gpt at {args.amp['opt_level']}", args.plot)
+    if parallel.rank == 0:
+        plot(run, f"char_gpt at {args.amp['opt_level']}", args.plot)
     if stopped_by:
-        print(f"\nStopped after step {trainer.step}; the same command goes on from {args.checkpoint}")
+        say(f"\nStopped after step {trainer.step}; the same command goes on from {args.checkpoint}")
         raise SystemExit(128 + stopped_by)
 
-    print(f"\n{generate(trainer.model, 'def ', args.sample, args)}\n")
+    say(f"\n{generate(trainer.model, 'def ', args.sample, args)}\n")
     held_out_loss = run.held_out_losses[-1]
-    print(
+    say(
         f"{args.amp['opt_level']}: {trainer.step} steps, held-out loss {held_out_loss:.3f} nats "
         f"({held_out_loss / math.log(2):.3f} bits) per character, {run.skipped} steps skipped, "
         f"final loss scale {run.scales[-1]:g}, {run.seconds:.0f} s"
     )
-    print(f"Checkpoint: {args.checkpoint}  Plot: {args.plot}")
+    say(f"Checkpoint: {args.checkpoint}  Plot: {args.plot}")
+    parallel.leave()
     return run
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import amp
 from tests.levels import LEVELS
@@ -24,6 +27,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def load(name: str) -> Any:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))  # where Python looks for what a script imports
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -101,6 +106,79 @@ def test_char_gpt_killed_and_resumed_is_the_run_that_went_through(level: str, tm
     whole, resumed = weights(tmp_path / "whole.pt"), weights(tmp_path / "killed.pt")
     assert list(whole) == list(resumed)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def torchrun(processes: int, *arguments: Any, restarts: int = 0) -> subprocess.Popen[str]:
+    """Start char_gpt.py on some processes; what it prints is one stream."""
+    return subprocess.Popen(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--monitor-interval",
+                "0.1",
+            ),
+            *("--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
+            *(str(EXAMPLES / "char_gpt.py"), "--eval-every", "40", "--eval-windows", "8"),
+            *("--sample", "1", "--width", "32", "--save-every", "3", "--steps", "12"),
+            *map(str, arguments),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(process: subprocess.Popen[str]) -> str:
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def weights_of_all(folder: Path) -> dict[str, torch.Tensor]:
+    plain = folder.with_suffix(".pt")
+    dcp_to_torch_save(folder, plain)
+    return torch.load(plain, weights_only=True)["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "level"), [("fsdp2", "O5"), ("fsdp2", "O2"), ("ddp", "O2"), ("tp", "O5")]
+)
+def test_char_gpt_goes_on_after_a_rank_was_killed(kind: str, level: str, tmp_path: Path) -> None:
+    """Torchrun starts all ranks again, and the run ends with the weights of one that went through."""
+    arguments = ["--parallel", kind, "--opt-level", level, "--plot", tmp_path / "plot.png"]
+    wait_for(torchrun(2, *arguments, "--checkpoint", tmp_path / "whole"))
+    killed = torchrun(2, *arguments, "--checkpoint", tmp_path / "killed", restarts=1)
+    while not list((tmp_path / "killed").glob("step-*/.metadata")):
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.01)
+    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    printed = wait_for(killed)
+    assert "Going on from step" in printed
+    whole, resumed = [weights_of_all(tmp_path / name / "step-12") for name in ("whole", "killed")]
+    assert list(whole) == list(resumed)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_char_gpt_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """What two ranks began, four go on with in another wrapper, and come to what one process does."""
+    ways = (("ddp", 2, 6), ("fsdp2", 4, 9), ("fsdp2+tp", 4, 12))
+    common = ["--opt-level", "O5", "--checkpoint", tmp_path / "run", "--plot", tmp_path / "plot.png"]
+    for kind, processes, steps in ways:
+        printed = wait_for(torchrun(processes, "--parallel", kind, *common, "--steps", steps))
+        assert ("Going on from step" in printed) == (steps > 6)
+    arguments = ["--opt-level", "O5", "--width", "32", "--steps", "12", "--eval-every", "40"]
+    arguments += ["--eval-windows", "8", "--sample", "1", "--plot", str(tmp_path / "one.png")]
+    load("char_gpt").main([*arguments, "--checkpoint", str(tmp_path / "one.pt")])
+    alone, together = weights(tmp_path / "one.pt"), weights_of_all(tmp_path / "run" / "step-12")
+    for name, value in alone.items():
+        assert (together[name] - value).norm() < 0.05 * value.norm(), name
 
 
 @pytest.mark.slow
