@@ -73,9 +73,8 @@ class Parallel:
         if kind == "fsdp2" and len(sizes) == 2:
             names = "copies", "data"
         if len(names) != len(sizes):
-            raise SystemExit(
-                f"--mesh {shape}: {kind} takes {len(names)} dimensions, {', '.join(names)}"
-            )
+            wanted = " by ".join(names)
+            raise SystemExit(f"--mesh {shape}: {kind} takes {len(names)} dimensions, {wanted}")
         mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=names)
         self._tensor = mesh["tensor"] if "tensor" in names else None
         if kind != "tp":
@@ -92,10 +91,10 @@ class Parallel:
 
     @property
     def _data_rank(self) -> int:
-        coordinate = (0,) if self._data is None else self._data.get_coordinate()
-        shape = (1,) if self._data is None else self._data.shape
+        if self._data is None:
+            return 0
         number = 0
-        for at, size in zip(coordinate, shape, strict=True):
+        for at, size in zip(self._data.get_coordinate() or (), self._data.shape, strict=True):
             number = number * size + at
         return number
 

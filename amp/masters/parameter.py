@@ -74,7 +74,7 @@ class MasterParameter(Tensor):
         _DATA.__get__(self).copy_(value)
 
 
-class _WholeMaster(MasterParameter, nn.Parameter):
+class _WholeMaster(MasterParameter, nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A master of a parameter that is no DTensor."""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as CutAlong
 from torch.nn.parallel import DistributedDataParallel
 
@@ -141,7 +141,7 @@ def check_compressed(rank: int, level: str) -> None:
         assert (weights[name] - value).norm() < 0.1 * (value - start[name]).norm()
 
 
-WHOLE: Any = [torch.distributed.tensor.Replicate()]
+WHOLE: Any = [Replicate()]
 
 
 @pytest.mark.parametrize("level", LEVELS)
