@@ -177,8 +177,8 @@ def test_char_gpt_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     arguments += ["--eval-windows", "8", "--sample", "1", "--plot", str(tmp_path / "one.png")]
     load("char_gpt").main([*arguments, "--checkpoint", str(tmp_path / "one.pt")])
     alone, together = weights(tmp_path / "one.pt"), weights_of_all(tmp_path / "run" / "step-12")
-    for name, value in alone.items():
-        assert (together[name] - value).norm() < 0.05 * value.norm(), name
+    one, other = [torch.cat([each[name].flatten() for name in alone]) for each in (alone, together)]
+    assert (one - other).norm() < 0.02 * one.norm()
 
 
 @pytest.mark.slow

@@ -1,0 +1,173 @@
+"""What else of torch's people train with on many processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import amp
+from tests.distributed.models import (
+    OPTIMIZERS,
+    SIZES,
+    WRAPS,
+    assert_equal_on_ranks,
+    batches,
+    data_rank,
+    loss_of,
+    make,
+    make_optimizer,
+    mesh,
+    train,
+    weights_of,
+)
+from tests.distributed.world import world
+from tests.levels import DYNAMIC, LEVELS
+
+
+def check_pipeline(rank: int, level: str, schedule: str) -> None:
+    """Two stages, whose schedule calls backward itself, do what one process does."""
+    # The schedule divides by the number of micro-batches at its end: until then sums are larger.
+    scaling: dict[str, Any] = {"loss_scale": {"init": 256.0}} if level in DYNAMIC else {}
+    expected = make()
+    _, made = amp.initialize(
+        expected, OPTIMIZERS["sgd"](expected.parameters()), opt_level=level, verbosity=0, **scaling
+    )
+    train(expected, made, batches())
+    weights, start = weights_of(expected), weights_of(make())
+    amp.get_session().close()
+
+    whole = make()
+    part = nn.Sequential(whole.layers) if rank == 0 else nn.Sequential(whole.head)
+    optimizer = OPTIMIZERS["sgd"](part.parameters())
+    group: Any = distributed.group.WORLD
+    part, optimizer = amp.initialize(
+        part, optimizer, opt_level=level, verbosity=0, process_group=group, **scaling
+    )
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    factor: list[Tensor] = []
+    kinds: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+    run = kinds[schedule](stage, 4, loss_fn=lambda y, target: F.mse_loss(y.float(), target) * factor[0])
+    for x, y in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(torch.ones(()), optimizer) as scale:
+            factor[:] = [scale]
+            run.step(x) if rank == 0 else run.step(target=y)
+        optimizer.step()
+    assert_equal_on_ranks([torch.tensor(amp.loss_scale())])
+    names = {id(p): name for name, p in whole.named_parameters()}
+    moved = error = torch.zeros(())
+    for parameter, master in zip(part.parameters(), amp.master_params(optimizer), strict=True):
+        name = names[id(parameter)]
+        error = error + (master.detach().float() - weights[name]).square().sum()
+        moved = moved + (weights[name] - start[name]).square().sum()
+    assert error.sqrt() < (1e-4 if level == "O0" else 0.1) * moved.sqrt(), (error, moved)
+
+
+def check_loss_parallel(rank: int, level: str) -> None:
+    """Logits that are cut along the classes, and a loss that leaves them so."""
+
+    def trained(wrap: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+        if wrap:
+            plan: Any = {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+            parallelize_module(model, mesh("tensor"), plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            x = torch.randn(8, 8, generator=generator)
+            y = torch.randint(6, (8,), generator=generator)
+            optimizer.zero_grad()
+            with loss_parallel():
+                loss = F.cross_entropy(model(x), y)
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+        weights = weights_of(model)
+        amp.get_session().close()
+        return weights
+
+    expected, weights = trained(wrap=False), trained(wrap=True)
+    for name, value in expected.items():
+        assert (weights[name] - value).norm() < (1e-5 if level == "O0" else 0.02) * value.norm(), name
+    assert_equal_on_ranks(weights.values())
+
+
+def check_grad_scaler(rank: int, wrap: str, optimizer: str) -> None:
+    """Torch's own loop, with this library's scaler: sums to be made, and an inf on one rank."""
+    model = WRAPS[wrap](make())
+    made = make_optimizer(optimizer, model)
+    scaler = amp.GradScaler("cpu", init_scale=1024.0)
+    scales = []
+    for step, (x, y) in enumerate(batches(*data_rank(wrap))):
+        before = weights_of(model)
+        made.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        grad: Any = model.layers[0].up.weight.grad
+        if step == 1 and rank == distributed.get_world_size() - 1:
+            getattr(grad, "_local_tensor", grad)[0, 0] = torch.inf
+        if step == 2:
+            scaler.unscale_(made)
+        scaler.step(made)
+        scaler.update()
+        assert scaler.step_was_skipped(made) == (step == 1)
+        after = weights_of(model)
+        assert all(torch.equal(before[name], after[name]) for name in after) == (step == 1)
+        scales.append(scaler.get_scale())
+    assert scales == [1024, 512, 512, 512]
+    assert_equal_on_ranks([*after.values(), torch.tensor(scales)])
+
+
+def check_compiled(rank: int, wrap: str, level: str) -> None:
+    """A compiled model accumulates under no_sync as an eager one does."""
+    model = make()
+    if wrap in WRAPS:
+        model = WRAPS[wrap](model)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
+    )
+    wrapped = DistributedDataParallel(model) if wrap == "ddp" else model
+    compiled: Any = torch.compile(wrapped, backend="eager")
+    data = list(batches(*data_rank(wrap)))
+    for i, (x, y) in enumerate(data):
+        reduces = i == len(data) - 1
+        if wrap == "ddp":
+            wrapped.require_backward_grad_sync = reduces  # what no_sync() sets
+        else:
+            wrapped.set_requires_gradient_sync(reduces)
+        with amp.scale_loss(loss_of(compiled, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    assert_equal_on_ranks(weights_of(model).values())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pipeline_scales_its_loss_inside_the_schedule(level: str, schedule: str) -> None:
+    world(2).run(check_pipeline, level, schedule)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_parallel_trains(level: str) -> None:
+    world(2).run(check_loss_parallel, level)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+@pytest.mark.parametrize("wrap", ["fsdp2", "hsdp", "sp", "fsdp2+sp"])
+def test_grad_scaler_agrees_over_the_ranks(wrap: str, optimizer: str) -> None:
+    world(SIZES[wrap]).run(check_grad_scaler, wrap, optimizer)
+
+
+@pytest.mark.parametrize("level", DYNAMIC)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_compiled_models_accumulate_without_reduction(wrap: str, level: str) -> None:
+    world(2).run(check_compiled, wrap, level)
