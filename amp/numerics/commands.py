@@ -87,7 +87,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--optimizer", default="adamw", help="adamw, sgd-momentum, FusedAdam, ...")
     parser.add_argument("--activations", type=_number, default=0.0, help="numbers kept for backward")
     parser.add_argument("--world-size", type=int, default=1, help="processes (1)")
-    parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3")
+    parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3, fsdp2")
     parser.add_argument("--gpu-memory", type=_number, help="GB of 10**9 bytes: say what fits")
 
     _parser(

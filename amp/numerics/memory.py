@@ -7,6 +7,7 @@ Bytes for each parameter of AdamW:
     O2, O5            2         4         4        8       the optimizer steps FP32 gradients
     O2, O5, fused     2         2         4        8       it unscales 16-bit ones itself
     split16, fused    2         2         2        8
+    O2, O5, FSDP2     4         4         -        8       over the ranks; the masters are the weights
     O3                2         2         -        4
 
 Terms are those between backward and the step, of one process.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -29,7 +30,7 @@ from amp.profiles.levels import LEVELS, load_profile, resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 
-Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp2"]
 
 FP8 = "fp8"
 """O5 with matrix products in FP8: no level of this library, but a row to compare with."""
@@ -170,7 +171,8 @@ def footprint(
             the other levels and 1 in FP8.
         world_size: how many processes there are.
         sharding: what is cut up among them: nothing; `zero1`: masters and optimizer state; `zero2`:
-            gradients too; `zero3`, or FSDP: weights too.
+            gradients too; `zero3`: weights too; `fsdp2`: likewise, and the masters are the weights, in
+            FP32, which are gathered in 16 bits for a module's forward and backward.
         **overrides: properties on top of the level's, such as `master_weights="split16"`.
 
     Raises:
@@ -180,6 +182,7 @@ def footprint(
     """
     in_fp8 = opt_level == FP8
     properties = resolve("O5" if in_fp8 else opt_level, overrides)
+    kept, computes_in = properties.master_weights, properties.cast_model_type
     name, state = _state_of(optimizer)
     if not _is_number(activations) or not 0 <= activations < math.inf:
         raise AmpValueError(f"activations={activations!r} must be a finite number of at least 0")
@@ -192,13 +195,14 @@ def footprint(
             f"state_dtype={dtype_name(properties.state_dtype)} needs an optimizer of amp.optimizers, "
             f"and {name} is none. Take one, such as 'fusedadam', or leave state_dtype out"
         )
+    if sharding == "fsdp2" and properties.master_weights is True:
+        properties = replace(properties, cast_model_type=torch.float32, master_weights=False)
     tensors = list(_tensors_of(model, properties, optimizer))
     each = [_bytes_of(tensor, properties, name, state, in_fp8) for tensor in tensors]
     weights, gradients, masters, optimizer_state, transient = map(
         sum, zip(_Bytes(), *each, strict=True)
     )
-    kept = properties.master_weights
-    activation = 1 if in_fp8 else 4 if properties.cast_model_type is torch.float32 else 2
+    activation = 1 if in_fp8 else 4 if computes_in is torch.float32 else 2
     cut = get_args(Sharding).index(sharding)
     return Footprint(
         opt_level=FP8 if in_fp8 else str(opt_level),
