@@ -82,7 +82,7 @@ def look_at_newest(lists: ParameterLists, dtypes: KnownDtypes, claimed: Collecti
     own_grads = TensorList(
         own if lists.are_plain else list(map(local, own)), like=lists.unmastered_list
     )
-    own_are_dense = _are_scalable(_kind_of(own_grads))
+    own_are_dense = _are_scalable(_kind_of(own_grads)) and not any(g.is_sparse for g in own_grads)
     return Newest(of_masters, grads, unmastered, own_grads, own_are_dense, _are_scalable(kind))
 
 

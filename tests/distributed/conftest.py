@@ -13,7 +13,7 @@ QUICK_LEVELS = ("O1", "O2", "O5")
 
 
 def is_long(params: dict[str, Any]) -> bool:
-    """Whether a case is left to `make test-all`: rarer levels, and most of what takes four processes."""
+    """Whether a case is left to `make test-all`: rarer levels, most of what takes four processes."""
     wrap, level = params.get("wrap"), params.get("level")
     if isinstance(params.get("there"), tuple):  # another number of ranks
         return level != "O5"

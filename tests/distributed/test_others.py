@@ -135,7 +135,7 @@ def check_compiled(rank: int, wrap: str, level: str) -> None:
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
     )
-    wrapped = DistributedDataParallel(model) if wrap == "ddp" else model
+    wrapped: Any = DistributedDataParallel(model) if wrap == "ddp" else model
     compiled: Any = torch.compile(wrapped, backend="eager")
     data = list(batches(*data_rank(wrap)))
     for i, (x, y) in enumerate(data):
