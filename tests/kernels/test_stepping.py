@@ -393,3 +393,50 @@ def test_lists_that_do_not_match_are_refused(device: torch.device) -> None:
         tensors.step(adam(), grads)
     tensors.steps[1] = tensors.steps[1].float()
     assert all(map(torch.equal, tensors.copies(), before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: torch.dtype) -> None:
+    """Two halves, each told what both have, do what the whole does, and an empty one does no harm."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (63, 3000)
+    param, grad = [
+        [torch.randn(2 * n, generator=generator, dtype=dtype).to(device) for n in sizes]
+        for _ in range(2)
+    ]
+
+    def state(like: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        return [[torch.zeros_like(p) for p in like] for _ in range(2)], [
+            torch.zeros((), device=device) for _ in like
+        ]
+
+    def run(params: list[Tensor], grads: list[Tensor], norms_of_all_ranks: Any = None) -> None:
+        moments, steps = state(params)
+        step(
+            LAMB,
+            lamb(),
+            params,
+            grads,
+            moments,
+            steps,
+            norms_of_all_ranks=norms_of_all_ranks,
+        )
+        assert [each.item() for each in steps] == [float(p.numel() > 0) for p in params]
+
+    halves = [[[t.chunk(2)[i].clone() for t in ts] for ts in (param, grad)] for i in range(2)]
+    halves.append([[t[:0].clone() for t in ts] for ts in (param, grad)])
+    norms: list[Tensor] = []
+
+    def note(own: Tensor) -> Tensor:
+        norms.append(own.clone())
+        return own
+
+    for params, grads in halves:
+        run([p.clone() for p in params], grads, note)
+    total = torch.stack(norms).square().sum(0).sqrt()
+    for params, grads in halves:
+        run(params, grads, lambda own: total)
+    run(param, grad)
+    for i, whole in enumerate(param):
+        together = torch.cat([params[i] for params, _ in halves])
+        torch.testing.assert_close(together, whole, rtol=1e-5, atol=1e-6)
