@@ -53,7 +53,8 @@ def groups_of_meshes(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
     if not any(hasattr(cls, "device_mesh") for cls in set(map(type, tensors))):
         return []
     meshes: Any = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))  # type: ignore[attr-defined]
-    return list(dict.fromkeys(map(_group_of_mesh, meshes)))
+    own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # with this rank in it
+    return list(dict.fromkeys(map(_group_of_mesh, own)))
 
 
 def _group_of_mesh(mesh: Any) -> ProcessGroup:
@@ -117,9 +118,8 @@ def cut_of(tensor: Any) -> Cut:
     shard, copies = 0, 1
     if is_sharded(tensor):
         mesh = tensor.device_mesh
-        for at, size, placement in zip(
-            mesh.get_coordinate(), mesh.shape, tensor.placements, strict=True
-        ):
+        own = mesh.get_coordinate() or (0,) * mesh.ndim  # none where this rank is not of the mesh
+        for at, size, placement in zip(own, mesh.shape, tensor.placements, strict=True):
             if placement.is_replicate():
                 copies *= size
             else:
