@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.devices import on_gpu
 from tests.distributed.models import SIZES
+from tests.distributed.world import Backend
 
 QUICK_LEVELS = ("O1", "O2", "O5")
 
@@ -30,3 +33,11 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.parent == Path(__file__).parent and is_long(params):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, params=["gloo", *on_gpu("nccl")])
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the processes talk by one backend after the other."""
+    Backend.name = request.param
+    yield
+    Backend.name = "gloo"

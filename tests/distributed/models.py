@@ -78,7 +78,7 @@ def mesh(*names: str) -> DeviceMesh:
     """Return a mesh of all ranks: in one dimension, or 2 x 2 of them."""
     size = distributed.get_world_size()
     shape = (size,) if len(names) == 1 else (2, size // 2)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
 
 
 def shard(model: Any, on: DeviceMesh | None = None, **options: Any) -> Any:
@@ -169,9 +169,9 @@ def batches(part: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the inputs and targets of each step: those of one rank, which are a part of the batch."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
-        x = torch.randn(BATCH, LENGTH, WIDTH, generator=generator)
-        y = torch.randn(BATCH, LENGTH, 3, generator=generator)
-        yield x.chunk(of)[part], y.chunk(of)[part]
+        x = torch.randn(BATCH, LENGTH, WIDTH, generator=generator, device="cpu").chunk(of)[part]
+        y = torch.randn(BATCH, LENGTH, 3, generator=generator, device="cpu").chunk(of)[part]
+        yield x.to(torch.get_default_device()), y.to(torch.get_default_device())
 
 
 def train(model: Any, optimizer: Any, data: Any) -> None:

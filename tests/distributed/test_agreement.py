@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.optimizers import FusedAdam, FusedSGD
+from tests.devices import on_gpu
 from tests.distributed.models import (
     SIZES,
     WRAPS,
@@ -27,7 +28,7 @@ from tests.distributed.models import (
     train,
     weights_of,
 )
-from tests.distributed.world import world
+from tests.distributed.world import Backend, world
 from tests.levels import DYNAMIC, LEVELS
 
 
@@ -120,13 +121,13 @@ def check_rounding_of_shards(rank: int, wrap: str) -> None:
     assert_equal_on_ranks([moment.full_tensor()])
 
 
-def check_compressed(rank: int, level: str) -> None:
+def check_compressed(rank: int, level: str, hook: str) -> None:
     """A hook that sends gradients in 16 bits."""
     model = make()
     optimizer = FusedSGD(model.parameters(), lr=0.2, momentum=0.5)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    ddp.register_comm_hook(None, getattr(default_hooks, hook))
     start = weights_of(model)
     train(ddp, optimizer, batches(*data_rank("fsdp2")))
     weights = weights_of(model)
@@ -150,6 +151,7 @@ def test_a_step_has_one_collective_of_one_number(wrap: str, level: str) -> None:
     world(SIZES[wrap]).run(check_collectives, wrap, level)
 
 
+@pytest.mark.parametrize("backend", ["gloo"], indirect=True)  # NCCL's watchdog ends the process
 def test_a_rank_that_raises_leaves_the_others_with_an_error_that_names_the_collective() -> None:
     world(2).run(check_rank_that_raises)
 
@@ -163,6 +165,9 @@ def test_shards_round_apart_and_copies_alike(wrap: str, size: int) -> None:
     world(size).run(check_rounding_of_shards, wrap)
 
 
+@pytest.mark.parametrize("hook", ["fp16_compress_hook", *on_gpu("bf16_compress_hook")])
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_may_be_sent_in_16_bits(level: str) -> None:
-    world(2).run(check_compressed, level)
+def test_gradients_may_be_sent_in_16_bits(level: str, hook: str) -> None:
+    if hook == "bf16_compress_hook" and Backend.name != "nccl":
+        pytest.skip("torch has it for NCCL alone")
+    world(2).run(check_compressed, level, hook)

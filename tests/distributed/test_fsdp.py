@@ -153,7 +153,7 @@ def check_own_policy_at_o0(rank: int, which: int) -> None:
     if which == 1:
         policy = MixedPrecision(param_dtype=torch.bfloat16)
         model: Any = FullyShardedDataParallel(
-            make(), use_orig_params=True, mixed_precision=policy, device_id=torch.device("cpu")
+            make(), use_orig_params=True, mixed_precision=policy, device_id=torch.get_default_device()
         )
     else:
         model = shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -167,7 +167,7 @@ def check_own_policy_at_o0(rank: int, which: int) -> None:
 def check_fsdp1(rank: int, level: str) -> None:
     """The first FSDP agrees on an overflow in one rank's shard."""
     make_model = lambda: FullyShardedDataParallel(  # noqa: E731
-        make(), use_orig_params=True, device_id=torch.device("cpu")
+        make(), use_orig_params=True, device_id=torch.get_default_device()
     )
     model = make_model()
     model, optimizer = initialize(model, sgd(model), level, loss_scale={"init": 1024.0})
@@ -186,7 +186,7 @@ def check_fsdp1(rank: int, level: str) -> None:
 
 
 def check_fsdp1_refused(rank: int) -> None:
-    model = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.get_default_device())
     for level in CAST:
         with pytest.raises(amp.AmpError, match="FullyShardedDataParallel.*fully_shard instead"):
             initialize(model, sgd(model), level)

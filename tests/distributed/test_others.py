@@ -51,7 +51,7 @@ def check_pipeline(rank: int, level: str, schedule: str) -> None:
     part, optimizer = amp.initialize(
         part, optimizer, opt_level=level, verbosity=0, process_group=group, **scaling
     )
-    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    stage = PipelineStage(part, rank, 2, torch.get_default_device())
     factor: list[Tensor] = []
     kinds: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
     run = kinds[schedule](stage, 4, loss_fn=lambda y, target: F.mse_loss(y.float(), target) * factor[0])
@@ -84,8 +84,8 @@ def check_loss_parallel(rank: int, level: str) -> None:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
-            x = torch.randn(8, 8, generator=generator)
-            y = torch.randint(6, (8,), generator=generator)
+            x = torch.randn(8, 8, generator=generator, device="cpu").to(torch.get_default_device())
+            y = torch.randint(6, (8,), generator=generator, device="cpu").to(torch.get_default_device())
             optimizer.zero_grad()
             with loss_parallel():
                 loss = F.cross_entropy(model(x), y)
@@ -106,7 +106,7 @@ def check_grad_scaler(rank: int, wrap: str, optimizer: str) -> None:
     """Torch's own loop, with this library's scaler: sums to be made, and an inf on one rank."""
     model = WRAPS[wrap](make())
     made = make_optimizer(optimizer, model)
-    scaler = amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = amp.GradScaler(torch.get_default_device().type, init_scale=1024.0)
     scales = []
     for step, (x, y) in enumerate(batches(*data_rank(wrap))):
         before = weights_of(model)

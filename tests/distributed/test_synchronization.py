@@ -41,7 +41,9 @@ def prepared(wrap: str, level: str, **options: Any) -> tuple[Any, Any, Any]:
     if wrap in WRAPS:
         model = WRAPS[wrap](model)
     if wrap == "fsdp1":
-        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.get_default_device()
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     views = wrap == "ddp views"

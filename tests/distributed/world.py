@@ -1,4 +1,6 @@
-"""Several processes over gloo that stay up between tests: `world(2).run(check, *arguments)`.
+"""Several processes that stay up between tests: `world(2).run(check, *arguments)`.
+
+They talk by gloo, and by NCCL too where each has a GPU: `models.DEVICE` is where tensors are made.
 
 Each process imports the function by its name and calls it with its rank first. A test fails with the
 tracebacks of all ranks that raised. After a failure the processes are ended, and the next test gets
@@ -26,6 +28,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+import pytest
 import torch
 from torch import distributed
 
@@ -39,8 +42,8 @@ PATIENCE = 3
 class World:
     """Processes with one process group, the default one."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str) -> None:
+        self.size, self.backend = size, backend
         self._parent: subprocess.Popen[bytes] | None = None
         self._ranks: list[tuple[TextIO, TextIO]] = []
         """For each rank, what takes its tasks and what has its answers."""
@@ -90,7 +93,7 @@ class World:
         tasks, answers = [[os.pipe() for _ in range(self.size)] for _ in range(2)]
         theirs = [[read, write] for (read, _), (_, write) in zip(tasks, answers, strict=True)]
         self._parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.world", json.dumps(theirs)],
+            [sys.executable, "-m", "tests.distributed.world", self.backend, json.dumps(theirs)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             pass_fds=[*chain.from_iterable(theirs)],
@@ -104,19 +107,38 @@ class World:
             os.close(descriptor)
 
 
-@functools.cache
+class Backend:
+    """What the processes of a test talk by: the fixture `backend` sets it."""
+
+    name = "gloo"
+
+
 def world(size: int) -> World:
     """Return the processes of a size, which are started for the first test that runs there."""
-    made = World(size)
+    if Backend.name == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip(f"NCCL needs a GPU for each of the {size} processes")
+    return _world(size, Backend.name)
+
+
+@functools.cache
+def _world(size: int, backend: str) -> World:
+    made = World(size, backend)
     atexit.register(made.end)
     return made
 
 
-def _serve(file: str, rank: int, size: int, tasks: int, answers: int) -> None:
+def _serve(backend: str, file: str, rank: int, size: int, tasks: int, answers: int) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
     distributed.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=TIMEOUT
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
     )
     with os.fdopen(tasks) as tasks_file, os.fdopen(answers, "w") as answers_file:
         for line in tasks_file:
@@ -144,7 +166,7 @@ def _call(function: Callable[..., Any], rank: int, arguments: list[Any]) -> None
             _Default.session = _Default.waiting_state = None
 
 
-def main(descriptors: list[list[int]]) -> None:
+def main(backend: str, descriptors: list[list[int]]) -> None:
     """Import once what all ranks need, and become their parent."""
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel  # noqa: F401
@@ -154,7 +176,7 @@ def main(descriptors: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank, own in enumerate(descriptors):
-            arguments = (f"{folder}/store", rank, len(descriptors), *own)
+            arguments = (backend, f"{folder}/store", rank, len(descriptors), *own)
             processes.append(multiprocessing.get_context("fork").Process(target=_serve, args=arguments))
             processes[-1].start()
         for descriptor in chain.from_iterable(descriptors):
@@ -164,4 +186,4 @@ def main(descriptors: list[list[int]]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1], json.loads(sys.argv[2]))
