@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import OrderedDict
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
 import amp
@@ -325,3 +327,34 @@ def test_what_a_strategy_keeps_is_saved_under_its_key_and_loaded(
     assert second.state_dict()["counting"] == {"count": 2}
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_torchs_own_functions_for_checkpoints_save_and_load_masters_in_one_process(level: str) -> None:
+    def trained(steps: int) -> Any:
+        torch.manual_seed(steps)
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(steps):
+            train_step(model, optimizer)
+        return model, optimizer
+
+    def train_step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(3, 4)).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    model, optimizer = trained(3)
+    weights, state = get_state_dict(model, optimizer)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert set(state["state"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    weights, state = copy.deepcopy((weights, state))
+    train_step(model, optimizer)
+    expected = copy.deepcopy(model.state_dict())
+
+    other, other_optimizer = trained(1)
+    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state)
+    train_step(other, other_optimizer)
+    assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
