@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import signal
+import sys
 import sysconfig
 import time
 import zlib
@@ -178,10 +179,14 @@ class StopRequest:
 def read_library() -> str:
     """Return the source of the standard library, file after file."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    paths: list[Path] = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = set(inner) - SKIPPED_FOLDERS
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
     texts: list[str] = []
     total = 0
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and total < TEXT_LIMIT:
+    for path in sorted(paths):
+        if total < TEXT_LIMIT:
             texts.append(path.read_text(encoding="utf-8", errors="ignore"))
             total += len(texts[-1])
     if not texts:
@@ -191,8 +196,9 @@ def read_library() -> str:
 
 def encode(text: str, vocabulary: str) -> Tensor:
     """Return the number of every character, 0 for those that are not in the vocabulary."""
-    numbers = {character: i for i, character in enumerate(vocabulary, start=1)}
-    return torch.tensor([numbers.get(character, 0) for character in text])
+    number_of = torch.zeros(sys.maxunicode + 1, dtype=torch.long)
+    number_of[list(map(ord, vocabulary))] = torch.arange(1, len(vocabulary) + 1)
+    return number_of[torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)]
 
 
 def draw_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
