@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp.distributed import ProcessGroup, groups_of_meshes, without_contained
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.lazy import kernels
@@ -96,10 +97,14 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
 
 
 def check_optimizers(
-    optimizers: Sequence[Any], models: Sequence[nn.Module], properties: Properties
+    optimizers: Sequence[Any],
+    models: Sequence[nn.Module],
+    properties: Properties,
+    process_groups: Sequence[ProcessGroup] = (),
 ) -> None:
     """Raise AmpRuntimeError for an optimizer that would not train these models as a profile says."""
     _check_owns(models, optimizers)
+    _check_norms(optimizers, process_groups)
     if properties.master_weights:
         _check_masters(optimizers)
     _check_state_dtype(optimizers, properties.state_dtype)
@@ -117,10 +122,33 @@ def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         )
 
 
+def _is_zero(optimizer: Any) -> bool:
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+
+
+def _check_norms(optimizers: Sequence[Any], process_groups: Sequence[ProcessGroup]) -> None:
+    """Raise AmpRuntimeError for an optimizer that would clip by the norm of one rank's parameters."""
+    for i, optimizer in enumerate(map(innermost, optimizers)):
+        stepping = optimizer.optim if _is_zero(optimizer) else optimizer
+        max_norm = getattr(stepping, "max_grad_norm", None)
+        if not max_norm:
+            continue
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = groups_of_meshes(parameters)
+        if _is_zero(optimizer) or set(without_contained([*known, *process_groups])) - set(known):
+            raise AmpRuntimeError(
+                f"optimizers[{i}] is a {type(optimizer).__name__} with max_grad_norm={max_norm}, and "
+                "each rank has other parameters, whose gradients the others do not count. Pass "
+                "max_grad_norm=None, and clip what all ranks have together: "
+                "torch.nn.utils.get_total_norm of amp.master_params(optimizer), summed over the ranks, "
+                "for torch.nn.utils.clip_grads_with_norm_"
+            )
+
+
 def _check_masters(optimizers: Sequence[Any]) -> None:
     """Raise AmpRuntimeError for an optimizer that would go on stepping the parameters of masters."""
     for i, optimizer in enumerate(optimizers):
-        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        if _is_zero(optimizer):
             raise AmpRuntimeError(
                 f"optimizers[{i}] is a {type(optimizer).__name__}, which steps by an optimizer of its "
                 "own, where no masters can stand. Take a level without master weights, such as "

@@ -18,6 +18,7 @@ from torch import nn
 from amp import distributed
 from amp.patching import Patches
 from amp.training.attachment import AttachedOptimizer
+from amp.training.gradients import State
 
 
 def get_state_dict(model: nn.Module, optimizers: Any, **options: Any) -> tuple[Any, Any]:
@@ -83,6 +84,17 @@ def teach(patches: Patches) -> None:
 
     for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
         patches.surround(state_dict, name, _with_masters_in_the_model)
+    patches.surround(state_dict, "_init_optim_state", _unless_there_are_gradients)
+
+
+def _unless_there_are_gradients(original: Any, optimizer: Any, *others: Any) -> None:
+    """Make the state of an optimizer that has none, by a step; torch does not where it sees gradients.
+
+    The gradients of a session may be where torch does not look.
+    """
+    attached = AttachedOptimizer.of(optimizer)
+    if attached is None or attached.gradients.state is State.SETTLED:
+        original(optimizer, *others)
 
 
 def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any, *others: Any) -> Any:

@@ -1,6 +1,7 @@
 """What the library asks of `torch.distributed`; one process is a world of its own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -54,10 +55,11 @@ def groups_of_meshes(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
         return []
     meshes: Any = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))  # type: ignore[attr-defined]
     own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # with this rank in it
-    return list(dict.fromkeys(map(_group_of_mesh, own)))
+    return list(dict.fromkeys(map(group_of_mesh, own)))
 
 
-def _group_of_mesh(mesh: Any) -> ProcessGroup:
+def group_of_mesh(mesh: Any) -> ProcessGroup:
+    """Return the process group of all ranks of a device mesh, who all call this."""
     if mesh.ndim == 1:
         return mesh.get_group()  # type: ignore[no-any-return]
     return _group_of_ranks(tuple(mesh.mesh.flatten().tolist()))
@@ -81,7 +83,11 @@ def _group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup:
 
 
 def without_contained(groups: Iterable[ProcessGroup]) -> list[ProcessGroup]:
-    """Return those of some groups that have ranks which none of the others has."""
+    """Return those of some groups that have ranks which none of the others has.
+
+    Of groups of one size the order stays: where they are the dimensions of a grid of ranks, each rank
+    names those in one order, and what one rank has found reaches all when each group has talked once.
+    """
     found: dict[ProcessGroup, set[int]] = {}
     for group in sorted(dict.fromkeys(groups), key=distributed.get_world_size, reverse=True):
         ranks = set(distributed.get_process_group_ranks(group))
@@ -99,32 +105,35 @@ class Cut(NamedTuple):
     """How a tensor is cut among ranks.
 
     Attributes:
+        layout: the device mesh and the placements, equal on all ranks; None for a tensor that is no
+            DTensor.
         shard: the number of this rank's part, which is equal on ranks that hold copies of it.
         copies: how many ranks hold what this rank holds.
         groups: the process groups of all of them, none for a tensor that is no DTensor.
     """
 
+    layout: Any
     shard: int
     copies: int
     groups: tuple[ProcessGroup, ...]
 
 
-WHOLE = Cut(0, 1, ())
+WHOLE = Cut(None, 0, 1, ())
 """How a tensor is that is not cut."""
 
 
 def cut_of(tensor: Any) -> Cut:
     """Return how a tensor is cut."""
-    shard, copies = 0, 1
-    if is_sharded(tensor):
-        mesh = tensor.device_mesh
-        own = mesh.get_coordinate() or (0,) * mesh.ndim  # none where this rank is not of the mesh
-        for at, size, placement in zip(own, mesh.shape, tensor.placements, strict=True):
-            if placement.is_replicate():
-                copies *= size
-            else:
-                shard = shard * size + at
-    return Cut(shard, copies, tuple(groups_of_meshes([tensor])))
+    if not is_sharded(tensor):
+        return WHOLE
+    shard, copies, mesh = 0, 1, tensor.device_mesh
+    own = mesh.get_coordinate() or (0,) * mesh.ndim  # none where this rank is not of the mesh
+    for at, size, placement in zip(own, mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            copies *= size
+        else:
+            shard = shard * size + at
+    return Cut((mesh, tensor.placements), shard, copies, tuple(groups_of_meshes([tensor])))
 
 
 def place_gradients(parameters: Iterable[Any]) -> None:
@@ -137,7 +146,8 @@ def place_gradients(parameters: Iterable[Any]) -> None:
         if spec is None or grad is None or grad._spec is spec:
             continue
         if grad.placements != parameter.placements:
-            parameter.grad = grad.redistribute(placements=parameter.placements)
+            with _names_the_collective(group_of_mesh(grad.device_mesh), "the sums of gradients"):
+                parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def set_values(tensor: Any, values: Any) -> None:
@@ -190,8 +200,15 @@ def reduce_norm(norm: Tensor, cut: Cut, is_largest: bool = False) -> Tensor:
 
 def _all_reduce(tensor: Tensor, how: Literal["max", "sum"], group: ProcessGroup, what: str) -> None:
     op = distributed.ReduceOp.MAX if how == "max" else distributed.ReduceOp.SUM
-    try:
+    with _names_the_collective(group, what):
         distributed.all_reduce(tensor, op=op, group=group)
+
+
+@contextmanager
+def _names_the_collective(group: ProcessGroup, what: str) -> Iterator[None]:
+    """Let a collective that fails say what the ranks were to agree on."""
+    try:
+        yield
     except RuntimeError as error:
         raise AmpRuntimeError(
             f"rank {rank()} could not agree with ranks {distributed.get_process_group_ranks(group)} on "

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from amp.distributed import groups_of_meshes, place_gradients, reduce_found_inf
+from amp.casting.sharded import is_of_fsdp1
+from amp.distributed import ProcessGroup, groups_of_meshes, place_gradients, reduce_found_inf
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.lazy import kernels
@@ -92,22 +93,24 @@ class _TorchInternals(torch.amp.GradScaler):
 
         Float16 ones too, whatever `allow_fp16` says: scripts replace this method to pass True.
         """
-        params, grads = _gradients(optimizer)
-        if not grads:
+        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
+        if not grads and not groups:
             return {}
         flag = found_inf.reshape(1)
-        kernels.unscale.unscale(grads, grads, inv_scale.reshape(1), flag)
-        reduce_found_inf(flag, self._scaler.groups_with(groups_of_meshes(params)))
+        if grads:
+            kernels.unscale.unscale(grads, grads, inv_scale.reshape(1), flag)
+        reduce_found_inf(flag, groups)
         return {found_inf.device: found_inf}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
         """Check an optimizer's gradients, which it will unscale itself. No host sync."""
-        params, grads = _gradients(optimizer)
+        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
         found: dict[Any, Tensor] = {}
-        if grads:
+        if grads or groups:
             flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
-            kernels.unscale.check(grads, self._scaler.snapshot().inv_scale, flag)
-            reduce_found_inf(flag, self._scaler.groups_with(groups_of_meshes(params)))
+            if grads:
+                kernels.unscale.check(grads, self._scaler.snapshot().inv_scale, flag)
+            reduce_found_inf(flag, groups)
             found = {flag.device: flag.reshape(())}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
@@ -278,7 +281,8 @@ class GradScaler(_TorchInternals):
                 "scaler.step(optimizer), or use amp.initialize, whose optimizers take closures"
             )
         self._check_scale_growth_tracker("step")
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        parameters = _parameters(optimizer)
+        if all(p.grad is None for p in parameters) and not _groups(optimizer):
             raise AmpAssertionError(
                 f"{type(optimizer).__name__} was stepped, and none of its parameters has a gradient. "
                 "Call backward on a loss that depends on them before, or leave the step out"
@@ -410,13 +414,28 @@ def _configured(config: LossScaling, **changes: Any) -> LossScaling:
     return dataclasses.replace(config, **changes)
 
 
-def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters of an optimizer that have gradients, and the gradients.
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _groups(optimizer: Any) -> list[ProcessGroup]:
+    """Return the process groups whose ranks have parts of an optimizer's parameters.
+
+    Parameters of FSDP's first version do not know theirs: as torch's `ShardedGradScaler` does for them,
+    all ranks decide together.
+    """
+    parameters = _parameters(optimizer)
+    world: Any = torch.distributed.group.WORLD if any(map(is_of_fsdp1, parameters)) else None
+    return [*groups_of_meshes(parameters), *filter(None, [world])]
+
+
+def _gradients(optimizer: Any) -> list[Tensor]:
+    """Return the gradients of an optimizer's parameters.
 
     Sparse 16-bit gradients are coalesced, since their sums may overflow, and those of DTensors summed
     over their ranks. Nothing has been changed when a gradient that cannot be unscaled is refused.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    params = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
     for i, parameter in enumerate(params):
         grad = parameter.grad
         if grad.dtype not in SCALABLE:
@@ -429,4 +448,4 @@ def _gradients(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
     for parameter in params:
         if parameter.grad.is_sparse and parameter.grad.dtype in LOW_PRECISION:
             parameter.grad = parameter.grad.coalesce()
-    return params, [parameter.grad for parameter in params]
+    return [parameter.grad for parameter in params]

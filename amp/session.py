@@ -84,16 +84,16 @@ class Session:
         self.verbosity = verbosity
         self.closed = False
         arguments.check_environment()
-        groups = distributed.as_process_groups(process_group)
+        self._process_groups = distributed.as_process_groups(process_group)
         self.scalers = [
-            LossScaler(self.properties.loss_scaling, i, groups)
+            LossScaler(self.properties.loss_scaling, i, self._process_groups)
             for i in range(operator.index(num_losses))
         ]
         self._models: list[weakref.ref[nn.Module]] = []
         kind = self.properties.master_weights
         self._masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self._strategies = strategies_for(self.properties)
-        self.synchronization = Synchronization()
+        self.synchronization = Synchronization(self.properties)
         self._undo = ExitStack()
         if self.properties.enabled:
             self._log(
@@ -122,7 +122,9 @@ class Session:
                 for strategy in self._strategies:
                     strategy.check_model(model)
             known = filter(None, [reference() for reference in self._models])
-            arguments.check_optimizers(optimizer_list, [*known, *model_list], self.properties)
+            arguments.check_optimizers(
+                optimizer_list, [*known, *model_list], self.properties, self._process_groups
+            )
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
 
@@ -134,11 +136,9 @@ class Session:
                 strategy.begin(undo)
                 for model in models:
                     strategy.prepare_model(model, undo)
-            for handle in (
-                *install_state_dict_hooks(self._masters, models, self.properties),
-                *self.synchronization.watch(models, self.properties),
-            ):
+            for handle in install_state_dict_hooks(self._masters, models, self.properties):
                 undo.callback(handle.remove)
+            self.synchronization.watch(models, undo.enter_context(Patches()))
             if self.properties.master_weights and dcp.is_in_use():
                 dcp.teach(undo.enter_context(Patches()))
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
@@ -225,9 +225,8 @@ class Session:
         try:
             self._report_overflows(scaler)
             yield scaled_loss
-            are_reduced = not any(attached.owner.synchronization.is_off() for attached in given)
-            if delay_unscale or not are_reduced:
-                block.delay(are_reduced)
+            if delay_unscale or not block.is_reduced():
+                block.delay()
             else:
                 block.leave(update=not delay_overflow_check)
         except BaseException:

@@ -236,7 +236,9 @@ class Block:
 
     def _finish_other_scale(self, optimizer: Optimizer) -> bool:
         delayed = optimizer.delayed
-        if delayed is None or (delayed.scale is self.scale and delayed.version == self.scale.version):
+        if delayed is None or (delayed.scale.is_one and self.scale.is_one):
+            return False
+        if delayed.scale is self.scale and delayed.version == self.scale.version:
             return False
         delayed.finish()
         return True

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.distributed import ProcessGroup
+from amp.distributed import ProcessGroup, group_of_mesh
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError
 from amp.profiles.levels import resolve
@@ -36,7 +36,7 @@ def fsdp_policy(opt_level: str = "O5", **overrides: Any) -> Any:
 
     `amp.initialize` sets it on every FSDP module whose policy says nothing, so this is for code that
     builds models apart from amp, and for reading. Levels that do not cast a model, or cast the shards
-    themselves, have no `param_dtype`.
+    themselves, have no `param_dtype`. Inputs are cast by what `amp.initialize` does, and not by FSDP2.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile.
@@ -52,7 +52,9 @@ def fsdp_policy(opt_level: str = "O5", **overrides: Any) -> Any:
         return MixedPrecisionPolicy()
     gathered = properties.cast_model_type if properties.master_weights is True else None
     return MixedPrecisionPolicy(
-        param_dtype=gathered or None, reduce_dtype=properties.reduce_dtype or torch.float32
+        param_dtype=gathered or None,
+        reduce_dtype=properties.reduce_dtype or torch.float32,
+        cast_forward_inputs=False,
     )
 
 
@@ -71,9 +73,37 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def reduces(unit: Any) -> bool:
-    """Whether the backward of an FSDP module reduces gradients over all its ranks."""
-    return all(group.reduce_grads and group.all_reduce_grads for group in _groups(unit))
+def parameters_of(unit: Any) -> list[Tensor]:
+    """Return the shards of an FSDP module, which optimizers step."""
+    return [param.sharded_param for group in _groups(unit) for param in group.fsdp_params]
+
+
+def has_unreduced(unit: Any) -> bool:
+    """Whether an FSDP module keeps gradients of a backward that has not reduced them over all ranks."""
+    return any(
+        group._partial_reduce_output is not None or any(map(_unreduced, group.fsdp_params))
+        for group in _groups(unit)
+    )
+
+
+def _unreduced(param: Any) -> bool:
+    whole = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (
+        whole is not None and whole.grad is not None
+    )
+
+
+def drop_unreduced(unit: Any) -> None:
+    """Drop the gradients that an FSDP module keeps to be reduced later."""
+    for group in _groups(unit):
+        group._partial_reduce_output = None
+        for param in filter(_unreduced, group.fsdp_params):
+            param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+
+
+def is_of_fsdp1(parameter: Tensor) -> bool:
+    """Whether FSDP's first version has cut a parameter."""
+    return getattr(parameter, "_fsdp_flattened", False)
 
 
 def fsdp1_modules(model: nn.Module) -> list[Any]:
@@ -85,11 +115,28 @@ def fsdp1_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
+def has_unreduced1(module: Any) -> bool:
+    """Whether such a module has gradients of a backward that has not reduced them over the ranks."""
+    handle = module._handle
+    if handle is None or not handle.uses_sharded_strategy:
+        return not module._sync_gradients
+    grad = handle.flat_param.grad
+    return grad is not None and grad.size() == handle.flat_param._unpadded_unsharded_size
+
+
 def fsdp1_groups(models: Iterable[nn.Module]) -> tuple[ProcessGroup, ...]:
-    """Return the process groups over which FSDP's first version has cut models into shards."""
+    """Return the process groups over which FSDP's first version has cut models into shards.
+
+    Copies of shards, and what tensor parallelism has cut before, decide together with them.
+    """
     modules = chain.from_iterable(map(fsdp1_modules, models))
     cut = [module for module in modules if module.sharding_strategy.name != "NO_SHARD"]
-    return tuple(dict.fromkeys(module.process_group for module in cut))
+    groups: list[ProcessGroup] = []
+    for module in cut:
+        groups += filter(None, (module.process_group, getattr(module, "_inter_node_pg", None)))
+        if module._fsdp_extension is not None:
+            groups.append(group_of_mesh(module._device_mesh._get_root_mesh()))
+    return tuple(dict.fromkeys(groups))
 
 
 def casts_by_its_own_policy(model: nn.Module) -> bool:
@@ -151,7 +198,11 @@ class ShardPolicies:
         """Return the policy of parameters, given the user's own."""
         reduced = own.reduce_dtype or self._properties.reduce_dtype or torch.float32
         cast = None if stored is gathered else gathered
-        return dataclasses.replace(own, param_dtype=cast, reduce_dtype=reduced)
+        # Inputs are cast by the hooks of `by_model`, as they are without FSDP2.
+        casts_inputs = own.cast_forward_inputs and own.param_dtype is not None
+        return dataclasses.replace(
+            own, param_dtype=cast, reduce_dtype=reduced, cast_forward_inputs=casts_inputs
+        )
 
     def _parts(self, group: Any) -> dict[Any, list[Any]]:
         """Return the parameters of a group by the policies that they are to have."""

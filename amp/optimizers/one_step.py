@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.distributed import Cut, reduce_norm, shard_like
+from amp.distributed import WHOLE, reduce_norm, shard_like
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch, kinds_of
@@ -96,7 +96,7 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
         else:
             norms.append(norm)
     for groups, square in squares.items():
-        norms.append(reduce_norm(square.sqrt(), Cut(0, 1, groups)))
+        norms.append(reduce_norm(square.sqrt(), WHOLE._replace(groups=groups)))
     together = torch.stack([norm.to(norms[0].device) for norm in norms])
     return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)  # type: ignore[no-any-return]
 

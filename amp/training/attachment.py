@@ -90,7 +90,9 @@ class AttachedOptimizer:
             and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         )
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
-        self.gradients = Gradients(optimizer, masters, self._dtypes, self._takes_scaled)
+        self.gradients = Gradients(
+            optimizer, masters, self._dtypes, self._takes_scaled, owner.synchronization
+        )
         self._fused_step = FusedStep(optimizer, self.gradients, masters)
         self.stepped_by: list[Verdict] = []
 
@@ -268,6 +270,7 @@ class AttachedOptimizer:
             self.gradients.show()
             self.gradients.bring_back_aside()  # to be written zeros too
         self.gradients.forget()
+        self.gradients.drop_unreduced()
         result = zero_grad(*args, **kwargs)
         for parameter in lists.models:
             if set_to_none:

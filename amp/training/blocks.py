@@ -31,7 +31,6 @@ class Block:
         self.scaler = scaler
         self._gradients = gradients
         self.scale: ScaleSnapshot  # what the loss was scaled by, once the block is entered
-        self.is_reduced = True  # over the ranks, if the block is delayed
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait."""
@@ -41,7 +40,7 @@ class Block:
                 "block. Leave the first block, or add the two losses and scale the sum."
             )
         for gradients in self._gradients:
-            _check_reduced(gradients.delayed, self.scaler)
+            _check_reduced(gradients, self.scaler)
         # Finishing a block moves a scale, perhaps this one: look again until none is left.
         while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
             pass
@@ -61,16 +60,17 @@ class Block:
         """Unscale the block's gradients, or let the step do it, and move the scale. No host sync."""
         _unscale(self._gradients, self.scale, update)
 
-    def delay(self, are_reduced: bool) -> None:
-        """Leave the gradients scaled, with those that are delayed at the same scale.
+    def is_reduced(self) -> bool:
+        """Whether the backward has reduced all of these gradients over the ranks."""
+        return all(gradients.are_reduced() for gradients in self._gradients)
 
-        `are_reduced` says whether the backward has reduced all of these gradients over the ranks.
-        """
+    def delay(self) -> None:
+        """Leave the gradients scaled, with those that are delayed at the same scale."""
         _collect(
             self._gradients, self.scale, are_final=False
         )  # what cannot be unscaled later is refused now
         for gradients in self._gradients:
-            gradients.delay(self).is_reduced = are_reduced
+            gradients.delay(self)
 
     def abort(self) -> None:
         """Drop the block's gradients."""
@@ -79,7 +79,8 @@ class Block:
 
     def finish(self) -> None:
         """Do what leaving the block without a delay would have done, where it is still to be done."""
-        if not self.is_reduced:
+        together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
+        if not all(gradients.were_reduced for gradients in together):
             warnings.warn(
                 "gradients are stepped on that were not reduced over the ranks: the last backward was "
                 "one of no_sync() or set_requires_gradient_sync(False). The ranks go apart. Let the "
@@ -87,13 +88,13 @@ class Block:
                 AmpWarning,
                 stacklevel=5,
             )
-        together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
         _unscale(together, self.scale)
 
 
-def _check_reduced(delayed: Block | None, scaler: LossScaler) -> None:
+def _check_reduced(gradients: Gradients, scaler: LossScaler) -> None:
     """Raise if gradients that no backward has reduced yet would be unscaled for a block of `scaler`."""
-    if delayed is not None and not delayed.is_reduced and not delayed.scale.is_current(scaler):
+    delayed = gradients.delayed
+    if delayed is not None and not gradients.were_reduced and not delayed.scale.is_current(scaler):
         raise AmpRuntimeError(
             "the gradients of the last block are not reduced over the ranks, for its backward was one "
             "of no_sync() or set_requires_gradient_sync(False), and this block has another loss scale. "

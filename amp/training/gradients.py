@@ -55,6 +55,7 @@ from amp.training.held import Held
 from amp.training.newest import Newest, look_at_newest
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
 from amp.training.scaler import ScaleSnapshot, Verdict
+from amp.training.synchronization import Synchronization
 from amp.training.unscaling import Move, add_grad, unscale_moves
 
 if TYPE_CHECKING:
@@ -78,18 +79,26 @@ class Gradients:
         lists: what the groups held when that was last looked at.
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, if one did.
+        were_reduced: whether these were reduced over the ranks.
     """
 
     def __init__(
-        self, optimizer: Any, masters: MasterWeights, dtypes: KnownDtypes, takes_scaled: bool
+        self,
+        optimizer: Any,
+        masters: MasterWeights,
+        dtypes: KnownDtypes,
+        takes_scaled: bool,
+        synchronization: Synchronization,
     ) -> None:
         self._optimizer = optimizer
+        self._synchronization = synchronization
         self._masters = masters
         self.dtypes = dtypes
         self._takes_scaled = takes_scaled
         self.lists = ParameterLists((), masters)
         self.verdicts: list[Verdict] = []
         self.delayed: Block | None = None
+        self.were_reduced = True
         self._open: Block | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._held: Held | None = None
@@ -134,9 +143,6 @@ class Gradients:
         self._masters.drop_stepped_grads(lists.masters)
         if self.delayed is None:
             self.gather_strays()
-            if self._held is not None and any(grad._is_view() for grad in self._held.grads):
-                # DDP's gradients are views of a buffer that the next backward overwrites.
-                self._held = self._held.copied()
             if not block.scaler.is_identity:
                 for parameter in lists.unmastered:
                     if (grad := parameter.grad) is not None:
@@ -146,6 +152,8 @@ class Gradients:
 
     def gather_strays(self) -> None:
         """Add to masters what a backward outside of any block has left in 16-bit parameters."""
+        if not self.lists.are_plain:
+            place_gradients(self.lists.models)
         grads = [parameter.grad for parameter in self.lists.models]
         if grads.count(None) < len(grads):
             for master, model, grad in zip(self.lists.masters, self.lists.models, grads, strict=True):
@@ -165,13 +173,22 @@ class Gradients:
         if self.delayed is None and block is not None and not block.scaler.is_identity:
             for parameter in (*self.lists.models, *self.lists.unmastered):
                 parameter.grad = None
+            self.drop_unreduced()
             self.bring_back_aside()
 
-    def delay(self, block: Block) -> Block:
-        """Leave a block with its gradients as they are: OPEN becomes DELAYED. Return the first such."""
+    def are_reduced(self) -> bool:
+        """Whether the last backward has reduced all gradients over the ranks."""
+        return self._synchronization.are_reduced((*self.lists.models, *self.lists.unmastered))
+
+    def drop_unreduced(self) -> None:
+        """Drop gradients that a wrapper keeps to be reduced by a later backward."""
+        self._synchronization.drop_unreduced((*self.lists.models, *self.lists.unmastered))
+
+    def delay(self, block: Block) -> None:
+        """Leave a block with its gradients as they are: OPEN becomes DELAYED."""
         self._open = None
         self.delayed = self.delayed or block
-        return self.delayed
+        self.were_reduced = self.are_reduced()
 
     def collect(self, scale: ScaleSnapshot, claimed: Collection[int], are_final: bool) -> Newest:
         """Look at the gradients that a block has made, once, and change nothing.
@@ -243,6 +260,9 @@ class Gradients:
             # The norms of shards are those of one rank; the step asks the others.
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
             self._held = held.checked(found_inf, max_norm)
+            if any(grad._is_view() for grad in held.grads):
+                # DDP's gradients are views of a buffer, which any backward through it overwrites.
+                self._held = self._held.in_own_memory()
         self._are_shown = False
         for parameter in newest.of_masters.models:
             parameter.grad = None

@@ -51,6 +51,10 @@ class Held(NamedTuple):
         kernels.axpby.axpby(a, newest.grads, b, self.grads, grads, found_inf)
         return Held(newest.of, grads, None)
 
+    def in_own_memory(self) -> Held:
+        """Return the same gradients in memory of their own. No host sync."""
+        return self._replace(grads=TensorList([grad.clone() for grad in self.grads]))
+
     def copied(self) -> Held:
         """Return the unscaled gradients in memory of their own, float32. No host sync."""
         return self._replace(grads=TensorList(unscaled(self.grads, self.inv_scale)), inv_scale=None)

@@ -1,84 +1,137 @@
-"""Whether a wrapper of a model reduces gradients over the ranks in a backward.
+"""Whether the wrappers of a session's models have reduced gradients over the ranks.
 
 Accumulation without communication leaves gradients where they are: DDP's and FSDP's `no_sync`, FSDP2's
 `set_requires_gradient_sync(False)`. What is not reduced yet must not be unscaled, because the next
 backward reduces it together with its own gradients, at one scale.
+
+DDP decides in its forward whether the backward will reduce, so its forwards are watched. FSDP decides
+in the backward, and what it has left is found where FSDP keeps it.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from amp import distributed
 from amp.casting import sharded
 from amp.errors import AmpRuntimeError
+from amp.patching import Patches
 from amp.profiles.properties import Properties
 
 
-class Watch:
-    """A forward pre-hook on a model, which looks at the DDP that the forward runs in.
-
-    DDP decides in the forward whether the backward will reduce. FSDP decides in the backward.
+class Synchronization:
+    """What a session knows of its models' wrappers.
 
     Args:
-        model: the model, as FSDP has wrapped it.
-        may_join: whether ranks may run out of data one by one, under `DistributedDataParallel.join`.
+        properties: what the session's profile resolved to.
     """
 
-    def __init__(self, model: nn.Module, may_join: bool) -> None:
-        self._may_join = may_join
-        self._ddp_reduces = True
-        self._fsdp1 = sharded.fsdp1_modules(model)
-        self._units = sharded.units_of(model)
+    def __init__(self, properties: Properties) -> None:
+        self._has_masters = bool(properties.master_weights)
+        self._may_join = not (properties.master_weights or properties.loss_scaling.dynamic)
+        self._was_alone = False
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._units: list[weakref.ref[Any]] = []
+        self._fsdp1: list[weakref.ref[Any]] = []
+        self._ddps: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """The DDPs that there are, and whether they wrap these models, or parts of them."""
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Note whether the forward's gradients will be reduced by DDP.
+    def watch(self, models: Iterable[nn.Module], patches: Patches) -> None:
+        """Look at the wrappers that models have inside, and at every DDP around them from now on."""
+        self._was_alone = distributed.world_size() == 1
+        for model in models:
+            self._models.append(weakref.ref(model))
+            self._units += map(weakref.ref, sharded.units_of(model))
+            self._fsdp1 += map(weakref.ref, sharded.fsdp1_modules(model))
+        _watching.add(self)
+        patches.surround(DistributedDataParallel, "__init__", _wrap)
+        patches.surround(DistributedDataParallel, "_pre_forward", _begin_forward)
+
+    def meet(self, ddp: Any) -> None:
+        """Look at a DDP for the first time.
 
         Raises:
-            AmpRuntimeError: DDP is inside `join`, and the session cannot follow that.
+            AmpRuntimeError: the session does not know of its ranks.
         """
-        if not torch.is_grad_enabled():
+        if ddp in self._ddps:
             return
-        ddp: Any = DistributedDataParallel._active_ddp_module
-        self._ddp_reduces = ddp is None or ddp.require_backward_grad_sync
-        if ddp is not None and ddp._join_config.enable and not self._may_join:
+        own = {id(parameter) for model in _alive(self._models) for parameter in model.parameters()}
+        self._ddps[ddp] = is_ours = not own.isdisjoint(map(id, ddp._module_parameters))
+        if not is_ours:
+            return
+        if self._has_masters and self._was_alone and distributed.world_size() > 1:
+            raise AmpRuntimeError(
+                "torch.distributed.init_process_group was called after amp.initialize, which has made "
+                "each rank's master weights of its own values; DDP makes only the 16-bit weights "
+                "equal. Call init_process_group before amp.initialize"
+            )
+        ddp._amp_reduces, ddp._amp_may_join = True, self._may_join
+
+    def are_reduced(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether none of a model's parameters has a gradient that is still to be reduced."""
+        left = [
+            *(ddp._module_parameters for ddp in self._own_ddps() if not ddp._amp_reduces),
+            *(
+                sharded.parameters_of(unit)
+                for unit in _alive(self._units)
+                if sharded.has_unreduced(unit)
+            ),
+            *(module.parameters() for module in _alive(self._fsdp1) if sharded.has_unreduced1(module)),
+        ]
+        if not left:
+            return True
+        own = set(map(id, parameters))
+        return all(own.isdisjoint(map(id, unreduced)) for unreduced in left)
+
+    def _own_ddps(self) -> list[Any]:
+        return [ddp for ddp, is_ours in self._ddps.items() if is_ours]
+
+    def drop_unreduced(self, parameters: Sequence[Tensor]) -> None:
+        """Drop the gradients of these parameters that FSDP2 keeps to be reduced later."""
+        left = [unit for unit in _alive(self._units) if sharded.has_unreduced(unit)]
+        own = set(map(id, parameters)) if left else set()
+        for unit in left:
+            if not own.isdisjoint(map(id, sharded.parameters_of(unit))):
+                sharded.drop_unreduced(unit)
+
+
+_watching: weakref.WeakSet[Synchronization] = weakref.WeakSet()
+
+
+def _wrap(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a DDP."""
+    original(ddp, *args, **kwargs)
+    _introduce(ddp)
+
+
+def _introduce(ddp: Any) -> None:
+    for session in list(_watching):
+        session.meet(ddp)
+
+
+def _begin_forward(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
+    """Begin a DDP's forward, and note in the DDP, as Dynamo can, whether it reduces the gradients.
+
+    Raises:
+        AmpRuntimeError: the DDP is inside `join`, and a session cannot follow that.
+    """
+    if torch.is_grad_enabled():
+        if not torch.compiler.is_compiling():
+            _introduce(ddp)
+        if ddp._join_config.enable and not getattr(ddp, "_amp_may_join", True):
             raise AmpRuntimeError(
                 "DistributedDataParallel.join() is not for a session with master weights or a dynamic "
                 "loss scale: its last broadcast reaches 16-bit weights and no masters, and the scale "
                 "would go on moving on some ranks alone. Give all ranks the same number of batches, "
                 "for example by DistributedSampler(..., drop_last=True), or take opt_level='O4'"
             )
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the gradients of the last backward were reduced."""
-        return (
-            self._ddp_reduces
-            and all(module._sync_gradients for module in self._fsdp1)
-            and all(map(sharded.reduces, self._units))
-        )
+        ddp._amp_reduces = ddp.require_backward_grad_sync
+    return original(ddp, *args, **kwargs)
 
 
-class Synchronization:
-    """The watches on a session's models."""
-
-    def __init__(self) -> None:
-        self._watches: list[weakref.ref[Watch]] = []
-
-    def watch(self, models: Iterable[nn.Module], properties: Properties) -> Iterator[RemovableHandle]:
-        """Watch more models, where there are other ranks. A watch belongs to its model."""
-        may_join = not (properties.master_weights or properties.loss_scaling.dynamic)
-        for model in models if distributed.world_size() > 1 else ():
-            watch = Watch(model, may_join)
-            self._watches.append(weakref.ref(watch))
-            yield model.register_forward_pre_hook(watch, prepend=True)
-
-    def is_off(self) -> bool:
-        """Whether the last backward of one of the models has left its gradients unreduced."""
-        watches = [reference() for reference in self._watches]
-        return any(watch is not None and not watch.reduces for watch in watches)
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [found for reference in references if (found := reference()) is not None]

@@ -1,0 +1,489 @@
+"""Users do things in other orders and places: each of these once went wrong without a word."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import amp
+from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from tests.distributed.models import (
+    WIDTH,
+    assert_equal_on_ranks,
+    batches,
+    data_rank,
+    loss_of,
+    make,
+    mesh,
+    parallelize,
+    parallelize_sequence,
+    shard,
+    weights_of,
+    whole,
+)
+from tests.distributed.test_synchronization import not_synced
+from tests.distributed.world import world
+from tests.levels import DYNAMIC, LEVELS
+
+QUICK = ["O1", "O2", "O5"]
+
+
+def sgd(model: Any, lr: float = 0.2) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+# Where accumulation without communication hides from a look at the model.
+
+
+class Container(nn.Module):
+    """Holds a network that is wrapped on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = make()
+
+
+class Checkpointed(nn.Module):
+    """Runs a network's forward again in the backward."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.network, x, use_reentrant=False)
+
+
+Hidden = tuple[Any, Any, Callable[[Tensor], Tensor], Callable[[], AbstractContextManager[Any]]]
+"""A model, its optimizer, a forward, and what keeps backwards from reducing."""
+
+
+def initialize(model: Any, level: str, optimizer: Any = None, **options: Any) -> tuple[Any, Any]:
+    return amp.initialize(model, optimizer or sgd(model), opt_level=level, verbosity=0, **options)
+
+
+def ddp_of_a_part(level: str) -> Hidden:
+    container, optimizer = initialize(Container(), level)
+    ddp = DistributedDataParallel(container.network)
+    return container, optimizer, ddp, ddp.no_sync
+
+
+def ddp_and_bare(level: str) -> Hidden:
+    model, optimizer = initialize(make(), level)
+    ddp = DistributedDataParallel(model)
+    return model, optimizer, lambda x: ddp(x) + 0.1 * ddp.module(x + 0.1), ddp.no_sync
+
+
+def ddp_of_checkpoints(level: str) -> Hidden:
+    model, optimizer = initialize(make(), level)
+    ddp = DistributedDataParallel(Checkpointed(model))
+    return model, optimizer, ddp, ddp.no_sync
+
+
+def replicated(level: str, first: bool) -> Hidden:
+    model: Any = make()
+    if first:
+        replicate(model)
+    model, optimizer = initialize(model, level)
+    if not first:
+        replicate(model)
+    return model, optimizer, model, functools.partial(not_synced, model)
+
+
+HIDDEN: dict[str, Callable[[str], Hidden]] = {
+    "DDP around a part": ddp_of_a_part,
+    "DDP and a bare forward": ddp_and_bare,
+    "DDP around checkpoints": ddp_of_checkpoints,
+    "replicate, initialize": functools.partial(replicated, first=True),
+    "initialize, replicate": functools.partial(replicated, first=False),
+}
+
+
+def check_hidden(rank: int, kind: str, level: str) -> None:
+    model, optimizer, forward, without_sync = HIDDEN[kind](level)
+    for i, (x, y) in enumerate(batches(*data_rank("ddp"))):
+        with nullcontext() if i % 2 else without_sync():
+            backward((forward(x).float() - y).square().mean(), optimizer)
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_on_ranks(weights_of(model).values())
+
+
+def check_inside(rank: int, wrap: str, level: str) -> None:
+    """The flag is set back before the block ends, by which time the backward has gone by it."""
+    ends = []
+    for inside in (False, True):
+        model: Any = make()
+        if wrap == "fsdp1":
+            model = FullyShardedDataParallel(
+                model, use_orig_params=True, device_id=torch.get_default_device()
+            )
+        else:
+            model = shard(model)
+        scaling: Any = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
+        model, optimizer = initialize(model, level, **scaling)
+        off = model.no_sync if wrap == "fsdp1" else functools.partial(not_synced, model)
+        for i, (x, y) in enumerate(batches(*data_rank(wrap))):
+            without_sync = nullcontext if i % 2 else off
+            loss = loss_of(model, x, y)
+            around, within = (nullcontext, without_sync) if inside else (without_sync, nullcontext)
+            with around(), amp.scale_loss(loss, optimizer) as scaled_loss, within():
+                scaled_loss.backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(torch.cat([whole(p).detach().float().flatten() for p in model.parameters()]))
+        amp.get_session().close()
+    assert torch.equal(*ends)
+
+
+def check_dropped(rank: int, how: str, level: str) -> None:
+    """What FSDP2 keeps to be reduced later goes with a block that raised, and with zero_grad."""
+    ends = []
+    for happens in (False, True):
+        model, optimizer = initialize(shard(make()), level)
+        for i, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
+            if i == 1 and happens:
+                model.set_requires_gradient_sync(False)
+                loss = loss_of(model, x, y)
+                with (
+                    pytest.raises(OSError) if how == "raise" else nullcontext(),
+                    amp.scale_loss(loss, optimizer) as scaled_loss,
+                ):
+                    scaled_loss.backward()
+                    if how == "raise":
+                        raise OSError
+                if how == "zero_grad":
+                    optimizer.zero_grad()
+                model.set_requires_gradient_sync(True)
+            elif i != 1:
+                backward(loss_of(model, x, y), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(torch.cat([value.flatten() for value in weights_of(model).values()]))
+        amp.get_session().close()
+    assert torch.equal(*ends)
+
+
+def check_others_are_left_alone(rank: int) -> None:
+    """What one model has not reduced is nothing to the optimizer of another."""
+    generator, critic = make(), make()
+    optimizers = [sgd(generator), sgd(critic)]
+    amp.initialize([generator, critic], optimizers, opt_level="O5", verbosity=0, num_losses=2)
+    of_generator, of_critic = DistributedDataParallel(generator), DistributedDataParallel(critic)
+    (x, y), *_ = batches(*data_rank("ddp"))
+    with of_critic.no_sync():
+        backward(loss_of(of_critic, x, y), optimizers[1], loss_id=1)
+    backward(loss_of(of_generator, x, y), optimizers[0])
+    optimizers[0].step()  # a warning would be an error here
+    backward(loss_of(of_critic, x, y), optimizers[1], loss_id=0)  # the scale is 1 as well
+    optimizers[1].step()
+    assert_equal_on_ranks([*weights_of(generator).values(), *weights_of(critic).values()])
+
+
+# Gradients in memory that others write.
+
+
+def check_bucket_views(rank: int, level: str) -> None:
+    """DDP's buckets hold the gradients of two optimizers, and any backward overwrites them."""
+    ends = []
+    for views in (False, True):
+        model = make()
+        optimizers = [
+            FusedSGD(part.parameters(), lr=0.2, momentum=0.5) for part in (model.layers, model.head)
+        ]
+        amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=views, find_unused_parameters=True)
+        for x, y in batches(*data_rank("ddp")):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for optimizer in optimizers:
+                backward(loss_of(ddp, x, y), optimizer)
+            loss_of(ddp, x, y).backward()  # outside of any block
+            for optimizer in optimizers:
+                optimizer.step()
+        ends.append(torch.cat([value.flatten() for value in weights_of(model).values()]))
+        amp.get_session().close()
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-5)
+
+
+def check_sums_outside_of_blocks(rank: int, level: str) -> None:
+    """Gradients of norms that are sums to be made, of a backward without `scale_loss`."""
+    ends = []
+    for cut in (False, True):
+        model: Any = parallelize_sequence(make()) if cut else make()
+        model, optimizer = initialize(model, level, FusedSGD(model.parameters(), lr=0.2))
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        ends.append(weights_of(model))
+        amp.get_session().close()
+    for name, value in ends[0].items():
+        if "norm" in name:
+            torch.testing.assert_close(
+                ends[1][name], value, rtol=0, atol=2e-2 if level == "O5" else 2e-3
+            )
+
+
+# Ranks that would not have agreed.
+
+
+def check_layouts(rank: int, kind: str) -> None:
+    """Parameters that are cut along one dimension of a mesh each, so that some ranks see them alike."""
+    on = mesh("x", "y")
+    placements: Any = [[Shard(0), Replicate()], [Replicate(), Shard(0)]]
+    torch.manual_seed(0)
+    weights = [nn.Parameter(distribute_tensor(torch.randn(4, 4), on, where)) for where in placements]
+    kinds: dict[str, Any] = {
+        "lamb": FusedLAMB,
+        "novograd": FusedNovoGrad,
+        "bfloat16": functools.partial(FusedAdam, state_dtype=torch.bfloat16),
+    }
+    optimizer = kinds[kind](weights, lr=0.1)
+    for step in range(3):
+        grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step), device="cpu")
+        for weight, where in zip(weights, placements, strict=True):
+            weight.grad = distribute_tensor(grad.to(weight.device), on, where)
+        optimizer.step()
+    moments = [optimizer.state[weight]["exp_avg"] for weight in weights]
+    assert_equal_on_ranks(whole(each) for each in (*weights, *moments))
+
+
+def check_sums_that_fail(rank: int) -> None:
+    """As they do in time where another rank has no gradient to sum."""
+    model = parallelize_sequence(make())
+    model, optimizer = initialize(model, "O1")
+    (x, y), *_ = batches()
+    loss = loss_of(model, x, y)
+
+    def time_out(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Timed out waiting")
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(amp.AmpError, match=r"agree with ranks \[0, 1\] on the sums of gradients"),
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        patch.setattr(DTensor, "redistribute", time_out)
+
+
+def check_fsdp1_of_more_dimensions(rank: int, kind: str) -> None:
+    on = mesh("first", "second")
+    device = torch.get_default_device()
+    if kind == "hybrid":
+        strategy = ShardingStrategy.HYBRID_SHARD
+        model: Any = FullyShardedDataParallel(
+            make(), device_mesh=on, sharding_strategy=strategy, use_orig_params=True, device_id=device
+        )
+    else:
+        cut = parallelize(make(), on["second"])
+        model = FullyShardedDataParallel(
+            cut, device_mesh=on["first"], use_orig_params=True, device_id=device
+        )
+    model, optimizer = initialize(model, "O1", loss_scale={"init": 1024.0})
+    (x, y), *_ = batches(*data_rank("fsdp2+tp" if kind == "tp" else "hsdp"))
+    with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        if rank == 3:
+            grads: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+            next(grad for grad in grads if grad.numel()).view(-1)[0] = torch.inf
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert amp.loss_scale() == 512.0
+
+
+def check_grad_scaler_of_fsdp1(rank: int) -> None:
+    device = torch.get_default_device()
+    model = FullyShardedDataParallel(make(), use_orig_params=True, device_id=device)
+    optimizer = sgd(model)
+    scaler = amp.GradScaler(device.type, init_scale=1024.0)
+    for step, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        if step == 1 and rank == 1:
+            next(p.grad for p in model.parameters() if p.numel()).view(-1)[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.step_was_skipped(optimizer) == (step == 1)
+    assert scaler.get_scale() == 512.0
+
+
+# What is refused.
+
+
+def check_clipping_of_parts(rank: int, kind: str) -> None:
+    model = make()
+    part = (model.layers, model.head)[rank]
+    group: Any = distributed.group.WORLD
+    options = {}
+    optimizer: Any
+    if kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # which uses torch.jit, and warns
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), FusedSGD, lr=0.1, max_grad_norm=1.0)
+    else:
+        optimizer, options = FusedAdam(part.parameters(), max_grad_norm=1.0), {"process_group": group}
+    with pytest.raises(amp.AmpError, match="max_grad_norm=1.0, and each rank has other parameters"):
+        initialize(model, "O1", optimizer, **options)
+    cut = shard(make())  # knows its ranks, however the group is called
+    initialize(cut, "O1", FusedAdam(cut.parameters(), max_grad_norm=1.0), process_group=group)
+
+
+def check_late_process_group(rank: int, level: str) -> None:
+    model = make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(amp.distributed, "world_size", lambda: 1)
+        initialize(model, level)
+    with pytest.raises(amp.AmpError, match="Call init_process_group before amp.initialize"):
+        DistributedDataParallel(model)
+
+
+# What a wrapper does besides.
+
+
+class Timed(nn.Module):
+    """Takes an FP32 argument that has no weight, as a rotary embedding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        return self.linear(x) + torch.sin(times).to(x.dtype)
+
+
+class WithTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Timed()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x, torch.linspace(0, 1000, WIDTH))
+
+
+def check_inputs_keep_their_dtype(rank: int, level: str) -> None:
+    torch.manual_seed(0)
+    plain, cut = WithTimes(), WithTimes()
+    cut.load_state_dict(plain.state_dict())
+    (x, _), *_ = batches()
+    results = []
+    for model in (plain, shard(cut)):
+        initialize(model, level)
+        results.append(model(x))
+        amp.get_session().close()
+    assert torch.equal(*results)
+
+
+def check_looking_at_checkpoints_meanwhile(rank: int, wrap: str, level: str) -> None:
+    """`get_state_dict` before the first step makes the optimizer's state, and takes no gradients."""
+    ends = []
+    for looks in (False, True):
+        model = shard(make()) if wrap == "fsdp2" else make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaling: Any = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
+        model, optimizer = initialize(model, level, optimizer, **scaling)
+        wrapped: Any = DistributedDataParallel(model) if wrap == "ddp" else model
+        (first, second, *_) = batches(*data_rank(wrap))
+        with wrapped.no_sync() if wrap == "ddp" else not_synced(wrapped):
+            backward(loss_of(wrapped, *first), optimizer)
+        if looks:
+            amp.get_state_dict(wrapped, optimizer)
+        backward(loss_of(wrapped, *second), optimizer)
+        optimizer.step()
+        ends.append(torch.cat([value.flatten() for value in weights_of(model).values()]))
+        amp.get_session().close()
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("level", QUICK)
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_accumulation_without_communication_is_seen_wherever_it_hides(kind: str, level: str) -> None:
+    world(2).run(check_hidden, kind, level)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "level"), [*(("fsdp2", level) for level in LEVELS), ("fsdp1", "O1"), ("fsdp1", "O4")]
+)
+def test_the_flag_may_be_set_back_before_the_block_ends(wrap: str, level: str) -> None:
+    world(2).run(check_inside, wrap, level)
+
+
+@pytest.mark.parametrize(
+    ("how", "level"),
+    # At a scale of 1 a block that raises leaves what it has added, as a loop without amp does.
+    [*(("raise", level) for level in DYNAMIC), *(("zero_grad", level) for level in QUICK)],
+)
+def test_gradients_that_are_dropped_are_dropped_where_fsdp_keeps_them(how: str, level: str) -> None:
+    world(2).run(check_dropped, how, level)
+
+
+def test_what_one_model_has_not_reduced_does_not_keep_another_from_its_step() -> None:
+    world(2).run(check_others_are_left_alone)
+
+
+@pytest.mark.parametrize("level", QUICK)
+def test_held_gradients_survive_a_backward_into_the_same_buckets(level: str) -> None:
+    world(2).run(check_bucket_views, level)
+
+
+@pytest.mark.parametrize("level", QUICK)
+def test_sums_to_be_made_are_made_outside_of_blocks_too(level: str) -> None:
+    world(2).run(check_sums_outside_of_blocks, level)
+
+
+@pytest.mark.parametrize("kind", ["lamb", "novograd", "bfloat16"])
+def test_parameters_that_some_ranks_see_alike_are_stepped_apart_on_all(kind: str) -> None:
+    world(4).run(check_layouts, kind)
+
+
+def test_a_sum_that_cannot_be_made_names_the_collective() -> None:
+    world(2).run(check_sums_that_fail)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "tp"])
+def test_the_first_fsdp_agrees_over_all_dimensions(kind: str) -> None:
+    world(4).run(check_fsdp1_of_more_dimensions, kind)
+
+
+def test_grad_scaler_agrees_for_the_first_fsdp() -> None:
+    world(2).run(check_grad_scaler_of_fsdp1)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "zero"])
+def test_a_norm_of_one_ranks_parameters_alone_is_refused(kind: str) -> None:
+    world(2).run(check_clipping_of_parts, kind)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_process_group_that_comes_after_the_masters_is_refused(level: str) -> None:
+    world(2).run(check_late_process_group, level)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_modules_under_fsdp2_get_the_inputs_that_they_get_without(level: str) -> None:
+    world(2).run(check_inputs_keep_their_dtype, level)
+
+
+@pytest.mark.parametrize("level", QUICK)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_looking_at_a_checkpoint_between_micro_batches_changes_nothing(wrap: str, level: str) -> None:
+    world(2).run(check_looking_at_checkpoints_meanwhile, wrap, level)
