@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import amp
+from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdam
 from amp.optimizers.batches import Batches
 from tests.devices import DEVICES
@@ -143,7 +144,7 @@ def train(
     if level is not None:
         session = amp.Session(level, verbosity=0)
         net, optimizer = session.initialize(net, optimizer)
-    for i in range(6):
+    for i in range(4 if INTERPRETED else 6):
         if i in (1, 2, 4):
             change(net, optimizer)
         if forgets:

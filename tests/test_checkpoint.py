@@ -347,6 +347,8 @@ def test_torchs_own_functions_for_checkpoints_save_and_load_masters_in_one_proce
         optimizer.step()
 
     model, optimizer = trained(3)
+    weights: Any
+    state: Any
     weights, state = get_state_dict(model, optimizer)
     assert {value.dtype for value in weights.values()} == {torch.float32}
     assert set(state["state"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
