@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -93,12 +93,23 @@ def _unreduced(param: Any) -> bool:
     )
 
 
-def drop_unreduced(unit: Any) -> None:
-    """Drop the gradients that an FSDP module keeps to be reduced later."""
+def drop_unreduced(unit: Any, shards: Collection[int]) -> None:
+    """Drop the gradients that an FSDP module keeps to be reduced later, of shards with these ids.
+
+    FSDP2 reduces a group's gradients as one. So where others of a group are kept, zeros are left, and
+    what HSDP has reduced in part, which is one piece, is kept.
+    """
     for group in _groups(unit):
-        group._partial_reduce_output = None
-        for param in filter(_unreduced, group.fsdp_params):
-            param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+        own = [param for param in group.fsdp_params if id(param.sharded_param) in shards]
+        if len(own) == len(group.fsdp_params):
+            group._partial_reduce_output = None
+            for param in filter(_unreduced, own):
+                param.unsharded_accumulated_grad = param.unsharded_param.grad = None
+        else:
+            for param in filter(_unreduced, own):
+                for grad in (param.unsharded_accumulated_grad, param.unsharded_param.grad):
+                    if grad is not None:
+                        grad.zero_()
 
 
 def is_of_fsdp1(parameter: Tensor) -> bool:

@@ -260,7 +260,7 @@ class Gradients:
             # The norms of shards are those of one rank; the step asks the others.
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
             self._held = held.checked(found_inf, max_norm)
-            if any(grad._is_view() for grad in held.grads):
+            if any(map(Tensor._is_view, held.grads)):
                 # DDP's gradients are views of a buffer, which any backward through it overwrites.
                 self._held = self._held.in_own_memory()
         self._are_shown = False

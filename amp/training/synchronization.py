@@ -92,11 +92,8 @@ class Synchronization:
 
     def drop_unreduced(self, parameters: Sequence[Tensor]) -> None:
         """Drop the gradients of these parameters that FSDP2 keeps to be reduced later."""
-        left = [unit for unit in _alive(self._units) if sharded.has_unreduced(unit)]
-        own = set(map(id, parameters)) if left else set()
-        for unit in left:
-            if not own.isdisjoint(map(id, sharded.parameters_of(unit))):
-                sharded.drop_unreduced(unit)
+        for unit in filter(sharded.has_unreduced, _alive(self._units)):
+            sharded.drop_unreduced(unit, set(map(id, parameters)))
 
 
 _watching: weakref.WeakSet[Synchronization] = weakref.WeakSet()

@@ -182,6 +182,27 @@ def check_dropped(rank: int, how: str, level: str) -> None:
     assert torch.equal(*ends)
 
 
+def check_others_are_kept(rank: int, level: str) -> None:
+    """`zero_grad` of one optimizer drops nothing of another's in the same FSDP module."""
+    ends = []
+    for happens in (False, True):
+        model = shard(make())
+        optimizers = [sgd(part) for part in (model.layers[0].up, model.layers[0].down)]
+        amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+        first, second, *_ = batches(*data_rank("fsdp2"))
+        with not_synced(model):
+            backward(loss_of(model, *first), optimizers)
+        if happens:
+            optimizers[0].zero_grad()
+        backward(loss_of(model, *second), optimizers)
+        optimizers[1].step()
+        ends.append(weights_of(model))
+        amp.get_session().close()
+    name = "layers.0.down.weight"
+    assert torch.equal(ends[0][name], ends[1][name])
+    assert not torch.equal(ends[0][name], make().get_parameter(name))
+
+
 def check_others_are_left_alone(rank: int) -> None:
     """What one model has not reduced is nothing to the optimizer of another."""
     generator, critic = make(), make()
@@ -434,6 +455,11 @@ def test_the_flag_may_be_set_back_before_the_block_ends(wrap: str, level: str) -
 )
 def test_gradients_that_are_dropped_are_dropped_where_fsdp_keeps_them(how: str, level: str) -> None:
     world(2).run(check_dropped, how, level)
+
+
+@pytest.mark.parametrize("level", QUICK)
+def test_zero_grad_of_one_optimizer_keeps_what_fsdp_keeps_for_another(level: str) -> None:
+    world(2).run(check_others_are_kept, level)
 
 
 def test_what_one_model_has_not_reduced_does_not_keep_another_from_its_step() -> None:
