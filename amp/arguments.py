@@ -128,6 +128,7 @@ def _is_zero(optimizer: Any) -> bool:
 
 def _check_norms(optimizers: Sequence[Any], process_groups: Sequence[ProcessGroup]) -> None:
     """Raise AmpRuntimeError for an optimizer that would clip by the norm of one rank's parameters."""
+    process_groups = [group for group in process_groups if torch.distributed.get_world_size(group) > 1]
     for i, optimizer in enumerate(map(innermost, optimizers)):
         stepping = optimizer.optim if _is_zero(optimizer) else optimizer
         max_norm = getattr(stepping, "max_grad_norm", None)

@@ -146,7 +146,7 @@ def place_gradients(parameters: Iterable[Any]) -> None:
         if spec is None or grad is None or grad._spec is spec:
             continue
         if grad.placements != parameter.placements:
-            with _names_the_collective(group_of_mesh(grad.device_mesh), "the sums of gradients"):
+            with _names_the_collective(grad.device_mesh, "the sums of gradients"):
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
@@ -205,15 +205,17 @@ def _all_reduce(tensor: Tensor, how: Literal["max", "sum"], group: ProcessGroup,
 
 
 @contextmanager
-def _names_the_collective(group: ProcessGroup, what: str) -> Iterator[None]:
-    """Let a collective that fails say what the ranks were to agree on."""
+def _names_the_collective(among: Any, what: str) -> Iterator[None]:
+    """Let a collective of a group, or of a device mesh, that fails say what was to be agreed on."""
     try:
         yield
     except RuntimeError as error:
+        of_mesh = hasattr(among, "mesh")
+        ranks = among.mesh.flatten().tolist() if of_mesh else distributed.get_process_group_ranks(among)
         raise AmpRuntimeError(
-            f"rank {rank()} could not agree with ranks {distributed.get_process_group_ranks(group)} on "
-            f"{what}: {error}. Every rank has to come to the end of its scale_loss block, and to its "
-            "step, as often as the others; look for one that raised, or had no more data"
+            f"rank {rank()} could not agree with ranks {ranks} on {what}: {error}. Every rank has to "
+            "come to the end of its scale_loss block, and to its step, as often as the others; look "
+            "for one that raised, or had no more data"
         ) from error
 
 

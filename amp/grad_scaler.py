@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp.casting.sharded import is_of_fsdp1
-from amp.distributed import ProcessGroup, groups_of_meshes, place_gradients, reduce_found_inf
+from amp.distributed import (
+    ProcessGroup,
+    as_process_groups,
+    groups_of_meshes,
+    place_gradients,
+    reduce_found_inf,
+    world_size,
+)
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.lazy import kernels
@@ -281,8 +288,7 @@ class GradScaler(_TorchInternals):
                 "scaler.step(optimizer), or use amp.initialize, whose optimizers take closures"
             )
         self._check_scale_growth_tracker("step")
-        parameters = _parameters(optimizer)
-        if all(p.grad is None for p in parameters) and not _groups(optimizer):
+        if all(p.grad is None for p in _parameters(optimizer)) and not _groups(optimizer):
             raise AmpAssertionError(
                 f"{type(optimizer).__name__} was stepped, and none of its parameters has a gradient. "
                 "Call backward on a loss that depends on them before, or leave the step out"
@@ -425,8 +431,10 @@ def _groups(optimizer: Any) -> list[ProcessGroup]:
     all ranks decide together.
     """
     parameters = _parameters(optimizer)
-    world: Any = torch.distributed.group.WORLD if any(map(is_of_fsdp1, parameters)) else None
-    return [*groups_of_meshes(parameters), *filter(None, [world])]
+    groups = groups_of_meshes(parameters)
+    if world_size() > 1 and any(map(is_of_fsdp1, parameters)):
+        groups += as_process_groups(torch.distributed.group.WORLD)
+    return groups
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:

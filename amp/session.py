@@ -93,7 +93,7 @@ class Session:
         kind = self.properties.master_weights
         self._masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self._strategies = strategies_for(self.properties)
-        self.synchronization = Synchronization(self.properties)
+        self.synchronization = Synchronization(self.properties, self._named_parameters)
         self._undo = ExitStack()
         if self.properties.enabled:
             self._log(
@@ -138,7 +138,6 @@ class Session:
                     strategy.prepare_model(model, undo)
             for handle in install_state_dict_hooks(self._masters, models, self.properties):
                 undo.callback(handle.remove)
-            self.synchronization.watch(models, undo.enter_context(Patches()))
             if self.properties.master_weights and dcp.is_in_use():
                 dcp.teach(undo.enter_context(Patches()))
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
@@ -146,6 +145,7 @@ class Session:
             undo.roll_back()
             raise
         self._models += map(weakref.ref, models)
+        self.synchronization.watch(models, undo)
         for scaler in self.scalers:
             scaler.process_groups += fsdp1_groups(models)
         for one in attached:

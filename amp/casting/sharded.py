@@ -129,7 +129,9 @@ def fsdp1_modules(model: nn.Module) -> list[Any]:
 def has_unreduced1(module: Any) -> bool:
     """Whether such a module has gradients of a backward that has not reduced them over the ranks."""
     handle = module._handle
-    if handle is None or not handle.uses_sharded_strategy:
+    if handle is None:  # it has no parameters of its own
+        return False
+    if not handle.uses_sharded_strategy:
         return not module._sync_gradients
     grad = handle.flat_param.grad
     return grad is not None and grad.size() == handle.flat_param._unpadded_unsharded_size

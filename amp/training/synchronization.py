@@ -9,7 +9,8 @@ in the backward, and what it has left is found where FSDP keeps it.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,53 +29,61 @@ class Synchronization:
 
     Args:
         properties: what the session's profile resolved to.
+        named_parameters: returns the parameters that the session's models have now, with their names.
     """
 
-    def __init__(self, properties: Properties) -> None:
+    def __init__(
+        self, properties: Properties, named_parameters: Callable[[], Mapping[Any, Tensor]]
+    ) -> None:
+        self._named_parameters = named_parameters
         self._has_masters = bool(properties.master_weights)
         self._may_join = not (properties.master_weights or properties.loss_scaling.dynamic)
         self._was_alone = False
-        self._models: list[weakref.ref[nn.Module]] = []
         self._units: list[weakref.ref[Any]] = []
         self._fsdp1: list[weakref.ref[Any]] = []
         self._ddps: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         """The DDPs that there are, and whether they wrap these models, or parts of them."""
 
-    def watch(self, models: Iterable[nn.Module], patches: Patches) -> None:
-        """Look at the wrappers that models have inside, and at every DDP around them from now on."""
-        self._was_alone = distributed.world_size() == 1
+    def watch(self, models: Iterable[nn.Module], undo: ExitStack) -> None:
+        """Look at the wrappers that models have inside, and at every DDP around them until `undo`."""
+        self._was_alone |= distributed.world_size() == 1
         for model in models:
-            self._models.append(weakref.ref(model))
             self._units += map(weakref.ref, sharded.units_of(model))
             self._fsdp1 += map(weakref.ref, sharded.fsdp1_modules(model))
-        _watching.add(self)
-        patches.surround(DistributedDataParallel, "__init__", _wrap)
-        patches.surround(DistributedDataParallel, "_pre_forward", _begin_forward)
+        if self not in _watching:
+            _watching.add(self)
+            undo.callback(_watching.discard, self)
+            patches = undo.enter_context(Patches())
+            patches.surround(DistributedDataParallel, "__init__", _wrap)
+            patches.surround(DistributedDataParallel, "_pre_forward", _begin_forward)
 
-    def meet(self, ddp: Any) -> None:
-        """Look at a DDP for the first time.
+    def lets_join(self, ddp: Any) -> bool:
+        """Whether a DDP may be inside `join`, for all that this session is to it.
 
         Raises:
             AmpRuntimeError: the session does not know of its ranks.
         """
-        if ddp in self._ddps:
-            return
-        own = {id(parameter) for model in _alive(self._models) for parameter in model.parameters()}
-        self._ddps[ddp] = is_ours = not own.isdisjoint(map(id, ddp._module_parameters))
-        if not is_ours:
-            return
+        if ddp not in self._ddps:
+            own = set(map(id, self._named_parameters().values()))
+            self._ddps[ddp] = not own.isdisjoint(map(id, ddp._module_parameters))
+        if not self._ddps[ddp]:
+            return True
         if self._has_masters and self._was_alone and distributed.world_size() > 1:
             raise AmpRuntimeError(
                 "torch.distributed.init_process_group was called after amp.initialize, which has made "
                 "each rank's master weights of its own values; DDP makes only the 16-bit weights "
                 "equal. Call init_process_group before amp.initialize"
             )
-        ddp._amp_reduces, ddp._amp_may_join = True, self._may_join
+        return self._may_join
 
     def are_reduced(self, parameters: Sequence[Tensor]) -> bool:
         """Whether none of a model's parameters has a gradient that is still to be reduced."""
         left = [
-            *(ddp._module_parameters for ddp in self._own_ddps() if not ddp._amp_reduces),
+            *(
+                ddp._module_parameters
+                for ddp in self._own_ddps()
+                if not getattr(ddp, "_amp_reduces", True)
+            ),
             *(
                 sharded.parameters_of(unit)
                 for unit in _alive(self._units)
@@ -106,8 +115,10 @@ def _wrap(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _introduce(ddp: Any) -> None:
-    for session in list(_watching):
-        session.meet(ddp)
+    """Note in a DDP what the sessions that are open make of it."""
+    answers = [session.lets_join(ddp) for session in list(_watching)]
+    ddp._amp_may_join = all(answers)
+    ddp._amp_reduces = getattr(ddp, "_amp_reduces", True)
 
 
 def _begin_forward(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:

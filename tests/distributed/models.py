@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -153,6 +153,20 @@ def make_optimizer(kind: str, model: nn.Module) -> Any:
     # Torch's fused ones take DTensors or others, not both.
     fused = len({isinstance(parameter, DTensor) for parameter in params}) == 1
     return OPTIMIZERS[kind](params, **({"fused": fused} if kind == "adamw" else {}))
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def initialize(model: Any, optimizer: Any, level: str, **options: Any) -> Any:
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def fsdp1(model: Any, **options: Any) -> Any:
+    """Cut a model by the first FSDP."""
+    device = torch.get_default_device()
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=device, **options)
 
 
 def data_rank(kind: str) -> tuple[int, int]:

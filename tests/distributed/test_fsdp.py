@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     fully_shard,
@@ -21,9 +19,12 @@ from tests.distributed.models import (
     assert_equal_on_ranks,
     batches,
     data_rank,
+    fsdp1,
+    initialize,
     loss_of,
     make,
     mesh,
+    sgd,
     shard,
     train,
     weights_of,
@@ -33,14 +34,6 @@ from tests.levels import DYNAMIC, LEVELS, levels_where
 
 CAST = levels_where(lambda properties: properties.cast_model_type in (torch.float16, torch.bfloat16))
 NOT_CAST = [level for level in LEVELS if level not in CAST]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.2)
-
-
-def initialize(model: Any, optimizer: Any, level: str, **options: Any) -> Any:
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 def gathered(model: Any) -> dict[str, torch.dtype]:
@@ -152,9 +145,7 @@ def check_own_policy_at_o0(rank: int, which: int) -> None:
     seen = []
     if which == 1:
         policy = MixedPrecision(param_dtype=torch.bfloat16)
-        model: Any = FullyShardedDataParallel(
-            make(), use_orig_params=True, mixed_precision=policy, device_id=torch.get_default_device()
-        )
+        model: Any = fsdp1(make(), mixed_precision=policy)
     else:
         model = shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     up = model.layers[0].up
@@ -166,10 +157,7 @@ def check_own_policy_at_o0(rank: int, which: int) -> None:
 
 def check_fsdp1(rank: int, level: str) -> None:
     """The first FSDP agrees on an overflow in one rank's shard."""
-    make_model = lambda: FullyShardedDataParallel(  # noqa: E731
-        make(), use_orig_params=True, device_id=torch.get_default_device()
-    )
-    model = make_model()
+    model = fsdp1(make())
     model, optimizer = initialize(model, sgd(model), level, loss_scale={"init": 1024.0})
     scales = []
     for step, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
@@ -186,7 +174,7 @@ def check_fsdp1(rank: int, level: str) -> None:
 
 
 def check_fsdp1_refused(rank: int) -> None:
-    model = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.get_default_device())
+    model = fsdp1(make())
     for level in CAST:
         with pytest.raises(amp.AmpError, match="FullyShardedDataParallel.*fully_shard instead"):
             initialize(model, sgd(model), level)

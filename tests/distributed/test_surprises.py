@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -23,11 +24,14 @@ from tests.distributed.models import (
     assert_equal_on_ranks,
     batches,
     data_rank,
+    fsdp1,
+    initialize,
     loss_of,
     make,
     mesh,
     parallelize,
     parallelize_sequence,
+    sgd,
     shard,
     weights_of,
     whole,
@@ -39,8 +43,8 @@ from tests.levels import DYNAMIC, LEVELS
 QUICK = ["O1", "O2", "O5"]
 
 
-def sgd(model: Any, lr: float = 0.2) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr)
+def with_sgd(model: Any, level: str, **options: Any) -> Any:
+    return initialize(model, sgd(model), level, **options)
 
 
 def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
@@ -74,24 +78,20 @@ Hidden = tuple[Any, Any, Callable[[Tensor], Tensor], Callable[[], AbstractContex
 """A model, its optimizer, a forward, and what keeps backwards from reducing."""
 
 
-def initialize(model: Any, level: str, optimizer: Any = None, **options: Any) -> tuple[Any, Any]:
-    return amp.initialize(model, optimizer or sgd(model), opt_level=level, verbosity=0, **options)
-
-
 def ddp_of_a_part(level: str) -> Hidden:
-    container, optimizer = initialize(Container(), level)
+    container, optimizer = with_sgd(Container(), level)
     ddp = DistributedDataParallel(container.network)
     return container, optimizer, ddp, ddp.no_sync
 
 
 def ddp_and_bare(level: str) -> Hidden:
-    model, optimizer = initialize(make(), level)
+    model, optimizer = with_sgd(make(), level)
     ddp = DistributedDataParallel(model)
     return model, optimizer, lambda x: ddp(x) + 0.1 * ddp.module(x + 0.1), ddp.no_sync
 
 
 def ddp_of_checkpoints(level: str) -> Hidden:
-    model, optimizer = initialize(make(), level)
+    model, optimizer = with_sgd(make(), level)
     ddp = DistributedDataParallel(Checkpointed(model))
     return model, optimizer, ddp, ddp.no_sync
 
@@ -100,7 +100,7 @@ def replicated(level: str, first: bool) -> Hidden:
     model: Any = make()
     if first:
         replicate(model)
-    model, optimizer = initialize(model, level)
+    model, optimizer = with_sgd(model, level)
     if not first:
         replicate(model)
     return model, optimizer, model, functools.partial(not_synced, model)
@@ -130,15 +130,9 @@ def check_inside(rank: int, wrap: str, level: str) -> None:
     """The flag is set back before the block ends, by which time the backward has gone by it."""
     ends = []
     for inside in (False, True):
-        model: Any = make()
-        if wrap == "fsdp1":
-            model = FullyShardedDataParallel(
-                model, use_orig_params=True, device_id=torch.get_default_device()
-            )
-        else:
-            model = shard(model)
+        model = fsdp1(make()) if wrap == "fsdp1" else shard(make())
         scaling: Any = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
-        model, optimizer = initialize(model, level, **scaling)
+        model, optimizer = with_sgd(model, level, **scaling)
         off = model.no_sync if wrap == "fsdp1" else functools.partial(not_synced, model)
         for i, (x, y) in enumerate(batches(*data_rank(wrap))):
             without_sync = nullcontext if i % 2 else off
@@ -158,7 +152,7 @@ def check_dropped(rank: int, how: str, level: str) -> None:
     """What FSDP2 keeps to be reduced later goes with a block that raised, and with zero_grad."""
     ends = []
     for happens in (False, True):
-        model, optimizer = initialize(shard(make()), level)
+        model, optimizer = with_sgd(shard(make()), level)
         for i, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
             if i == 1 and happens:
                 model.set_requires_gradient_sync(False)
@@ -213,7 +207,9 @@ def check_others_are_left_alone(rank: int) -> None:
     with of_critic.no_sync():
         backward(loss_of(of_critic, x, y), optimizers[1], loss_id=1)
     backward(loss_of(of_generator, x, y), optimizers[0])
-    optimizers[0].step()  # a warning would be an error here
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizers[0].step()
     backward(loss_of(of_critic, x, y), optimizers[1], loss_id=0)  # the scale is 1 as well
     optimizers[1].step()
     assert_equal_on_ranks([*weights_of(generator).values(), *weights_of(critic).values()])
@@ -250,7 +246,7 @@ def check_sums_outside_of_blocks(rank: int, level: str) -> None:
     ends = []
     for cut in (False, True):
         model: Any = parallelize_sequence(make()) if cut else make()
-        model, optimizer = initialize(model, level, FusedSGD(model.parameters(), lr=0.2))
+        model, optimizer = initialize(model, FusedSGD(model.parameters(), lr=0.2), level)
         for x, y in batches():
             optimizer.zero_grad()
             loss_of(model, x, y).backward()
@@ -259,9 +255,7 @@ def check_sums_outside_of_blocks(rank: int, level: str) -> None:
         amp.get_session().close()
     for name, value in ends[0].items():
         if "norm" in name:
-            torch.testing.assert_close(
-                ends[1][name], value, rtol=0, atol=2e-2 if level == "O5" else 2e-3
-            )
+            torch.testing.assert_close(ends[1][name], value, rtol=0, atol=1e-3)
 
 
 # Ranks that would not have agreed.
@@ -291,7 +285,7 @@ def check_layouts(rank: int, kind: str) -> None:
 def check_sums_that_fail(rank: int) -> None:
     """As they do in time where another rank has no gradient to sum."""
     model = parallelize_sequence(make())
-    model, optimizer = initialize(model, "O1")
+    model, optimizer = with_sgd(model, "O1")
     (x, y), *_ = batches()
     loss = loss_of(model, x, y)
 
@@ -309,18 +303,13 @@ def check_sums_that_fail(rank: int) -> None:
 
 def check_fsdp1_of_more_dimensions(rank: int, kind: str) -> None:
     on = mesh("first", "second")
-    device = torch.get_default_device()
     if kind == "hybrid":
         strategy = ShardingStrategy.HYBRID_SHARD
-        model: Any = FullyShardedDataParallel(
-            make(), device_mesh=on, sharding_strategy=strategy, use_orig_params=True, device_id=device
-        )
+        model = fsdp1(make(), device_mesh=on, sharding_strategy=strategy)
     else:
         cut = parallelize(make(), on["second"])
-        model = FullyShardedDataParallel(
-            cut, device_mesh=on["first"], use_orig_params=True, device_id=device
-        )
-    model, optimizer = initialize(model, "O1", loss_scale={"init": 1024.0})
+        model = fsdp1(cut, device_mesh=on["first"])
+    model, optimizer = with_sgd(model, "O1", loss_scale={"init": 1024.0})
     (x, y), *_ = batches(*data_rank("fsdp2+tp" if kind == "tp" else "hsdp"))
     with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -334,7 +323,7 @@ def check_fsdp1_of_more_dimensions(rank: int, kind: str) -> None:
 
 def check_grad_scaler_of_fsdp1(rank: int) -> None:
     device = torch.get_default_device()
-    model = FullyShardedDataParallel(make(), use_orig_params=True, device_id=device)
+    model = fsdp1(make())
     optimizer = sgd(model)
     scaler = amp.GradScaler(device.type, init_scale=1024.0)
     for step, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
@@ -364,18 +353,35 @@ def check_clipping_of_parts(rank: int, kind: str) -> None:
     else:
         optimizer, options = FusedAdam(part.parameters(), max_grad_norm=1.0), {"process_group": group}
     with pytest.raises(amp.AmpError, match="max_grad_norm=1.0, and each rank has other parameters"):
-        initialize(model, "O1", optimizer, **options)
+        initialize(model, optimizer, "O1", **options)
     cut = shard(make())  # knows its ranks, however the group is called
-    initialize(cut, "O1", FusedAdam(cut.parameters(), max_grad_norm=1.0), process_group=group)
+    initialize(cut, FusedAdam(cut.parameters(), max_grad_norm=1.0), "O1", process_group=group)
 
 
 def check_late_process_group(rank: int, level: str) -> None:
     model = make()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(amp.distributed, "world_size", lambda: 1)
-        initialize(model, level)
+        with_sgd(model, level)
     with pytest.raises(amp.AmpError, match="Call init_process_group before amp.initialize"):
         DistributedDataParallel(model)
+
+
+def check_closed_session(rank: int) -> None:
+    """A session that is closed, and still held by somebody, has no say in what comes after it."""
+    model = make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(amp.distributed, "world_size", lambda: 1)
+        closed = amp.Session("O2", verbosity=0)
+        closed.initialize(model, sgd(model))
+    closed.close()
+    model, optimizer = with_sgd(model.float(), "O4")
+    ddp = DistributedDataParallel(model)
+    (x, y), *_ = batches(*data_rank("ddp"))
+    with ddp.join(throw_on_early_termination=False):
+        backward(loss_of(ddp, x, y), optimizer)
+    optimizer.step()
+    assert closed.closed
 
 
 # What a wrapper does besides.
@@ -408,7 +414,7 @@ def check_inputs_keep_their_dtype(rank: int, level: str) -> None:
     (x, _), *_ = batches()
     results = []
     for model in (plain, shard(cut)):
-        initialize(model, level)
+        with_sgd(model, level)
         results.append(model(x))
         amp.get_session().close()
     assert torch.equal(*results)
@@ -421,7 +427,7 @@ def check_looking_at_checkpoints_meanwhile(rank: int, wrap: str, level: str) -> 
         model = shard(make()) if wrap == "fsdp2" else make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scaling: Any = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
-        model, optimizer = initialize(model, level, optimizer, **scaling)
+        model, optimizer = initialize(model, optimizer, level, **scaling)
         wrapped: Any = DistributedDataParallel(model) if wrap == "ddp" else model
         (first, second, *_) = batches(*data_rank(wrap))
         with wrapped.no_sync() if wrap == "ddp" else not_synced(wrapped):
@@ -502,6 +508,10 @@ def test_a_norm_of_one_ranks_parameters_alone_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_process_group_that_comes_after_the_masters_is_refused(level: str) -> None:
     world(2).run(check_late_process_group, level)
+
+
+def test_a_closed_session_refuses_nothing() -> None:
+    world(2).run(check_closed_session)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -17,6 +17,7 @@ from tests.distributed.models import (
     assert_equal_on_ranks,
     batches,
     data_rank,
+    fsdp1,
     loss_of,
     make,
     whole,
@@ -41,9 +42,7 @@ def prepared(wrap: str, level: str, **options: Any) -> tuple[Any, Any, Any]:
     if wrap in WRAPS:
         model = WRAPS[wrap](model)
     if wrap == "fsdp1":
-        model = FullyShardedDataParallel(
-            model, use_orig_params=True, device_id=torch.get_default_device()
-        )
+        model = fsdp1(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     views = wrap == "ddp views"

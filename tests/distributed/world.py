@@ -1,6 +1,6 @@
 """Several processes that stay up between tests: `world(2).run(check, *arguments)`.
 
-They talk by gloo, and by NCCL too where each has a GPU: `models.DEVICE` is where tensors are made.
+They talk by gloo, and by NCCL too where each has a GPU, which is torch's default device there then.
 
 Each process imports the function by its name and calls it with its rank first. A test fails with the
 tracebacks of all ranks that raised. After a failure the processes are ended, and the next test gets
