@@ -141,6 +141,7 @@ class Session:
             if self.properties.master_weights and dcp.is_in_use():
                 dcp.teach(undo.enter_context(Patches()))
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
+            said = [strategy.finish() for strategy in self._strategies]
         except BaseException:
             undo.roll_back()
             raise
@@ -151,6 +152,8 @@ class Session:
         for one in attached:
             one.recast_state(self.properties.state_dtype)
             one.note_owned()
+        for message in filter(None, said):
+            self._log(logging.INFO, message)
         on_eps = [advise_on_eps(one.optimizer) for one in attached]
         for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
             self._log(logging.WARNING, message)
@@ -242,7 +245,9 @@ class Session:
         if not self.properties.enabled:
             return OrderedDict()
         state = checkpoint.save(self.scalers, self.properties.opt_level)
-        state.update({each.state_key: each.state_dict() for each in self._strategies if each.state_key})
+        for strategy in self._strategies:
+            if strategy.state_key and (own := strategy.state_dict()):
+                state[strategy.state_key] = own
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -251,8 +256,8 @@ class Session:
         if self.properties.enabled:
             checkpoint.load(state_dict, self.scalers, self.properties.opt_level)
             for strategy in self._strategies:
-                if strategy.state_key in state_dict:
-                    strategy.load_state_dict(state_dict[strategy.state_key])
+                if strategy.state_key:
+                    strategy.load_state_dict(state_dict.get(strategy.state_key))
 
     def _scaler(self, loss_id: int) -> LossScaler:
         if not hasattr(loss_id, "__index__") or not 0 <= loss_id < len(self.scalers):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,18 +28,23 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 """Whether Triton runs kernels on the CPU, in Python. Triton looks when a kernel is defined."""
 
 
-def jit(function: Any) -> Any:
+def jit(function: Any, multiples_of_16: Sequence[str] = ()) -> Any:
     """Do what `triton.jit` does, or nothing without Triton.
 
     A kernel is compiled for its constants and for the dtypes of its other arguments, but for no value
     of a number and no alignment of an address, each of which would be compiled on its own.
+
+    Args:
+        function: the kernel's function.
+        multiples_of_16: numbers and addresses that always are, which is how Triton learns it.
     """
     if triton is None:
         return function
     of = function.__annotations__
     names = inspect.signature(function).parameters
     variables = [name for name in names if "constexpr" not in str(of.get(name))]
-    return triton.jit(do_not_specialize=variables)(function)
+    unknown = [name for name in variables if name not in multiples_of_16]
+    return triton.jit(do_not_specialize=unknown)(function)
 
 
 def plain(function: Any) -> Any:

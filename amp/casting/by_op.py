@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from amp.casting import regions
-from amp.casting.module_rules import restore_classes, run_in_float32
+from amp.casting.module_rules import run_in_float32
 from amp.casting.policy import OpRule, policy_of, resolve
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy, Undo
+from amp.casting.subclassing import restore_classes
 from amp.casting.wrappers import check_rnn_input, make_wrapper
 from amp.dtypes import dtype_name
 from amp.errors import AmpRuntimeError, AmpWarning

@@ -2,10 +2,11 @@
 
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
+from amp.casting.fp8 import Fp8Linears
 from amp.casting.strategy import Strategy
 from amp.profiles.properties import Properties
 
-STRATEGIES: tuple[type[Strategy], ...] = (CastModel, CastOps)
+STRATEGIES: tuple[type[Strategy], ...] = (CastModel, CastOps, Fp8Linears)
 
 
 def strategies_for(properties: Properties) -> list[Strategy]:

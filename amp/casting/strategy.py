@@ -3,7 +3,7 @@
 A strategy is one class in one file of this package, listed in `amp.casting.strategies`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -78,6 +78,10 @@ class Strategy:
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Cast, patch and hook a model. How to take that back goes onto `undo`."""
 
+    def finish(self) -> str:
+        """Return what the log should say of all models that were prepared. May warn."""
+        return ""
+
     @property
     def casts_ops(self) -> bool:
         """Whether functions cast their arguments, here and now."""
@@ -87,8 +91,8 @@ class Strategy:
         """Give functions back, and leave models as they are."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume needs: tensors and plain values. The host waits."""
+        """Return what an exact resume needs: tensors and plain values. Empty is not saved."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what `state_dict` returned; None, where a checkpoint has nothing of it."""

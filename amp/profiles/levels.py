@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def levels_with(name: str) -> str:
     return " or ".join(
         f"'{p.opt_level}' ({shown(p.patch_torch_functions_type or p.cast_model_type)})"
         for p in profiles
-        if getattr(p, name)
+        if getattr(p, name) and p.fp8 is None
     )
 
 
@@ -133,18 +134,18 @@ def _hint(name: object) -> str:
     )
 
 
-def _load(path: Path, chain: tuple[Path, ...]) -> Properties:
-    """Read `path`; `chain` holds the files that extend it, outermost first."""
-    chain = (*chain, path.resolve())
+def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
+    """Read `path`; `outer` holds the files that extend it, outermost first."""
+    outer = (*outer, path.resolve())
     entries = {entry.key: entry for entry in read_mapping(path)}
     base = Properties()
     if entry := entries.pop("extends", None):
         with _errors_at(path, entry):
             parent = _locate(entry.value, "extends", path)
-            if parent.resolve() in chain:
-                names = " -> ".join(p.name for p in (*chain, parent))
+            if parent.resolve() in outer:
+                names = " -> ".join(p.name for p in (*outer, parent))
                 raise AmpValueError(f"'extends' goes in a circle: {names}")
-        base = _load(parent, chain)
+        base = _load(parent, outer)
     changes: dict[str, Any] = {"brief": ""}
     if path in LEVELS.values():
         changes["opt_level"] = path.stem
@@ -197,7 +198,8 @@ def _changed(base: Properties, changes: Mapping[str, Any]) -> Properties:
     properties = replace(base, **changes)
     where = properties.opt_level or "a profile with patch_torch_functions"
     by_op = base.patch_torch_functions_type if base.opt_level else properties.patch_torch_functions
-    for name, value, remedy in _by_op_misfits(properties, base) if by_op else _misfits(properties):
+    misfits = _by_op_misfits(properties, base) if by_op else _misfits(properties)
+    for name, value, remedy in chain(misfits, _fp8_misfits(properties)):
         raise AmpRuntimeError(f"{name}={shown(value)} does not fit {where}: {remedy}")
     return properties
 
@@ -224,8 +226,11 @@ def _by_op_misfits(p: Properties, base: Properties) -> Iterator[Misfit]:
     if p.patch_torch_functions and dtype not in LOW_PRECISION:
         yield "patch_torch_functions_type", dtype, "say float16 or bfloat16."
     for rule in p.rules:
-        if rule.kind == "module" and rule.dtype is not torch.float32:
-            remedy = "weights are FP32 there, so modules can be cast to float32 only; ops to anything."
+        # At a level with FP8, a rule for the level's own dtype keeps modules out of FP8.
+        allowed = (torch.float32, dtype) if p.fp8 else (torch.float32,)
+        if rule.kind == "module" and rule.dtype not in allowed:
+            names = " and ".join(map(shown, allowed))
+            remedy = f"weights are FP32 there, so modules can be cast to {names} only; ops to anything."
             yield "rules", rule, remedy
 
 
@@ -240,6 +245,18 @@ def _misfits(p: Properties) -> Iterator[Misfit]:
         elif rule.dtype is None:
             dtypes = "Say float32, float16 or bfloat16."
             yield "rules", rule, f"a module's weights have to have some dtype. {dtypes}"
+
+
+def _fp8_misfits(p: Properties) -> Iterator[Misfit]:
+    """Yield FP8 where nothing runs in half precision."""
+    dtype = p.patch_torch_functions_type if p.patch_torch_functions else p.cast_model_type
+    if p.fp8 is not None and dtype not in LOW_PRECISION:
+        levels = " or ".join(repr(level) for level in LEVELS if load_profile(level).fp8)
+        remedy = (
+            "linear layers run in FP8 where the rest of the model is float16 or bfloat16. Take "
+            f"opt_level={levels}, or fp8 on top of a level of half precision."
+        )
+        yield "fp8", p.fp8, remedy
 
 
 def _functions_cast_only_there() -> str:

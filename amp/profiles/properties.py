@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from amp.errors import AmpAssertionError, AmpValueError
+from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
 from amp.profiles.keys import Key, OneOf, key, keys_of, shown
 from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scale
 from amp.profiles.rules import Rule, parse_rules
@@ -79,6 +80,12 @@ class Properties:
         "see [below](#the-loss-scale)",
         values="dynamic, a number, a mapping",
         name="loss_scale",
+    )
+    fp8: Fp8Recipe | None = key(
+        None,
+        parse_fp8,
+        "linear layers run in [FP8](fp8.md), on top of a half-precision level",
+        values="a recipe's name, a mapping, none",
     )
     cast_model_outputs: torch.dtype | None = key(
         None,

@@ -1,0 +1,305 @@
+"""The strategy by which linear layers run in FP8, and which layers those are.
+
+A layer's class becomes a subclass with another `forward`. Patching `torch.nn.functional.linear` would
+reach more, and know no names, to skip a layer or to remember what it has seen.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from amp.casting.regions import casts, newest_caster
+from amp.casting.sharded import gathered_dtypes
+from amp.casting.strategy import Strategy, Undo
+from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of
+from amp.distributed import is_sharded
+from amp.dtypes import CASTABLE, LOW_PRECISION
+from amp.errors import AmpRuntimeError, AmpWarning
+from amp.profiles.fp8_recipe import Fp8Recipe
+from amp.profiles.properties import Properties
+from amp.profiles.rules import Rule
+
+if TYPE_CHECKING:
+    from amp.casting.fp8_history import AmaxHistory
+    from amp.casting.fp8_linear import Layer
+
+MULTIPLES = {"mxfp8": 32, "block": 128}
+"""What both dimensions of a weight must be a multiple of, where that is not 16."""
+
+
+class Fp8Linears(Strategy):
+    """Linear layers run in FP8, whatever else a level makes of the model.
+
+    Attributes:
+        history: what `delayed` remembers; None for the other recipes.
+    """
+
+    state_key = "fp8"
+
+    def __init__(self, properties: Properties) -> None:
+        super().__init__(properties)
+        self.history: AmaxHistory | None = None
+        self._models = 0
+        self._reached: list[str] = []
+        self._missed: dict[str, list[str]] = {}
+        self._loaded: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def is_asked_for(properties: Properties) -> bool:
+        """Whether anything is asked for: a model may be in FP8 of an earlier session."""
+        return properties.enabled
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise AmpRuntimeError for a layer that tensor parallelism has cut."""
+        if self.properties.fp8 is None:
+            return
+        reached, _ = choose(model, self.properties.fp8, self.properties.rules)
+        shards = gathered_dtypes(model)
+        for name, module in reached.items():
+            if is_sharded(module.weight) and module.weight not in shards:
+                raise AmpRuntimeError(_cut(name))
+
+    def begin(self, undo: Undo) -> None:
+        """Forget what was said of earlier models."""
+        self._reached, self._missed = [], {}
+
+    def prepare_model(self, model: nn.Module, undo: Undo) -> None:
+        """Let linear layers run in FP8, or no more, where another session had let them."""
+        recipe = self.properties.fp8
+        taken = {
+            module: vars(module)["_amp_fp8"] for module in model.modules() if "_amp_fp8" in vars(module)
+        }
+        undo.if_it_fails.append(functools.partial(_put_in, taken))
+        _release(taken)
+        if recipe is None:
+            return
+        reached, missed = choose(model, recipe, self.properties.rules)
+        prefix = f"model {self._models}: " if self._models else ""
+        self._models += 1
+        self._reached += [prefix + name for name in reached]
+        for reason, names in missed.items():
+            self._missed.setdefault(reason, []).extend(prefix + name for name in names)
+        self._add(reached, prefix, undo)
+
+    def _add(self, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
+        from amp.casting.fp8_history import AmaxHistory, live
+        from amp.casting.fp8_linear import FORMATS, Layer
+
+        recipe = self.properties.fp8
+        assert recipe is not None
+        names = [prefix + name for name in reached]
+        first = 0
+        if recipe.recipe == "delayed" and names:
+            if self.history is None:
+                self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
+            live.add(self.history)
+            undo.callback(live.discard, self.history)
+            devices = [module.weight.device for module in reached.values()]
+            if len(set(devices)) > 1:
+                raise AmpRuntimeError(_several_devices(devices))
+            first = self.history.add(names, devices[0])
+            undo.if_it_fails.append(functools.partial(self.history.remove, len(names)))
+        layers: dict[nn.Module, Layer] = {
+            module: Layer(recipe, name, self.history, i)
+            for i, (name, module) in enumerate(zip(names, reached.values(), strict=True), start=first)
+        }
+        undo.callback(_release, layers)
+        _put_in(layers)
+        if self._loaded is not None and names:
+            self._take_over(self._loaded)
+
+    def finish(self) -> str:
+        """Return what runs in FP8, for the log. Nothing in FP8 is a warning."""
+        if self.properties.fp8 is None:
+            return ""
+        missed = sum(map(len, self._missed.values()))
+        reasons = "; ".join(f"{_listed(names)}: {why}" for why, names in self._missed.items())
+        of = f"{len(self._reached)} of {len(self._reached) + missed} layers run in FP8"
+        message = f"fp8={self.properties.fp8}: {of}" + (f". The others: {reasons}" if missed else "")
+        if not self._reached and self._models:
+            nothing = "" if missed else ": the model has no linear layers"
+            warnings.warn(message + nothing, AmpWarning, stacklevel=2)
+            return ""
+        return message
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `delayed` remembers; nothing for the other recipes."""
+        return {} if self.history is None else self.history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what was saved, of layers that are known now, or will be."""
+        recipe = self.properties.fp8
+        if recipe is None or recipe.recipe != "delayed":
+            return
+        if not state:
+            warnings.warn(
+                "the state_dict has no 'fp8', which fp8='delayed' resumes from; what layers have seen "
+                "starts anew",
+                AmpWarning,
+                stacklevel=4,
+            )
+            return
+        self._loaded = state
+        if self.history is not None:
+            self._take_over(state)
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        assert self.history is not None
+        missing = self.history.load_state_dict(state)
+        if missing:
+            warnings.warn(
+                f"the state_dict has no FP8 entries of {_listed(missing)}; what these layers have seen "
+                "starts anew",
+                AmpWarning,
+                stacklevel=5,
+            )
+
+
+# Which layers.
+
+
+def choose(
+    model: nn.Module, recipe: Fp8Recipe, rules: Sequence[Rule]
+) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
+    """Return the layers that run in FP8, and the names of those that do not, by the reason."""
+    modules = dict(model.named_modules())
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    tied = _embeddings(modules.values())
+    ruled = dict(_under_rules(modules, rules))
+    unused = {
+        f"{name}.out_proj".lstrip(".")
+        for name, module in modules.items()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    reached: dict[str, nn.Linear] = {}
+    missed: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        why = None
+        if isinstance(module, nn.Linear):
+            words = {"first": name == linears[0], "last": name == linears[-1]}
+            words["tied"] = id(module.weight) in tied
+            if name in unused:
+                why = "nn.MultiheadAttention multiplies by itself"
+            else:
+                why = ruled.get(name) or _skipped(name, words, recipe) or _obstacle(module, recipe)
+            if why is None:
+                reached[name] = module
+        elif type(module).__name__ == "Conv1D" and not isinstance(module, _ConvNd):
+            why = "Hugging Face's Conv1D multiplies by addmm"
+        elif isinstance(module, (_ConvNd, nn.Bilinear)):
+            why = "there are no FP8 kernels for convolutions and nn.Bilinear"
+        if why is not None:
+            missed.setdefault(why, []).append(name)
+    return reached, missed
+
+
+def _embeddings(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of parameters of modules that are not linear."""
+    return {
+        id(parameter)
+        for module in modules
+        if not isinstance(module, nn.Linear)
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _under_rules(modules: Mapping[str, nn.Module], rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
+    """Yield the names of modules that a rule is for, or that are inside of such, and the rule."""
+    for rule in rules:
+        for name, module in modules.items():
+            if rule.matches(name, module):
+                yield from (
+                    (inner, f"the rule for '{rule.pattern}'")
+                    for inner in modules
+                    if inner == name or not name or inner.startswith(f"{name}.")
+                )
+
+
+def _skipped(name: str, words: Mapping[str, bool], recipe: Fp8Recipe) -> str | None:
+    for pattern in recipe.skip:
+        if words.get(pattern, False) or (pattern not in words and fnmatchcase(name, pattern)):
+            return f"skip: {pattern}"
+    return None
+
+
+def _obstacle(module: nn.Linear, recipe: Fp8Recipe) -> str | None:
+    """Return why a linear layer cannot run in FP8, or None."""
+    cls = type(module)
+    if has_forward_of_its_own(module) or cls.forward is not nn.Linear.forward:
+        return f"{cls.__name__} has a forward of its own"
+    if module.weight.dtype not in CASTABLE:
+        return f"the weight is {module.weight.dtype}"
+    multiple = MULTIPLES.get(recipe.recipe, 16)
+    if module.in_features % multiple or module.out_features % multiple:
+        return f"dimensions that are no multiples of {multiple}"
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(name or "the model itself" for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+# How they run.
+
+
+def _forward(base: Any) -> Any:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        layer: Layer | None = getattr(self, "_amp_fp8", None)
+        if layer is None or (layer.recipe.eval == "high" and not self.training):
+            return base.forward(self, input)  # type: ignore[no-any-return]
+        dtype = _computed_in(input, self.weight)
+        if dtype is None or input.shape[-1:] != (self.in_features,):
+            return base.forward(self, input)  # type: ignore[no-any-return]
+        if is_sharded(self.weight):
+            raise AmpRuntimeError(_cut(layer.name))
+        return layer.run(input, self.weight, self.bias, dtype)
+
+    return forward
+
+
+def _computed_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Return the half precision in which a layer would compute here and now, or None for another."""
+    caster = newest_caster()
+    if x.dtype not in CASTABLE:
+        return None
+    if caster is not None and casts(caster, x.device.type):
+        dtype: torch.dtype = caster.dtype
+        return dtype
+    return weight.dtype if weight.dtype in LOW_PRECISION else None
+
+
+def _put_in(layers: Mapping[nn.Module, Any]) -> None:
+    """Let modules run in FP8."""
+    classes = {cls: subclass_of(cls, _forward(cls)) for cls in dict.fromkeys(map(type, layers))}
+    for module, layer in layers.items():
+        module.__class__ = classes[type(module)]
+        vars(module)["_amp_fp8"] = layer
+
+
+def _release(layers: Mapping[nn.Module, Any]) -> None:
+    """Let modules run as their classes say, where no other session has taken them since."""
+    own = [module for module, layer in layers.items() if vars(module).get("_amp_fp8") is layer]
+    for module in own:
+        del vars(module)["_amp_fp8"]
+    restore_classes(own)
+
+
+def _cut(name: str) -> str:
+    return (
+        f"the weight of '{name}' is a DTensor that tensor parallelism has cut, and FP8 has no products "
+        "of such. Keep it out, by fp8={'skip': ['" + name + "']}, or take opt_level='O4' or 'O5'"
+    )
+
+
+def _several_devices(devices: Iterable[torch.device]) -> str:
+    return (
+        f"linear layers are on {', '.join(map(str, dict.fromkeys(devices)))}, and fp8='delayed' keeps "
+        "what all layers have seen in one tensor. Take fp8='current', which keeps nothing"
+    )

@@ -1,0 +1,141 @@
+"""What `delayed` scaling remembers: the largest magnitudes of the last iterations.
+
+Each linear layer has three entries, for its input, its weight and the gradient of its output. What an
+iteration sees raises them by maximum, so a module that is called twice, micro-batches and recomputation
+need no care. They move once, when `scale_loss` (or `GradScaler.update`, or a step without these) ends
+the backward. Gradients are remembered unscaled: a loss scale that moves does not make them old.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.errors import AmpRuntimeError
+from amp.kernels.fp8 import factor_of
+from amp.profiles.fp8_recipe import Fp8Recipe
+
+INPUT, WEIGHT, GRADIENT = range(3)
+"""The entries of a layer."""
+
+live: "weakref.WeakSet[AmaxHistory]" = weakref.WeakSet()
+"""The histories of open sessions, for `amp.GradScaler`, which belongs to none."""
+
+
+class AmaxHistory:
+    """The magnitudes that the layers of a session have seen, and the factors that follow from them.
+
+    Attributes:
+        names: of the layers, in the order of their entries.
+        amaxes: float32 `[1 + amax_history, 3 * layers]`: what this iteration has seen so far, then the
+            iterations before, newest first. 0 is nothing.
+        factors: float32 `[3 * layers]`, what to multiply values by; 0 where nothing is known yet.
+    """
+
+    def __init__(self, recipe: Fp8Recipe, formats: Sequence[torch.dtype]) -> None:
+        assert recipe.amax_history is not None
+        self.recipe = recipe
+        self.names: list[str] = []
+        self.amaxes = torch.zeros(1 + recipe.amax_history, 0, dtype=torch.float32, device="cpu")
+        self.factors = self.amaxes[0]
+        self._formats = formats
+        self._loss_scale: Tensor | None = None
+
+    def add(self, names: Sequence[str], device: torch.device) -> int:
+        """Make entries for layers, and return the number of the first.
+
+        Raises:
+            AmpRuntimeError: there are layers on another device.
+        """
+        first = len(self.names)
+        if self.names and self.amaxes.device != device:
+            raise AmpRuntimeError(
+                f"linear layers are on {self.amaxes.device} and {device}, and fp8='delayed' keeps what "
+                "all layers have seen in one tensor. Take fp8='current', which keeps nothing"
+            )
+        more = torch.zeros(len(self.amaxes), 3 * len(names), dtype=torch.float32, device=device)
+        self.amaxes = torch.cat([self.amaxes.to(device), more], 1)
+        self.names += names
+        self._refresh()
+        return first
+
+    def remove(self, count: int) -> None:
+        """Remove the entries of the newest layers."""
+        if count:
+            del self.names[-count:]
+            self.amaxes = self.amaxes[:, : 3 * len(self.names)].clone()
+            self._refresh()
+
+    def factor(self, layer: int, entry: int, device: torch.device) -> Tensor:
+        """Return the factor of an entry, float32 `[]`."""
+        if self.factors.device != device:  # the model has moved since
+            self.amaxes, self.factors = self.amaxes.to(device), self.factors.to(device)
+        return self.factors[3 * layer + entry]
+
+    def see(self, layer: int, entry: int, amax: Tensor) -> None:
+        """Raise what this iteration has seen of an entry. The host does not wait."""
+        seen = self.amaxes[0, 3 * layer + entry]
+        seen.copy_(torch.maximum(seen, amax))
+
+    def begin(self, loss_scale: Tensor | None) -> None:
+        """Let factors of gradients be for a loss with this scale, float32 `[]`; None is 1.
+
+        The host does not wait for the device.
+        """
+        if loss_scale is not None or self._loss_scale is not None:
+            self._loss_scale = loss_scale
+            self._refresh()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync."""
+        seen = self.amaxes[0]
+        is_known = (seen > 0) & (seen < torch.inf)
+        if self._loss_scale is not None:
+            seen = torch.where(self._are_gradients(), seen / self._loss_scale, seen)
+        moved = torch.cat([seen[None], self.amaxes[1:-1]])
+        self.amaxes[1:] = torch.where(is_known, moved, self.amaxes[1:])
+        self.amaxes[0] = 0.0
+        self._refresh()
+
+    def _are_gradients(self) -> Tensor:
+        entries = torch.arange(self.amaxes.shape[1], device=self.amaxes.device)
+        return entries % 3 == GRADIENT
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Bring the factors up to date."""
+        past = self.amaxes[1:]
+        amax = past.amax(0) if self.recipe.amax_algo == "max" else past[0]
+        are_gradients = self._are_gradients()
+        if self._loss_scale is not None:
+            amax = torch.where(are_gradients, amax * self._loss_scale, amax)
+        by_format = [
+            factor_of(amax, each, bool(self.recipe.power_of_2_scales)) for each in self._formats
+        ]
+        factors = torch.where(are_gradients, by_format[GRADIENT], by_format[INPUT])
+        factors = torch.where(amax > 0, factors * 2.0 ** -(self.recipe.margin or 0), 0.0)
+        if factors.shape == self.factors.shape and factors.device == self.factors.device:
+            self.factors.copy_(factors)  # compiled code has this tensor
+        else:
+            self.factors = factors
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries and whose they are."""
+        return {"recipe": self.recipe.recipe, "names": list(self.names), "amaxes": self.amaxes.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Take over the entries of layers by their names, and return the layers that it has not."""
+        saved: Tensor = state["amaxes"].to(self.amaxes)
+        at = {name: i for i, name in enumerate(state["names"])}
+        rows = min(len(saved), len(self.amaxes))
+        for i, name in enumerate(self.names):
+            if name in at:
+                self.amaxes[:, 3 * i : 3 * i + 3] = 0.0
+                self.amaxes[:rows, 3 * i : 3 * i + 3] = saved[:rows, 3 * at[name] : 3 * at[name] + 3]
+        self._refresh()
+        return [name for name in self.names if name not in at]

@@ -1,0 +1,236 @@
+"""One linear layer in FP8: three products, and what is kept from forward to backward.
+
+    output      = input @ weight.T          input by row, weight by row
+    grad_input  = grad_output @ weight      grad_output by row, weight by column
+    grad_weight = grad_output.T @ input     grad_output by column, input by column
+
+"By row" and "by column" are those of `amp.kernels.quantize`. Kept are the input by column, 1 byte for
+each number, once for layers that are given the same tensor, and the weight itself, which the backward
+quantizes again: a copy in FP8 would take another byte for each parameter, and hold what FSDP frees.
+Gradients come out in the dtype of what they are gradients of. The bias is added to the product.
+"""
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
+from amp.casting.regions import disable_casts
+from amp.kernels.fp8 import Granularity, Operand, Quantized
+from amp.kernels.quantize import quantize
+from amp.kernels.scaled_mm import scaled_mm
+from amp.profiles.fp8_recipe import Fp8Recipe
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}
+"""Of inputs, weights and gradients."""
+
+GRANULARITIES: dict[str, tuple[Granularity, Granularity, Granularity]] = {
+    "current": ("tensor", "tensor", "tensor"),
+    "delayed": ("tensor", "tensor", "tensor"),
+    "rowwise": ("row", "row", "row"),
+    "rowwise_gw_hp": ("row", "row", "tensor"),
+    "block": ("1x128", "128x128", "128x128"),
+    "mxfp8": ("1x32", "1x32", "1x32"),
+}
+"""What shares a scale in activations, in the weight, and in the weight that gives `grad_input`."""
+
+
+class Layer(NamedTuple):
+    """How one module runs in FP8.
+
+    Attributes:
+        recipe: the session's.
+        name: of the module, for errors.
+        history: what `delayed` remembers, or None.
+        number: of the module in the history.
+    """
+
+    recipe: Fp8Recipe
+    name: str
+    history: AmaxHistory | None = None
+    number: int = 0
+
+    def quantize(
+        self,
+        x: Tensor,
+        entry: int,
+        *,
+        by_row: bool,
+        by_column: bool,
+        factor: Tensor | None = None,
+        sees: bool = True,
+    ) -> Quantized:
+        """Return a matrix in FP8, as the recipe says for an input, a weight or a gradient."""
+        granularities = GRANULARITIES[self.recipe.recipe]
+        granularity = granularities[2 if not by_row else 1] if entry == WEIGHT else granularities[0]
+        if self.history is not None and factor is None:
+            factor = self.history.factor(self.number, entry, x.device)
+        result = quantize(
+            x,
+            FORMATS[self.recipe.format or "hybrid"][entry],
+            granularity,
+            by_row=by_row,
+            by_column=by_column,
+            power_of_2=self.recipe.power_of_2_scales is not False,
+            factor=factor,
+        )
+        if self.history is not None and sees and result.amax is not None:
+            self.history.see(self.number, entry, result.amax)
+        return result
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the layer's output; see `linear`."""
+        return linear(x, weight, bias, dtype, self)
+
+    def __deepcopy__(self, memo: Any) -> "Layer":
+        return self  # a copy of the module goes by what the module has seen
+
+
+class _Latest(threading.local):
+    """The last input that this thread quantized, for the next layer that is given the same tensor."""
+
+    of: "weakref.ref[Tensor] | None" = None
+    key: Any = None
+    result: Quantized | None = None
+
+    def forget(self, reference: Any) -> None:
+        if self.of is reference:
+            self.of = self.key = self.result = None
+
+
+_latest = _Latest()
+
+
+def _quantized_input(x: Tensor, layer: Layer, by_column: bool) -> Quantized:
+    """Return an input in FP8, in rows; as it was returned last, if it is the same."""
+    sees = torch.is_grad_enabled()
+    rows = x.detach().reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling() or x.is_inference():
+        return layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
+    key = (x._version, layer.recipe, id(layer.history), by_column, sees)
+    if _latest.of is not None and _latest.of() is x and _latest.key == key:
+        assert _latest.result is not None
+        return _latest.result
+    result = layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
+    _latest.of = weakref.ref(x, _latest.forget)
+    _latest.key, _latest.result = key, result
+    return result
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, layer: Layer) -> Tensor:
+    """Return `x @ weight.T + bias`, `[..., N]`, with products in FP8. The host does not wait.
+
+    Args:
+        x: float16, bfloat16 or float32 `[..., K]`.
+        weight: likewise, `[N, K]`.
+        bias: `[N]`, or None.
+        dtype: of what is returned.
+        layer: how.
+    """
+    trains_weight = torch.is_grad_enabled() and weight.requires_grad
+    with disable_casts():
+        with torch.no_grad():
+            by_column = trains_weight and layer.recipe.grad_weight == "fp8"
+            of_x = _quantized_input(x, layer, by_column)
+            of_weight = layer.quantize(
+                weight.detach(), WEIGHT, by_row=True, by_column=False, sees=torch.is_grad_enabled()
+            )
+        assert of_x.by_row is not None
+        assert of_weight.by_row is not None
+        columns = of_x.by_column
+        product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]),
+            weight,
+            of_x.by_row.values,
+            of_x.by_row.inverse,
+            None if columns is None else columns.values,
+            None if columns is None else columns.inverse,
+            of_weight.by_row.values,
+            of_weight.by_row.inverse,
+            of_weight.factor,
+            dtype,
+            layer,
+        )
+        if bias is not None:
+            product = product + bias.to(dtype)
+        return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        x_values: Tensor,
+        x_inverse: Tensor,
+        columns: Tensor | None,
+        columns_inverse: Tensor | None,
+        weight_values: Tensor,
+        weight_inverse: Tensor,
+        weight_factor: Tensor | None,
+        dtype: torch.dtype,
+        layer: Layer,
+    ) -> Tensor:
+        of_x, of_weight, _ = GRANULARITIES[layer.recipe.recipe]
+        power_of_2 = layer.recipe.power_of_2_scales is not False
+        rows = Operand(x_values, x_inverse, of_x, power_of_2)
+        weights = Operand(weight_values, weight_inverse, of_weight, power_of_2)
+        return scaled_mm(rows, weights, dtype, fast_accum=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, _, columns, columns_inverse, _, _, factor, ctx.low, ctx.layer = inputs
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.dtypes = x.dtype, weight.dtype
+        ctx.save_for_backward(
+            x if needs_weight and columns is None else None,
+            weight if needs_x else None,
+            columns if needs_weight else None,
+            columns_inverse if needs_weight else None,
+            factor if needs_x else None,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, columns, columns_inverse, factor = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x_dtype, weight_dtype = ctx.dtypes
+        layer: Layer = ctx.layer
+        power_of_2 = layer.recipe.power_of_2_scales is not False
+        grad_x = grad_weight = None
+        with disable_casts():
+            of_grad = layer.quantize(
+                grad, GRADIENT, by_row=needs_x, by_column=needs_weight and columns is not None
+            )
+            if needs_x:
+                by_row = of_grad.by_row
+                of_weight = layer.quantize(
+                    weight, WEIGHT, by_row=False, by_column=True, factor=factor, sees=False
+                ).by_column
+                assert by_row is not None
+                assert of_weight is not None
+                grad_x = scaled_mm(by_row, _scaled_alike(of_weight, by_row), x_dtype)
+            if needs_weight and columns is not None:
+                of_x = Operand(
+                    columns, columns_inverse, GRANULARITIES[layer.recipe.recipe][0], power_of_2
+                )
+                assert of_grad.by_column is not None
+                grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
+            elif needs_weight:
+                grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)
+        return grad_x, grad_weight, *[None] * 9
+
+
+def _scaled_alike(operand: Operand, other: Operand) -> Operand:
+    """Return an operand with one scale for all as one with that scale for each row, beside such."""
+    if (operand.granularity, other.granularity) != ("tensor", "row"):
+        return operand
+    inverse = operand.inverse.expand(operand.values.shape[0], 1).contiguous()
+    return operand._replace(inverse=inverse, granularity="row")

@@ -1,0 +1,97 @@
+"""Quantization of matrices to FP8, with the scales that bring their values into its range.
+
+    factor = FMAX / amax                          rounded down to a power of 2, unless told not to
+    values = saturate(x * factor)                 to nearest even; FMAX is 448 (E4M3) or 57344 (E5M2)
+    x     ~= values * inverse,  inverse = 1 / factor
+
+amax is the largest magnitude of what shares a scale:
+
+    tensor    all of a matrix, of this one or of earlier ones (`factor`)
+    row       a row
+    1x128     128 neighbours in a row
+    128x128   a square, for weights
+    1x32      32 neighbours in a row; inverse is E8M0: 2^n, rounded up so that nothing saturates
+
+A matrix `x` `[M, K]` is written for two products: `by_row` `[M, K]`, whose products sum over K, and
+`by_column` `[K, M']`, the transpose, whose products sum over M; M' is M padded by zeros as products
+need it. Either has scales along its own rows. `x` is float16, bfloat16 or float32; factors are FP32,
+and amax 0 has factor 1 (the smallest, in E8M0). Where amax is inf or NaN the inverse scale is NaN,
+and so is every product: that is how an overflow reaches the loss scaler through values that saturate.
+
+Memory traffic, bytes for an element of b bytes: b read and 1 written for each result that is asked
+for; b read once more for the amax of a tensor or row. Launches: one, two for `tensor` and `row`.
+Sources: Transformer Engine's and torchao's recipes; DeepSeek-V3 (1x128); OCP MX 1.0, and
+arXiv:2506.08027 for rounding scales up.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from amp.kernels import quantize_tiles
+from amp.kernels.backend import uses_triton
+from amp.kernels.fp8 import DTYPES, MULTIPLE, SOURCES, Granularity, Quantized, quantize_reference
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    granularity: Granularity = "tensor",
+    *,
+    by_row: bool = True,
+    by_column: bool = True,
+    power_of_2: bool = True,
+    factor: Tensor | None = None,
+    backend: str | None = None,
+) -> Quantized:
+    """Return a matrix in FP8. The host does not wait for the device.
+
+    Args:
+        x: float16, bfloat16 or float32 `[M, K]`.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        granularity: what shares a scale; for `128x128`, M and K are multiples of 128.
+        by_row: whether to return the matrix; K is a multiple of `MULTIPLE[granularity]` then.
+        by_column: whether to return its transpose.
+        power_of_2: whether factors are powers of 2. Those of `1x32` always are.
+        factor: `tensor`: float32 `[]`, the factor to take; 0 in it stands for the tensor's own.
+        backend: see `amp.kernels.backend`.
+
+    Raises:
+        ValueError: a dtype, granularity or shape that is not listed here.
+    """
+    _check(x, dtype, granularity, by_row, factor)
+    x = x.detach()
+    arguments = (dtype, granularity, by_row, by_column, power_of_2, factor)
+    if torch.compiler.is_compiling() or not x.numel() or not uses_triton(x.device, backend):
+        return quantize_reference(x, *arguments)
+    x = x.contiguous()
+    run = quantize_tiles.run if quantize_tiles.takes(x) else quantize_reference
+    return run(x, *arguments)
+
+
+def _check(
+    x: Tensor, dtype: torch.dtype, granularity: str, by_row: bool, factor: Tensor | None
+) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if granularity not in get_args(Granularity):
+        raise ValueError(
+            f"granularity={granularity!r} is not one of {', '.join(get_args(Granularity))}"
+        )
+    if x.dim() != 2 or x.dtype not in SOURCES:
+        raise ValueError(
+            f"x is {x.dtype} of shape {tuple(x.shape)}; give a matrix in float16, bfloat16 or float32"
+        )
+    multiple = MULTIPLE[granularity]
+    rows, columns = x.shape
+    if (by_row and columns % multiple) or (granularity == "128x128" and (rows % 128 or columns % 128)):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, and scales for '{granularity}' need "
+            f"{'both dimensions' if granularity == '128x128' else 'rows'} of a multiple of {multiple}"
+        )
+    if factor is not None and granularity != "tensor":
+        raise ValueError(f"a factor is for granularity='tensor', and not for '{granularity}'")

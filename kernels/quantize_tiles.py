@@ -1,0 +1,439 @@
+"""`amp.kernels.quantize` in Triton: a matrix is read in tiles, and each tile is written both ways.
+
+A program reads one tile `[TM, TK]` and writes it quantized as it is, and transposed. The dimension
+that is contiguous in memory is a multiple of 16, so that 128 bits move at a time. The values that a
+program has to look beyond its tile for, the amax of a tensor or a row, are found by a launch before.
+
+FP8 is written as bytes: Triton rounds to E4M3 on sm_89 and later only, and wrongly in its
+interpreter, so elsewhere bits are rounded here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.kernels.fp8 import (
+    E8M0_NAN,
+    LARGEST_FLOAT,
+    LARGEST_POWER,
+    MULTIPLE,
+    Granularity,
+    Operand,
+    Quantized,
+    columns_of,
+)
+from amp.kernels.language import INTERPRETED, constant, jit, launch, tl
+
+TILE = 64
+WARPS = 8
+AMAX_BLOCK = 8192
+
+_LARGEST_POWER = constant(LARGEST_POWER)
+_LARGEST_FLOAT = constant(LARGEST_FLOAT)
+_E8M0_NAN = constant(E8M0_NAN)
+
+
+def rounds_by_bits(device: torch.device) -> bool:
+    """Whether Triton has no right FP8 casts for a device."""
+    if INTERPRETED or torch.version.hip is not None:
+        return INTERPRETED
+    return torch.cuda.get_device_capability(device) < (8, 9)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether these kernels take a matrix: 128 bits of it move at a time."""
+    return x.shape[1] % 16 == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+def run(
+    x: Tensor,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    by_row: bool,
+    by_column: bool,
+    power_of_2: bool,
+    factor: Tensor | None,
+) -> Quantized:
+    """Do `quantize` for a matrix that these kernels take."""
+    rows, columns = x.shape
+    padded = columns_of(rows, granularity)
+    values = {
+        "by_row": x.new_empty((rows, columns), dtype=dtype) if by_row else None,
+        "by_column": x.new_empty((columns, padded), dtype=dtype) if by_column else None,
+    }
+    what = {
+        **{name: None if each is None else each.view(torch.uint8) for name, each in values.items()},
+        "x": x,
+        "M": rows,
+        "K": columns,
+        "PADDED": padded,
+        "E4M3": dtype is torch.float8_e4m3fn,
+        "BY_BITS": rounds_by_bits(x.device),
+    }
+    amax = used = None
+    inverses: tuple[Tensor | None, Tensor | None]
+    if granularity == "tensor":
+        amax, used, inverse = x.new_zeros(3, dtype=torch.float32).unbind()
+        _run_by_tensor(what, amax, used, inverse, factor, power_of_2)
+        inverses = inverse, inverse
+    elif granularity == "row":
+        inverses = _run_by_row(what, power_of_2)
+    elif granularity == "128x128":
+        shape = rows // 128, columns // 128
+        inverses = (
+            x.new_empty(shape, dtype=torch.float32),
+            x.new_empty(shape[::-1], dtype=torch.float32),
+        )
+        _launch_tiles(
+            squares_kernel, what, 128, 16, inverse=inverses[0], transposed=inverses[1], POW2=power_of_2
+        )
+    else:
+        inverses = _run_by_group(what, granularity, power_of_2)
+    by_rows, by_columns = (
+        None if each is None or inverse is None else Operand(each, inverse, granularity, power_of_2)
+        for each, inverse in zip(values.values(), inverses, strict=True)
+    )
+    return Quantized(by_rows, by_columns, amax, used)
+
+
+def _launch_tiles(kernel: Any, what: dict[str, Any], tile: int, warps: int, **more: Any) -> None:
+    """Launch a program for each tile of what is written, which may be padded."""
+    tiles = -(-what["PADDED"] // tile) * -(-what["K"] // tile)
+    launch(kernel, tiles, what["x"].device, warps, **what, **more, TM=tile, TK=tile)
+
+
+def _run_by_tensor(
+    what: dict[str, Any],
+    amax: Tensor,
+    used: Tensor,
+    inverse: Tensor,
+    factor: Tensor | None,
+    power_of_2: bool,
+) -> None:
+    x = what["x"]
+    as_bits = amax.view(torch.int32)
+    programs = -(-x.numel() // AMAX_BLOCK)
+    n = x.numel()
+    launch(amax_kernel, programs, x.device, x=x, amax=as_bits, factor=factor, n=n, BLOCK=AMAX_BLOCK)
+    _launch_tiles(
+        tensor_kernel,
+        what,
+        TILE,
+        WARPS,
+        amax=amax,
+        as_bits=as_bits,
+        factor=factor,
+        used=used,
+        inverse=inverse,
+        POW2=power_of_2,
+    )
+    if factor is not None:
+        launch(inverse_kernel, 1, x.device, 1, amax=amax, used=used, inverse=inverse)
+
+
+def _run_by_row(what: dict[str, Any], power_of_2: bool) -> tuple[Tensor | None, Tensor | None]:
+    x = what["x"]
+    amaxes, inverses = [], []
+    for name, size in (("by_row", what["M"]), ("by_column", what["K"])):
+        asked = what[name] is not None
+        amaxes.append(x.new_zeros(size, dtype=torch.float32) if asked else None)
+        inverses.append(x.new_empty((size, 1), dtype=torch.float32) if asked else None)
+    as_bits = [None if amax is None else amax.view(torch.int32) for amax in amaxes]
+    tiles = -(-what["M"] // TILE) * -(-what["K"] // TILE)
+    of = {"of_rows": as_bits[0], "of_columns": as_bits[1]}
+    sizes = {"M": what["M"], "K": what["K"], "TM": TILE, "TK": TILE}
+    launch(amaxes_kernel, tiles, x.device, WARPS, x=x, **of, **sizes)
+    _launch_tiles(
+        rows_kernel,
+        what,
+        TILE,
+        WARPS,
+        of_rows=amaxes[0],
+        of_columns=amaxes[1],
+        inverse=inverses[0],
+        transposed=inverses[1],
+        POW2=power_of_2,
+    )
+    return inverses[0], inverses[1]
+
+
+def _run_by_group(
+    what: dict[str, Any], granularity: Granularity, power_of_2: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    group, is_mx = MULTIPLE[granularity], granularity == "1x32"
+    inverses: list[Tensor | None] = []
+    for name, rows, columns in (
+        ("by_row", what["M"], what["K"] // group),
+        ("by_column", what["K"], what["PADDED"] // group),
+    ):
+        if what[name] is None:
+            inverses.append(None)
+        elif is_mx:
+            size = -(-rows // 128) * 128 * -(-columns // 4) * 4
+            inverses.append(what["x"].new_zeros(size, dtype=torch.uint8))
+        else:
+            inverses.append(what["x"].new_empty((columns, rows), dtype=torch.float32))
+    tile, warps = (TILE, WARPS) if is_mx else (128, 32)
+    scales = {"inverse": inverses[0], "transposed": inverses[1]}
+    _launch_tiles(groups_kernel, what, tile, warps, **scales, G=group, E8M0=is_mx, POW2=power_of_2)
+    if is_mx:
+        inverses = [None if each is None else each.view(torch.float8_e8m0fnu) for each in inverses]
+    return inverses[0], inverses[1]
+
+
+tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", "K", "PADDED", "n"))
+"""For what `takes` makes sure of."""
+
+
+# Numbers.
+
+
+@jit
+def magnitude(x):
+    """Return |x| in float32, inf for NaN: the largest of them says whether all are finite."""
+    y = tl.abs(x.to(tl.float32))
+    return tl.where(y == y, y, float("inf"))
+
+
+@jit
+def power_of(amax, E4M3: tl.constexpr):
+    """See `amp.kernels.fp8.power_of`."""
+    bits = amax.to(tl.int32, bitcast=True)
+    highest: tl.constexpr = 254 + (8 if E4M3 else 15)
+    power = highest - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.minimum(power, _LARGEST_POWER)
+
+
+@jit
+def scale_of(amax, E4M3: tl.constexpr, POW2: tl.constexpr):
+    """Return the factor for an amax, see `amp.kernels.fp8.factor_of`, and its inverse."""
+    if POW2:
+        power = power_of(amax, E4M3)
+        power = tl.where(amax == 0.0, 127, power)
+        factor = (power << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+    else:
+        factor = tl.minimum(tl.div_rn(448.0 if E4M3 else 57344.0, amax), _LARGEST_FLOAT)
+        factor = tl.where(amax == 0.0, 1.0, factor)
+        inverse = tl.div_rn(1.0, factor)
+    return tl.where(amax < float("inf"), factor, float("nan")), tl.where(
+        amax < float("inf"), inverse, float("nan")
+    )
+
+
+@jit
+def to_fp8(x, E4M3: tl.constexpr, BY_BITS: tl.constexpr):
+    """Return float32 in FP8, as bytes: saturated, to nearest even. NaN stays NaN."""
+    largest: tl.constexpr = 448.0 if E4M3 else 57344.0
+    # tl.minimum and tl.maximum that keep NaN go wrong beside a transposed FP8 store (triton 3.7).
+    x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+    if not BY_BITS:
+        fp8 = x.to(tl.float8e4nv) if E4M3 else x.to(tl.float8e5)
+        return fp8.to(tl.uint8, bitcast=True)
+    mantissa: tl.constexpr = 3 if E4M3 else 2
+    bias: tl.constexpr = 7 if E4M3 else 15
+    shift: tl.constexpr = 23 - mantissa
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Half of the last bit kept, less one if that bit is even, carries into it when it has to.
+    below_half: tl.constexpr = 0x7FFFF if E4M3 else 0xFFFFF
+    rounded = (size + below_half + ((size >> shift) & 1)) >> shift
+    normal = rounded - ((127 - bias) << mantissa)
+    # A number whose last bit is worth what a subnormal's last bit is: adding it rounds to that.
+    step: tl.constexpr = 24 - bias - mantissa
+    added = size.to(tl.float32, bitcast=True) + 2.0**step
+    subnormal = added.to(tl.int32, bitcast=True) - ((127 + step) << 23)
+    code = tl.where(size < ((128 - bias) << 23), subnormal, normal)
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
+
+
+# Tiles.
+
+
+@jit
+def tile_of(K, TM: tl.constexpr, TK: tl.constexpr):
+    """Return the first row and the first column of this program's tile."""
+    program = tl.program_id(0)
+    across = tl.cdiv(K, TK)
+    return program // across * TM, program % across * TK
+
+
+@jit
+def place(values, m, k, M, K, TM: tl.constexpr, TK: tl.constexpr):
+    """Return pointers to the tile of `values` `[M, K]` that begins at m and k, and its mask."""
+    i, j = tl.arange(0, TM), tl.arange(0, TK)
+    first = values + m.to(tl.int64) * K + k
+    return first + (i[:, None] * K + j[None, :]), (i < M - m)[:, None] & (j < K - k)[None, :]
+
+
+@jit
+def load_tile(x, m, k, M, K, TM: tl.constexpr, TK: tl.constexpr):
+    """Return a tile of `x` `[M, K]` in float32, 0 outside of it."""
+    pointers, mask = place(x, m, k, M, K, TM, TK)
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def store_tile(values, fp8, m, k, M, K):
+    """Write a tile of bytes into `values` `[M, K]`."""
+    pointers, mask = place(values, m, k, M, K, fp8.shape[0], fp8.shape[1])
+    tl.store(pointers, fp8, mask=mask)
+
+
+@jit
+def store_both(
+    tile, row_factor, column_factor, by_row, by_column, m, k, M, K, PADDED,
+    E4M3: tl.constexpr, BY_BITS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile times its factors, as it is and transposed."""
+    if by_row is not None:
+        store_tile(by_row, to_fp8(tile * row_factor, E4M3, BY_BITS), m, k, M, K)
+    if by_column is not None:
+        fp8 = to_fp8(tile * column_factor, E4M3, BY_BITS)
+        store_tile(by_column, tl.trans(fp8), k, m, K, PADDED)
+
+
+# Kernels.
+
+
+@tiled_jit
+def amax_kernel(x, amax, factor, n, BLOCK: tl.constexpr):
+    """Raise the amax of a tensor, int32 bits of a float32; not where a factor is given."""
+    given = 0.0
+    if factor is not None:
+        given = tl.load(factor)
+    if given == 0.0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(x + i, mask=i < n, other=0.0)
+        tl.atomic_max(amax, tl.max(magnitude(values), axis=0).to(tl.int32, bitcast=True))
+
+
+@tiled_jit
+def tensor_kernel(
+    x, amax, as_bits, factor, used, inverse, by_row, by_column, M, K, PADDED,
+    E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    m, k = tile_of(K, TM, TK)
+    tile = load_tile(x, m, k, M, K, TM, TK)
+    scale, of_scale = scale_of(tl.load(amax), E4M3, POW2)
+    if factor is not None:
+        given = tl.load(factor)
+        scale = tl.where(given > 0.0, given, scale)
+        tl.atomic_max(
+            as_bits, tl.max(tl.max(magnitude(tile), axis=1), axis=0).to(tl.int32, bitcast=True)
+        )
+    if tl.program_id(0) == 0:
+        tl.store(used, scale)
+        tl.store(inverse, of_scale)
+    store_both(tile, scale, scale, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+
+
+@jit
+def inverse_kernel(amax, used, inverse):
+    """Write the inverse of a given factor, now that the amax is known."""
+    tl.store(
+        inverse, tl.where(tl.load(amax) < float("inf"), tl.div_rn(1.0, tl.load(used)), float("nan"))
+    )
+
+
+@tiled_jit
+def amaxes_kernel(x, of_rows, of_columns, M, K, TM: tl.constexpr, TK: tl.constexpr):
+    """Raise the amaxes of rows and columns."""
+    m, k = tile_of(K, TM, TK)
+    size = magnitude(load_tile(x, m, k, M, K, TM, TK))
+    if of_rows is not None:
+        rows = m + tl.arange(0, TM)
+        tl.atomic_max(of_rows + rows, tl.max(size, axis=1).to(tl.int32, bitcast=True), mask=rows < M)
+    if of_columns is not None:
+        columns = k + tl.arange(0, TK)
+        amax = tl.max(size, axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(of_columns + columns, amax, mask=columns < K)
+
+
+@jit
+def factors_at(amaxes, inverse, i, n, is_first, E4M3: tl.constexpr, POW2: tl.constexpr):
+    """Return the factors of some rows, and write their inverses where this program is the first."""
+    factor, of_factor = scale_of(tl.load(amaxes + i, mask=i < n, other=0.0), E4M3, POW2)
+    tl.store(inverse + i, of_factor, mask=(i < n) & is_first)
+    return factor
+
+
+@tiled_jit
+def rows_kernel(
+    x, of_rows, of_columns, inverse, transposed, by_row, by_column, M, K, PADDED,
+    E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    m, k = tile_of(K, TM, TK)
+    tile = load_tile(x, m, k, M, K, TM, TK)
+    rows, columns = 1.0, 1.0
+    if by_row is not None:
+        i = m + tl.arange(0, TM)
+        rows = factors_at(of_rows, inverse, i, M, k == 0, E4M3, POW2)[:, None]
+    if by_column is not None:
+        j = k + tl.arange(0, TK)
+        columns = factors_at(of_columns, transposed, j, K, m == 0, E4M3, POW2)[None, :]
+    store_both(tile, rows, columns, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+
+
+@tiled_jit
+def squares_kernel(
+    x, inverse, transposed, by_row, by_column, M, K, PADDED,
+    E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    m, k = tile_of(K, TM, TK)
+    tile = load_tile(x, m, k, M, K, TM, TK)
+    factor, of_factor = scale_of(tl.max(tl.max(magnitude(tile), axis=1), axis=0), E4M3, POW2)
+    down, across = M // TM, K // TK
+    tl.store(inverse + m // TM * across + k // TK, of_factor)
+    tl.store(transposed + k // TK * down + m // TM, of_factor)
+    store_both(tile, factor, factor, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+
+
+@jit
+def scales_of_groups(
+    amax, inverse, rows, groups, R, C, E4M3: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr
+):
+    """Return the factors of groups `[rows, groups]`, and write their inverses.
+
+    R, C: how many rows and groups the matrix has.
+    """
+    mask = (rows < R)[:, None] & (groups < C)[None, :]
+    if E8M0:
+        power = power_of(amax, E4M3)
+        r, c = rows[:, None], groups[None, :]
+        tile = r // 128 * tl.cdiv(C, 4) + c // 4
+        at = tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+        exponent = tl.where(amax < float("inf"), 254 - power, _E8M0_NAN)
+        tl.store(inverse + at, exponent.to(tl.uint8), mask=mask)
+        return tl.where(amax < float("inf"), (power << 23).to(tl.float32, bitcast=True), float("nan"))
+    factor, of_factor = scale_of(amax, E4M3, POW2)
+    tl.store(inverse + groups[None, :] * R + rows[:, None], of_factor, mask=mask)
+    return factor
+
+
+@tiled_jit
+def groups_kernel(
+    x, inverse, transposed, by_row, by_column, M, K, PADDED, G: tl.constexpr, E8M0: tl.constexpr,
+    E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    m, k = tile_of(K, TM, TK)
+    tile = load_tile(x, m, k, M, K, TM, TK)
+    if by_row is not None:
+        rows, groups = m + tl.arange(0, TM), k // G + tl.arange(0, TK // G)
+        cut = tl.reshape(tile, [TM, TK // G, G])
+        amax = tl.max(magnitude(cut), axis=2)
+        factor = scales_of_groups(amax, inverse, rows, groups, M, K // G, E4M3, E8M0, POW2)
+        fp8 = to_fp8(tl.reshape(cut * factor[:, :, None], [TM, TK]), E4M3, BY_BITS)
+        store_tile(by_row, fp8, m, k, M, K)
+    if by_column is not None:
+        rows, groups = k + tl.arange(0, TK), m // G + tl.arange(0, TM // G)
+        cut = tl.reshape(tile, [TM // G, G, TK])
+        amax = tl.trans(tl.max(magnitude(cut), axis=1))
+        factor = scales_of_groups(amax, transposed, rows, groups, K, PADDED // G, E4M3, E8M0, POW2)
+        fp8 = to_fp8(tl.reshape(cut * tl.trans(factor)[:, None, :], [TM, TK]), E4M3, BY_BITS)
+        store_tile(by_column, tl.trans(fp8), k, m, K, PADDED)

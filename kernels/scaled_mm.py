@@ -1,0 +1,248 @@
+"""Products of FP8 matrices with scales: the tensor cores', and the same numbers elsewhere.
+
+    out[i, j] = sum over c of (a[i, c] * inverse_a[i, c]) * (b[j, c] * inverse_b[j, c])
+
+Shapes: a `[M, C]`, b `[N, C]`, out `[M, N]`, in float16, bfloat16 or float32. Either operand is as
+`amp.kernels.quantize` returns it; b is E4M3, a may be E5M2. Sums are FP32.
+
+| scales        | native                                                | elsewhere                   |
+|---------------|-------------------------------------------------------|-----------------------------|
+| tensor, row   | CUDA sm_89 and later, gfx942, gfx950                  | sum first, then both scales |
+| 1x128,128x128 | sm_90 with CUDA 12.9; sm_100 as 1x32, if powers of 2  | scales first, then the sum  |
+| 1x32          | sm_100 and later                                      | scales first, then the sum  |
+
+Native is `torch._scaled_mm`, or `torch.nn.functional.scaled_mm` where it needs layouts of scales. It
+takes less on a GPU than it does on a CPU, so what it would refuse is refused here, on every device.
+Where scales are powers of 2 the emulation on a CPU gives, in every bit, what torch's `_scaled_mm` does
+there without AMX. FP8 is exact in bfloat16, so on GPUs it is multiplied in that.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from amp.kernels.fp8 import (
+    DTYPES,
+    MULTIPLE,
+    SWIZZLE_COLUMNS,
+    SWIZZLE_ROWS,
+    Granularity,
+    Operand,
+    dequantize,
+    swizzle,
+)
+
+OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+PAIRS = {
+    ("tensor", "tensor"),
+    ("row", "row"),
+    ("1x128", "128x128"),
+    ("1x128", "1x128"),
+    ("1x32", "1x32"),
+}
+"""The granularities of a and b."""
+
+
+def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: bool = False) -> Tensor:
+    """Return a times the transpose of b, `[M, N]`. The host does not wait for the device.
+
+    Args:
+        a: `[M, C]`, E4M3 or E5M2.
+        b: `[N, C]`, E4M3, on the same device.
+        out_dtype: float16, bfloat16 or float32.
+        fast_accum: let sm_90 sum with fewer bits, which is faster.
+
+    Raises:
+        ValueError: what tensor cores cannot multiply: shapes, dtypes or scales that do not fit.
+    """
+    _check(a, b, out_dtype)
+    rows, columns = a.values.shape[0], b.values.shape[0]
+    if not rows or not a.values.shape[1]:
+        return a.values.new_zeros((rows, columns), dtype=out_dtype)
+    kind = way_of(a.values.device, a.granularity, b.granularity)
+    if kind == "as 1x32" and a.power_of_2 and b.power_of_2:
+        return _by_1x32(_as_1x32(a), _as_1x32(b), out_dtype)
+    if kind != "native":
+        return emulated(a, b, out_dtype)
+    if a.granularity == "1x32":
+        return _by_1x32(a, b, out_dtype)
+    if a.granularity == "1x128":
+        return _by_1x128(a, b, out_dtype)
+    return _by_tensor_or_row(a, b, out_dtype, fast_accum)
+
+
+def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
+    shapes = f"a is {_shown(a)}, b is {_shown(b)}"
+    if (a.granularity, b.granularity) not in PAIRS:
+        allowed = ", ".join(f"{one} by {other}" for one, other in sorted(PAIRS))
+        raise ValueError(f"{shapes}: scales can be {allowed}")
+    if a.values.dtype not in DTYPES or b.values.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"{shapes}: a must be float8_e4m3fn or float8_e5m2, and b float8_e4m3fn")
+    if out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype={out_dtype} is not one of {', '.join(map(str, OUT_DTYPES))}")
+    if a.values.dim() != 2 or b.values.dim() != 2 or a.values.shape[1] != b.values.shape[1]:
+        raise ValueError(f"{shapes}: both must be matrices with rows of one length")
+    multiple = max(MULTIPLE[a.granularity], MULTIPLE[b.granularity])
+    if a.values.shape[1] % multiple or b.values.shape[0] % 16:
+        raise ValueError(
+            f"{shapes}: the length of rows must be a multiple of {multiple}, and the number of rows of "
+            "b a multiple of 16"
+        )
+    for name, operand in (("a", a), ("b", b)):
+        shape, dtype = _shape_of_scales(operand)
+        if not operand.values.is_contiguous() or not operand.inverse.is_contiguous():
+            raise ValueError(f"{name} is not contiguous, in its values or its scales")
+        if operand.inverse.shape != shape or operand.inverse.dtype is not dtype:
+            raise ValueError(
+                f"{name} has scales {operand.inverse.dtype} of shape {tuple(operand.inverse.shape)}, "
+                f"and not {dtype} of shape {shape}"
+            )
+
+
+def _shown(operand: Operand) -> str:
+    dtype = str(operand.values.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(operand.values.shape)} with scales for {operand.granularity}"
+
+
+def _shape_of_scales(operand: Operand) -> tuple[tuple[int, ...], torch.dtype]:
+    rows, columns = operand.values.shape
+    if operand.granularity == "1x32":
+        down = -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS
+        across = -(-columns // (32 * SWIZZLE_COLUMNS)) * SWIZZLE_COLUMNS
+        return (down * across,), torch.float8_e8m0fnu
+    shapes: dict[str, tuple[int, ...]] = {
+        "tensor": (),
+        "row": (rows, 1),
+        "1x128": (columns // 128, rows),
+        "128x128": (rows // 128, columns // 128),
+    }
+    return shapes[operand.granularity], torch.float32
+
+
+def _rocm_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).gcnArchName)
+
+
+@functools.cache
+def way_of(device: torch.device, a: Granularity, b: Granularity) -> str:
+    """Return how products are computed on a device: `native`, `as 1x32`, `emulated`."""
+    if device.type != "cuda":
+        return "emulated"
+    if torch.version.hip is not None:
+        is_known = any(name in _rocm_name(device) for name in ("gfx942", "gfx950"))
+        return "native" if is_known and a in ("tensor", "row") else "emulated"
+    capability = torch.cuda.get_device_capability(device)
+    cuda = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
+    if a in ("tensor", "row"):
+        return "native" if capability >= (8, 9) else "emulated"
+    if a == "1x32":
+        return "native" if capability >= (10, 0) else "emulated"
+    if capability[0] == 9:
+        return "native" if cuda >= (12, 9) else "emulated"
+    return "as 1x32" if capability >= (10, 0) else "emulated"
+
+
+# Elsewhere.
+
+
+def emulated(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    """Do `scaled_mm` with products in FP32, or in bfloat16 on a GPU."""
+    if a.granularity in ("tensor", "row"):
+        inverse_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
+        return (_mm(a.values, b.values) * (a.inverse * inverse_b)).to(out_dtype)
+    wide_a, wide_b = dequantize(a), dequantize(b)
+    if a.power_of_2 and b.power_of_2:
+        return _mm(wide_a, wide_b).to(out_dtype)
+    return (wide_a @ wide_b.t()).to(out_dtype)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return a times the transpose of b in float32; both are exact in bfloat16."""
+    if a.device.type == "cuda":
+        low_a, low_b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+        return torch.mm(low_a, low_b.t(), out_dtype=torch.float32)
+    return a.float() @ b.float().t()
+
+
+# Native.
+
+
+def _by_tensor_or_row(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    computed = out_dtype
+    if torch.version.hip is not None:
+        if "gfx942" in _rocm_name(a.values.device):
+            a, b = as_fnuz(a), as_fnuz(b)
+        if a.granularity == "row":
+            computed = torch.bfloat16  # hipBLASLt has no other
+    scale_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
+    product = torch._scaled_mm(
+        a.values, b.values.t(), a.inverse, scale_b, out_dtype=computed, use_fast_accum=fast_accum
+    )
+    return product.to(out_dtype)
+
+
+def as_fnuz(operand: Operand) -> Operand:
+    """Return an operand in the formats of gfx942, in which the same bits are worth half.
+
+    They have no -0, whose bits are their NaN, and no others: an operand's NaN is in its scale.
+    """
+    names = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
+    bits = operand.values.view(torch.uint8)
+    bits = torch.where(bits == 0x80, 0, bits)
+    return operand._replace(values=bits.view(names[operand.values.dtype]), inverse=operand.inverse * 2)
+
+
+def _by_1x32(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+    product: Tensor = scaled_mm(
+        a.values,
+        b.values.t(),
+        a.inverse,
+        ScalingType.BlockWise1x32,
+        b.inverse,
+        ScalingType.BlockWise1x32,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=out_dtype,
+    )
+    return product
+
+
+def _by_1x128(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    types = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
+    product: Tensor = scaled_mm(
+        a.values,
+        b.values.t(),
+        _outer_first(a),
+        types[a.granularity],
+        _outer_first(b),
+        types[b.granularity],
+        output_dtype=out_dtype,
+    )
+    return product
+
+
+def _outer_first(operand: Operand) -> Tensor:
+    """Return FP32 scales in the layout of cuBLAS: `[C / 128, rows]`, or padded for 128x128."""
+    if operand.granularity == "1x128":
+        return operand.inverse.t()
+    across = operand.inverse.shape[1]
+    return pad(operand.inverse, (0, -across % 4)).t()
+
+
+def _as_1x32(operand: Operand) -> Operand:
+    """Return an operand with scales that are powers of 2 for every 32 neighbours in a row."""
+    inverse = operand.inverse.t() if operand.granularity == "1x128" else operand.inverse
+    if operand.granularity == "128x128":
+        inverse = inverse.repeat_interleave(128, 0)
+    exponent = (inverse.view(torch.int32) >> 23) & 0xFF  # 255 for NaN, as in E8M0
+    scales = swizzle(exponent.to(torch.uint8).repeat_interleave(4, 1))
+    return Operand(operand.values, scales.view(torch.float8_e8m0fnu), "1x32")

@@ -1,0 +1,100 @@
+"""The kernels that quantize, with their usual arguments, compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from amp.kernels import quantize_tiles as tiles
+from amp.kernels.language import OPTIONS, triton
+
+TARGETS = {
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+POINTERS = {
+    "by_row": "*u8",
+    "by_column": "*u8",
+    **dict.fromkeys(("amax", "factor", "used", "inverse", "transposed"), "*fp32"),
+    **dict.fromkeys(("as_bits", "of_rows", "of_columns"), "*i32"),
+}
+
+
+class Case(NamedTuple):
+    """A kernel, and what it moves for each element of a tile.
+
+    Attributes:
+        kernel: the kernel.
+        constants: its compile-time arguments.
+        warps: of a program.
+        source: the dtype of what is quantized.
+        elements: of a tile.
+        writes: how many FP8 matrices it writes.
+        types: of arguments whose type is another than usual.
+    """
+
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int
+    source: str
+    elements: int
+    writes: int
+    types: dict[str, str]
+
+
+def case(
+    kernel: Any,
+    source: str,
+    *,
+    tile: int = tiles.TILE,
+    warps: int = tiles.WARPS,
+    types: dict[str, str] | None = None,
+    **constants: Any,
+) -> Case:
+    of_tile = {"TM": tile, "TK": tile}
+    if "by_row" in kernel.arg_names:
+        constants = {"E4M3": True, "POW2": True, "BY_BITS": False, **of_tile, **constants}
+    elif "TM" in kernel.arg_names:
+        constants = {**of_tile, **constants}
+    elements = constants.get("BLOCK", tile * tile)
+    both = [name for name in ("by_row", "by_column") if name in kernel.arg_names]
+    writes = sum(name not in constants for name in both)
+    return Case(kernel, constants, warps, source, elements, writes, types or {})
+
+
+CASES: dict[str, Case] = {}
+for source in ("bf16", "fp32"):
+    block = {"BLOCK": tiles.AMAX_BLOCK}
+    of_amax = {"warps": 8, "types": {"amax": "*i32"}}
+    CASES[f"amax {source}"] = case(tiles.amax_kernel, source, factor=None, **block, **of_amax)
+    CASES[f"amax, once {source}"] = case(tiles.amax_kernel, source, **block, **of_amax)
+    CASES[f"amaxes {source}"] = case(tiles.amaxes_kernel, source)
+    CASES[f"current {source}"] = case(tiles.tensor_kernel, source, factor=None)
+    CASES[f"delayed {source}"] = case(tiles.tensor_kernel, source)
+    CASES[f"rowwise {source}"] = case(
+        tiles.rows_kernel, source, types={"of_rows": "*fp32", "of_columns": "*fp32"}
+    )
+    CASES[f"128x128 {source}"] = case(tiles.squares_kernel, source, tile=128, warps=16)
+    CASES[f"1x128 {source}"] = case(tiles.groups_kernel, source, tile=128, warps=32, G=128, E8M0=False)
+    scales = {"inverse": "*u8", "transposed": "*u8"}
+    CASES[f"1x32 {source}"] = case(tiles.groups_kernel, source, types=scales, G=32, E8M0=True)
+CASES["current bf16, E5M2"] = case(tiles.tensor_kernel, "bf16", factor=None, E4M3=False)
+CASES["current bf16, by row"] = case(tiles.tensor_kernel, "bf16", factor=None, by_column=None)
+CASES["current bf16, transposed"] = case(tiles.tensor_kernel, "bf16", factor=None, by_row=None)
+
+
+def compiled(case: Case, target: Any) -> Any:
+    names = case.kernel.arg_names
+    pointers = {**POINTERS, "x": f"*{case.source}", **case.types}
+    signature = {name: pointers.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(case.constants, "constexpr")
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    known = [name for name in tiles.tiled_jit.keywords["multiples_of_16"] if name in names]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in known}
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options={"num_warps": case.warps, **OPTIONS})
