@@ -1,6 +1,6 @@
 """What the library asks of `torch.distributed`; one process is a world of its own."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -169,14 +169,22 @@ def shard_like(local: Tensor, like: Any) -> Tensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
 
 
-def reduce_found_inf(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> None:
-    """Make an overflow on one rank an overflow on all ranks of the groups, which all call this.
+def reduce_largest(tensors: Sequence[Tensor], groups: Iterable[ProcessGroup]) -> None:
+    """Make each element the largest of all ranks of the groups, which all call this.
 
-    `found_inf`, float32 `[1]`, is changed in place. The host waits only where the groups' backend makes
-    it, as gloo does.
+    So an overflow on one rank is one on all. Tensors, float32 `[n]` without NaN, are changed in place,
+    by one collective for each group. The host waits only where the groups' backend makes it, as gloo
+    does.
     """
-    for group in groups:
-        _all_reduce(found_inf, "max", group, "found_inf, whether there was an overflow")
+    together = tensors[0] if len(tensors) == 1 else None
+    for group in groups if tensors else ():
+        if together is None:
+            together = torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
+        _all_reduce(together, "max", group, "found_inf, whether there was an overflow")
+    if together is not None and len(tensors) > 1:
+        parts = torch.split(together, [len(tensor) for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part)
 
 
 def reduce_norm(norm: Tensor, cut: Cut, is_largest: bool = False) -> Tensor:

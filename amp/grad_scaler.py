@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
+from amp.casting import fp8_history
 from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import (
     ProcessGroup,
     as_process_groups,
     groups_of_meshes,
     place_gradients,
-    reduce_found_inf,
+    reduce_largest,
     world_size,
 )
 from amp.dtypes import LOW_PRECISION, SCALABLE
@@ -106,7 +107,7 @@ class _TorchInternals(torch.amp.GradScaler):
         flag = found_inf.reshape(1)
         if grads:
             kernels.unscale.unscale(grads, grads, inv_scale.reshape(1), flag)
-        reduce_found_inf(flag, groups)
+        reduce_largest([flag], groups)
         return {found_inf.device: found_inf}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class _TorchInternals(torch.amp.GradScaler):
             flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
             if grads:
                 kernels.unscale.check(grads, self._scaler.snapshot().inv_scale, flag)
-            reduce_found_inf(flag, groups)
+            reduce_largest([flag], groups)
             found = {flag.device: flag.reshape(())}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
@@ -251,6 +252,8 @@ class GradScaler(_TorchInternals):
         if isinstance(outputs, Tensor):
             if not self._has_scaled:
                 self._lazy_init_scale_growth_tracker(outputs.device)
+            for history in list(fp8_history.live):
+                history.begin(self._scaler.scale_on_device.clone())
             return self._scaler.scale(outputs)
         if isinstance(outputs, Mapping):
             return type(outputs)((key, self.scale(value)) for key, value in outputs.items())  # type: ignore[call-arg]
@@ -364,6 +367,9 @@ class GradScaler(_TorchInternals):
             flag = self._scaler.found_inf
             assert flag is not None
             flag.copy_(torch.stack(found).max())
+            for history in list(fp8_history.live):
+                history.share(self._scaler.process_groups)
+                history.end()
             self._scaler.update()
             for overflow in self._scaler.overflows():
                 self._scaler.warn_if_endless(overflow)

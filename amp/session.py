@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from amp import arguments, checkpoint, dcp, distributed
 from amp.advice import advise_on_eps, advise_on_rules
+from amp.casting.fp8 import Fp8Linears
+from amp.casting.fp8_history import AmaxHistory
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.casting.strategies import strategies_for
 from amp.casting.strategy import Undo
@@ -93,6 +95,7 @@ class Session:
         kind = self.properties.master_weights
         self._masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self._strategies = strategies_for(self.properties)
+        self._fp8 = next((x for x in self._strategies if isinstance(x, Fp8Linears)), None)
         self.synchronization = Synchronization(self.properties, self._named_parameters)
         self._undo = ExitStack()
         if self.properties.enabled:
@@ -147,6 +150,8 @@ class Session:
             raise
         self._models += map(weakref.ref, models)
         self.synchronization.watch(models, undo)
+        if self.amax_history is not None:
+            self.amax_history.groups = self.synchronization.groups_of_ddps
         for scaler in self.scalers:
             scaler.process_groups += fsdp1_groups(models)
         for one in attached:
@@ -171,6 +176,11 @@ class Session:
         undo.callback(attached.detach)
         attached.attach(undo.before)
         return attached
+
+    @property
+    def amax_history(self) -> AmaxHistory | None:
+        """What `fp8="delayed"` remembers, or None."""
+        return None if self._fp8 is None else self._fp8.history
 
     @property
     def casts_ops(self) -> bool:
@@ -223,7 +233,12 @@ class Session:
         scaler = self._scaler(loss_id)
         # An optimizer may be of another session: its gradients are as good.
         given = arguments.attached_of_a_loss(optimizers)
-        block = Block(scaler, [attached.gradients for attached in given])
+        histories = [attached.owner.amax_history for attached in given]
+        block = Block(
+            scaler,
+            [attached.gradients for attached in given],
+            list(dict.fromkeys(filter(None, histories))),
+        )
         scaled_loss = block.enter(loss)
         try:
             self._report_overflows(scaler)

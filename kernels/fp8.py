@@ -36,7 +36,7 @@ class Operand(NamedTuple):
             row       float32 `[R, 1]`
             1x128     float32 `[C / 128, R]`
             128x128   float32 `[R / 128, C / 128]`
-            1x32      float8_e8m0fnu, flat, `swizzle`d from `[R, C / 32]`
+            1x32      uint8 `[R, C / 32]`, the bits of E8M0; or these flat, as `swizzle` returns them
         granularity: what shares a scale.
         power_of_2: whether scales are powers of 2.
     """
@@ -84,51 +84,66 @@ def quantize_reference(
         amax = amax_of(x.reshape(-1), 0)
         own = factor_of(amax, dtype, power_of_2)
         factor = own if factor is None else torch.where(factor > 0, factor, own)
-    padding = columns_of(x.shape[0], granularity) - x.shape[0]
-    transpose = pad(x.t(), (0, padding)).contiguous() if by_column else None
     rows, columns = (
-        None if matrix is None else _operand(matrix, dtype, granularity, power_of_2, amax, factor)
-        for matrix in (x if by_row else None, transpose)
+        _operand(x, dim, dtype, granularity, power_of_2, amax, factor) if is_asked_for else None
+        for dim, is_asked_for in ((1, by_row), (0, by_column))
     )
     return Quantized(rows, columns, amax, factor)
 
 
 def _operand(
     x: Tensor,
+    dim: int,
     dtype: torch.dtype,
     granularity: Granularity,
     power_of_2: bool,
     amax: Tensor | None,
     factor: Tensor | None,
 ) -> Operand:
-    """Return float32 `[R, C]` in FP8, with scales along its rows."""
-    rows, columns = x.shape
+    """Return float32 `[M, K]`, or its transpose, in FP8, for products that sum over `dim` of it."""
+    if dim == 0:
+        x = pad(x, (0, 0, 0, columns_of(x.shape[0], granularity) - x.shape[0]))
     if granularity == "tensor":
         assert amax is not None
         assert factor is not None
         inverse = torch.where(amax < torch.inf, 1 / factor, torch.nan)
-        return Operand(_saturated(x * factor, dtype), inverse, granularity, power_of_2)
-    if granularity == "row":
-        factor = factor_of(amax_of(x, 1), dtype, power_of_2)[:, None]
-        return Operand(_saturated(x * factor, dtype), 1 / factor, granularity, power_of_2)
-    if granularity == "128x128":
-        squares = x.view(rows // 128, 128, columns // 128, 128)
+        values = _saturated(x * factor, dtype)
+    elif granularity == "row":
+        factor = factor_of(amax_of(x, dim), dtype, power_of_2).unsqueeze(dim)
+        inverse = 1 / factor.reshape(-1, 1)
+        values = _saturated(x * factor, dtype)
+    elif granularity == "128x128":
+        squares = x.view(x.shape[0] // 128, 128, x.shape[1] // 128, 128)
         factor = factor_of(amax_of(amax_of(squares, 3), 1), dtype, power_of_2)
+        inverse = 1 / (factor if dim == 1 else factor.t().contiguous())
         values = _saturated(squares * factor[:, None, :, None], dtype)
-        return Operand(values.view(rows, columns), 1 / factor, granularity, power_of_2)
-    group = MULTIPLE[granularity]
-    groups = x.view(rows, columns // group, group)
-    amax = amax_of(groups, 2)
-    if granularity == "1x32":
-        power = power_of(amax, dtype)
-        exponent = torch.where(amax < torch.inf, 254 - power, E8M0_NAN)
-        factor = torch.where(amax < torch.inf, (power << 23).view(torch.float32), torch.nan)
-        inverse = swizzle(exponent.to(torch.uint8)).view(torch.float8_e8m0fnu)
     else:
+        group = MULTIPLE[granularity]
+        down, across = x.shape[0] // group, x.shape[1] // group
+        shape = (x.shape[0], across, group) if dim == 1 else (down, group, x.shape[1])
+        groups = x.view(shape)
+        amax = amax_of(groups, dim + 1)
+        by_row = amax if dim == 1 else amax.t()
+        factor, inverse = _of_groups(by_row, dtype, granularity, power_of_2)
+        factor = factor.unsqueeze(2) if dim == 1 else factor.t().unsqueeze(1)
+        values = _saturated(groups * factor, dtype)
+    values = values.view(x.shape)
+    values = values if dim == 1 else values.t().contiguous()
+    return Operand(values, inverse, granularity, power_of_2)
+
+
+def _of_groups(
+    amax: Tensor, dtype: torch.dtype, granularity: Granularity, power_of_2: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the factors `[R, groups]` for amaxes of that shape, and an operand's inverse scales."""
+    if granularity == "1x128":
         factor = factor_of(amax, dtype, power_of_2)
-        inverse = (1 / factor).t().contiguous()
-    values = _saturated(groups * factor[:, :, None], dtype)
-    return Operand(values.view(rows, columns), inverse, granularity, power_of_2)
+        return factor, (1 / factor).t().contiguous()
+    power = power_of(amax, dtype)
+    is_finite = amax < torch.inf
+    exponent = torch.where(is_finite, 254 - power, E8M0_NAN)
+    factor = torch.where(is_finite, (power << 23).view(torch.float32), torch.nan)
+    return factor, exponent.to(torch.uint8).contiguous()
 
 
 def amax_of(x: Tensor, dim: int) -> Tensor:
@@ -194,11 +209,18 @@ def dequantize(operand: Operand) -> Tensor:
     """Return float32 `[R, C]`, the values times their inverse scales."""
     values, inverse, granularity, _ = operand
     rows, columns = values.shape
+    wide = values.float()
+    if granularity in ("tensor", "row"):
+        return wide * inverse
+    if granularity == "128x128":
+        squares = wide.view(rows // 128, 128, columns // 128, 128)
+        return (squares * inverse[:, None, :, None]).view(rows, columns)
     if granularity == "1x128":
-        inverse = inverse.t().repeat_interleave(128, 1)
-    elif granularity == "128x128":
-        inverse = inverse.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    elif granularity == "1x32":
-        inverse = unswizzle(inverse.view(torch.uint8), rows, columns // 32)
-        inverse = inverse.view(torch.float8_e8m0fnu).float().repeat_interleave(32, 1)
-    return values.float() * inverse
+        inverse = inverse.t()
+    else:
+        exponent = unswizzle(inverse, rows, columns // 32) if inverse.dim() == 1 else inverse
+        exponent = exponent.int()
+        inverse = (exponent << 23).view(torch.float32)
+        inverse = torch.where(exponent == E8M0_NAN, torch.nan, inverse)
+    groups = wide.view(rows, inverse.shape[1], MULTIPLE[granularity])
+    return (groups * inverse[:, :, None]).view(rows, columns)

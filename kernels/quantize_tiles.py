@@ -180,8 +180,6 @@ def _run_by_group(
     tile, warps = (TILE, WARPS) if is_mx else (128, 32)
     scales = {"inverse": inverses[0], "transposed": inverses[1]}
     _launch_tiles(groups_kernel, what, tile, warps, **scales, G=group, E8M0=is_mx, POW2=power_of_2)
-    if is_mx:
-        inverses = [None if each is None else each.view(torch.float8_e8m0fnu) for each in inverses]
     return inverses[0], inverses[1]
 
 

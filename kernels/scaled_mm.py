@@ -77,57 +77,72 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: boo
 
 
 def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
-    shapes = f"a is {_shown(a)}, b is {_shown(b)}"
+    multiple = max(MULTIPLE[a.granularity], MULTIPLE[b.granularity])
     if (a.granularity, b.granularity) not in PAIRS:
         allowed = ", ".join(f"{one} by {other}" for one, other in sorted(PAIRS))
-        raise ValueError(f"{shapes}: scales can be {allowed}")
+        raise ValueError(f"{_shown(a, b)}: scales can be {allowed}")
     if a.values.dtype not in DTYPES or b.values.dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"{shapes}: a must be float8_e4m3fn or float8_e5m2, and b float8_e4m3fn")
+        raise ValueError(f"{_shown(a, b)}: a must be float8_e4m3fn or float8_e5m2, and b float8_e4m3fn")
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype={out_dtype} is not one of {', '.join(map(str, OUT_DTYPES))}")
     if a.values.dim() != 2 or b.values.dim() != 2 or a.values.shape[1] != b.values.shape[1]:
-        raise ValueError(f"{shapes}: both must be matrices with rows of one length")
-    multiple = max(MULTIPLE[a.granularity], MULTIPLE[b.granularity])
+        raise ValueError(f"{_shown(a, b)}: both must be matrices with rows of one length")
     if a.values.shape[1] % multiple or b.values.shape[0] % 16:
         raise ValueError(
-            f"{shapes}: the length of rows must be a multiple of {multiple}, and the number of rows of "
-            "b a multiple of 16"
+            f"{_shown(a, b)}: the length of rows must be a multiple of {multiple}, and the number of "
+            "rows of b a multiple of 16"
         )
-    for name, operand in (("a", a), ("b", b)):
-        shape, dtype = _shape_of_scales(operand)
-        if not operand.values.is_contiguous() or not operand.inverse.is_contiguous():
-            raise ValueError(f"{name} is not contiguous, in its values or its scales")
+    for operand in (a, b):
+        if not _is_contiguous(operand):
+            raise ValueError(f"{_shown(a, b)}: values and scales must be contiguous")
+        shape = _shape_of_scales(operand)
+        if operand.granularity == "1x32" and operand.inverse.dim() == 1:
+            shape = (_size_of_swizzled(*shape),)
+        dtype = torch.uint8 if operand.granularity == "1x32" else torch.float32
         if operand.inverse.shape != shape or operand.inverse.dtype is not dtype:
             raise ValueError(
-                f"{name} has scales {operand.inverse.dtype} of shape {tuple(operand.inverse.shape)}, "
-                f"and not {dtype} of shape {shape}"
+                f"{_shown(a, b)}: scales are {operand.inverse.dtype} of shape "
+                f"{tuple(operand.inverse.shape)}, and not {dtype} of shape {shape}"
             )
 
 
-def _shown(operand: Operand) -> str:
-    dtype = str(operand.values.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(operand.values.shape)} with scales for {operand.granularity}"
+def _is_contiguous(operand: Operand) -> bool:
+    """Whether an operand is contiguous. Dynamo loses autocast's state where a backward asks that."""
+    is_known = torch.compiler.is_compiling()
+    return is_known or (operand.values.is_contiguous() and operand.inverse.is_contiguous())
 
 
-def _shape_of_scales(operand: Operand) -> tuple[tuple[int, ...], torch.dtype]:
+def _shown(a: Operand, b: Operand) -> str:
+    return ", ".join(
+        f"{name} is {str(each.values.dtype).removeprefix('torch.')} {tuple(each.values.shape)} with "
+        f"scales for {each.granularity}"
+        for name, each in (("a", a), ("b", b))
+    )
+
+
+def _shape_of_scales(operand: Operand) -> tuple[int, ...]:
     rows, columns = operand.values.shape
-    if operand.granularity == "1x32":
-        down = -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS
-        across = -(-columns // (32 * SWIZZLE_COLUMNS)) * SWIZZLE_COLUMNS
-        return (down * across,), torch.float8_e8m0fnu
-    shapes: dict[str, tuple[int, ...]] = {
-        "tensor": (),
-        "row": (rows, 1),
-        "1x128": (columns // 128, rows),
-        "128x128": (rows // 128, columns // 128),
-    }
-    return shapes[operand.granularity], torch.float32
+    if operand.granularity == "tensor":
+        return ()
+    if operand.granularity == "row":
+        return (rows, 1)
+    if operand.granularity == "1x128":
+        return (columns // 128, rows)
+    if operand.granularity == "128x128":
+        return (rows // 128, columns // 128)
+    return (rows, columns // 32)
+
+
+def _size_of_swizzled(rows: int, columns: int) -> int:
+    down, across = -(-rows // SWIZZLE_ROWS), -(-columns // SWIZZLE_COLUMNS)
+    return down * SWIZZLE_ROWS * across * SWIZZLE_COLUMNS
 
 
 def _rocm_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).gcnArchName)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def way_of(device: torch.device, a: Granularity, b: Granularity) -> str:
     """Return how products are computed on a device: `native`, `as 1x32`, `emulated`."""
@@ -203,15 +218,20 @@ def _by_1x32(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     product: Tensor = scaled_mm(
         a.values,
         b.values.t(),
-        a.inverse,
+        _swizzled(a),
         ScalingType.BlockWise1x32,
-        b.inverse,
+        _swizzled(b),
         ScalingType.BlockWise1x32,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4,
         swizzle_b=SwizzleType.SWIZZLE_32_4_4,
         output_dtype=out_dtype,
     )
     return product
+
+
+def _swizzled(operand: Operand) -> Tensor:
+    scales = operand.inverse if operand.inverse.dim() == 1 else swizzle(operand.inverse)
+    return scales.view(torch.float8_e8m0fnu)
 
 
 def _by_1x128(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
@@ -244,5 +264,4 @@ def _as_1x32(operand: Operand) -> Operand:
     if operand.granularity == "128x128":
         inverse = inverse.repeat_interleave(128, 0)
     exponent = (inverse.view(torch.int32) >> 23) & 0xFF  # 255 for NaN, as in E8M0
-    scales = swizzle(exponent.to(torch.uint8).repeat_interleave(4, 1))
-    return Operand(operand.values, scales.view(torch.float8_e8m0fnu), "1x32")
+    return Operand(operand.values, exponent.to(torch.uint8).repeat_interleave(4, 1), "1x32")

@@ -7,12 +7,13 @@ the backward. Gradients are remembered unscaled: a loss scale that moves does no
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp.distributed import ProcessGroup, reduce_largest, without_contained
 from amp.errors import AmpRuntimeError
 from amp.kernels.fp8 import factor_of
 from amp.profiles.fp8_recipe import Fp8Recipe
@@ -32,6 +33,8 @@ class AmaxHistory:
         amaxes: float32 `[1 + amax_history, 3 * layers]`: what this iteration has seen so far, then the
             iterations before, newest first. 0 is nothing.
         factors: float32 `[3 * layers]`, what to multiply values by; 0 where nothing is known yet.
+        groups: returns the process groups whose ranks see different data.
+        ended_in_block: whether a block has ended the iteration that the next step belongs to.
     """
 
     def __init__(self, recipe: Fp8Recipe, formats: Sequence[torch.dtype]) -> None:
@@ -40,6 +43,8 @@ class AmaxHistory:
         self.names: list[str] = []
         self.amaxes = torch.zeros(1 + recipe.amax_history, 0, dtype=torch.float32, device="cpu")
         self.factors = self.amaxes[0]
+        self.groups: Callable[[], Sequence[ProcessGroup]] = tuple
+        self.ended_in_block = False
         self._formats = formats
         self._loss_scale: Tensor | None = None
 
@@ -88,10 +93,25 @@ class AmaxHistory:
             self._loss_scale = loss_scale
             self._refresh()
 
+    @property
+    def seen(self) -> Tensor:
+        """What this iteration has seen so far, float32 `[3 * layers]`."""
+        return self.amaxes[0]
+
+    def share(self, groups: Iterable[ProcessGroup]) -> None:
+        """Let the ranks of some groups, and of `groups`, have seen what any of them has."""
+        if self.recipe.reduce_amax:
+            reduce_largest([self.seen], without_contained([*groups, *self.groups()]))
+
     @torch.no_grad()
-    def end(self) -> None:
-        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync."""
-        seen = self.amaxes[0]
+    def end(self, *, in_block: bool = False) -> None:
+        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync.
+
+        Args:
+            in_block: that is what a `scale_loss` block does, so that the step after it need not.
+        """
+        self.ended_in_block = in_block
+        seen = self.seen
         is_known = (seen > 0) & (seen < torch.inf)
         if self._loss_scale is not None:
             seen = torch.where(self._are_gradients(), seen / self._loss_scale, seen)

@@ -107,9 +107,8 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def _quantized_input(x: Tensor, layer: Layer, by_column: bool) -> Quantized:
+def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Quantized:
     """Return an input in FP8, in rows; as it was returned last, if it is the same."""
-    sees = torch.is_grad_enabled()
     rows = x.detach().reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling() or x.is_inference():
         return layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
@@ -133,13 +132,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, l
         dtype: of what is returned.
         layer: how.
     """
-    trains_weight = torch.is_grad_enabled() and weight.requires_grad
+    trains = torch.is_grad_enabled()
+    by_column = trains and weight.requires_grad and layer.recipe.grad_weight == "fp8"
     with disable_casts():
         with torch.no_grad():
-            by_column = trains_weight and layer.recipe.grad_weight == "fp8"
-            of_x = _quantized_input(x, layer, by_column)
+            of_x = _quantized_input(x, layer, by_column, trains)
             of_weight = layer.quantize(
-                weight.detach(), WEIGHT, by_row=True, by_column=False, sees=torch.is_grad_enabled()
+                weight.detach(), WEIGHT, by_row=True, by_column=False, sees=trains
             )
         assert of_x.by_row is not None
         assert of_weight.by_row is not None

@@ -238,6 +238,7 @@ class AttachedOptimizer:
             self._owned.check()
             self.stepped_by = []
             self.gradients.drop_stepped()
+            self._end_iteration()
             return result
         self.gradients.finish_delayed()
         self.gradients.gather_strays()
@@ -253,8 +254,18 @@ class AttachedOptimizer:
             raise
         torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
         self.gradients.drop_stepped()
+        self._end_iteration()
         self._report_all(self.stepped_by)  # last: a warning may be an error
         return result
+
+    def _end_iteration(self) -> None:
+        """Move the scales of `fp8="delayed"`, if no block has done that."""
+        history = self.owner.amax_history
+        if history is not None:
+            if not history.ended_in_block:
+                history.share(self.gradients.lists.process_groups)
+                history.end()
+            history.ended_in_block = False
 
     def _way(self) -> Stepper:
         """Return the way in which the optimizer steps now; see `amp.training.steps`."""

@@ -16,8 +16,9 @@ from itertools import chain
 
 from torch import Tensor
 
+from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import disable_casts
-from amp.distributed import reduce_found_inf
+from amp.distributed import reduce_largest
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.training.gradients import Gradients, State
 from amp.training.newest import Newest
@@ -27,9 +28,15 @@ from amp.training.scaler import LossScaler, ScaleSnapshot
 class Block:
     """One block: a loss's scaler, and the gradients of the optimizers whose parameters it reaches."""
 
-    def __init__(self, scaler: LossScaler, gradients: Sequence[Gradients]) -> None:
+    def __init__(
+        self,
+        scaler: LossScaler,
+        gradients: Sequence[Gradients],
+        histories: Sequence[AmaxHistory] = (),
+    ) -> None:
         self.scaler = scaler
         self._gradients = gradients
+        self._histories = histories
         self.scale: ScaleSnapshot  # what the loss was scaled by, once the block is entered
 
     def enter(self, loss: Tensor) -> Tensor:
@@ -50,6 +57,8 @@ class Block:
                 gradients.enter(self)
                 entered.append(gradients)
             scaled_loss, self.scale = self.scaler.scale_and_remember(loss)
+            for history in self._histories:
+                history.begin(None if self.scaler.is_identity else self.scale.scale)
         except BaseException:
             for gradients in entered:
                 gradients.abort()
@@ -58,7 +67,7 @@ class Block:
 
     def leave(self, update: bool = True) -> None:
         """Unscale the block's gradients, or let the step do it, and move the scale. No host sync."""
-        _unscale(self._gradients, self.scale, update)
+        _unscale(self._gradients, self.scale, self._histories, update)
 
     def is_reduced(self) -> bool:
         """Whether the backward has reduced all of these gradients over the ranks."""
@@ -88,7 +97,7 @@ class Block:
                 AmpWarning,
                 stacklevel=5,
             )
-        _unscale(together, self.scale)
+        _unscale(together, self.scale, self._histories)
 
 
 def _check_reduced(gradients: Gradients, scaler: LossScaler) -> None:
@@ -125,17 +134,29 @@ def _collect(together: Sequence[Gradients], scale: ScaleSnapshot, are_final: boo
 
 
 @disable_casts()
-def _unscale(together: Sequence[Gradients], scale: ScaleSnapshot, update: bool = True) -> None:
-    """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scale."""
+def _unscale(
+    together: Sequence[Gradients],
+    scale: ScaleSnapshot,
+    histories: Sequence[AmaxHistory],
+    update: bool = True,
+) -> None:
+    """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scales."""
     scaler = scale.scaler
     collected = _collect(together, scale, are_final=True)
     found_inf = scaler.found_inf
     try:
         for gradients, newest in zip(together, collected, strict=True):
             gradients.unscale(newest, scale)
-        if found_inf is not None:
-            groups = [each.lists.process_groups for each in together]
-            reduce_found_inf(found_inf, scaler.groups_with(chain.from_iterable(groups)))
+        shared = [history for history in histories if update and history.recipe.reduce_amax]
+        to_agree_on = [*([] if found_inf is None else [found_inf]), *(each.seen for each in shared)]
+        if to_agree_on:
+            groups = chain.from_iterable(
+                [
+                    *(each.lists.process_groups for each in together),
+                    *(history.groups() for history in shared),
+                ]
+            )
+            reduce_largest(to_agree_on, scaler.groups_with(groups))
     except BaseException:
         if found_inf is not None:
             found_inf.zero_()
@@ -145,5 +166,8 @@ def _unscale(together: Sequence[Gradients], scale: ScaleSnapshot, update: bool =
         gradients.settle()
         if verdict is not None:
             gradients.verdicts.append(verdict)
-    if update and not scaler.is_identity:
-        scaler.update()
+    if update:
+        for history in histories:
+            history.end(in_block=True)
+        if not scaler.is_identity:
+            scaler.update()

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp import distributed
 from amp.casting import sharded
+from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError
 from amp.patching import Patches
 from amp.profiles.properties import Properties
@@ -98,6 +99,10 @@ class Synchronization:
 
     def _own_ddps(self) -> list[Any]:
         return [ddp for ddp, is_ours in self._ddps.items() if is_ours]
+
+    def groups_of_ddps(self) -> list[ProcessGroup]:
+        """Return the process groups of the DDPs around these models, whose ranks see different data."""
+        return [ddp.process_group for ddp in self._own_ddps()]
 
     def drop_unreduced(self, parameters: Sequence[Tensor]) -> None:
         """Drop the gradients of these parameters that FSDP2 keeps to be reduced later."""
