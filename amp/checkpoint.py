@@ -44,6 +44,9 @@ def check(state: object) -> None:
             f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. "
             'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
         )
+    for strategy in strategies.STRATEGIES:
+        if strategy.state_key in state and (problem := strategy.check_state(state[strategy.state_key])):
+            raise AmpValueError(f"state_dict['{strategy.state_key}'] has no usable {problem}")
     for key, entry in state.items():
         numbers = entry if isinstance(entry, Mapping) else {}
         optional = {"hysteresis_left", "overflows_in_a_row"} & numbers.keys()

@@ -8,11 +8,13 @@ from amp.profiles import levels
 from amp.profiles.levels import load_profile
 from amp.profiles.properties import Properties
 
-LEVELS = list(levels.LEVELS)
+FP8 = [level for level in levels.LEVELS if load_profile(level).fp8]
+"""Those whose linear layers run in FP8: all else is as at the level that they extend."""
+LEVELS = [level for level in levels.LEVELS if level not in FP8]
 
 
 def levels_where(has: Callable[[Properties], object]) -> list[str]:
-    """Return the levels whose properties are so."""
+    """Return the levels whose properties are so, without those in FP8."""
     return [level for level in LEVELS if has(load_profile(level))]
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import amp
 from amp.dtypes import LOW_PRECISION
-from amp.profiles import levels
+from tests import levels
 
 PROFILES = {level: amp.load_profile(level) for level in levels.LEVELS}
 LEVELS = tuple(PROFILES)

@@ -17,11 +17,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import amp
 from amp.errors import AmpRuntimeError
-from amp.profiles.levels import LEVELS
 from amp.training.attachment import AttachedOptimizer
 from amp.training.gradients import State
 from tests.gradient_harness import Model, compare, profile_of
 from tests.gradient_machine import Script
+from tests.levels import LEVELS
 
 
 def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:

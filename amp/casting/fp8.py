@@ -132,6 +132,19 @@ class Fp8Linears(Strategy):
         """Return what `delayed` remembers; nothing for the other recipes."""
         return {} if self.history is None else self.history.state_dict()
 
+    @staticmethod
+    def check_state(state: object) -> str:
+        """Return what is wrong with a state, or an empty string."""
+        names, amaxes = (
+            (state.get("names"), state.get("amaxes")) if isinstance(state, Mapping) else (None, None)
+        )
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return f"'names': {names!r}; expected the names of layers"
+        shape = tuple(amaxes.shape) if isinstance(amaxes, Tensor) else ()
+        if len(shape) != 2 or shape[0] < 2 or shape[1] != 3 * len(names):
+            return f"'amaxes' of shape {shape}; expected [1 + amax_history, {3 * len(names)}]"
+        return ""
+
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over what was saved, of layers that are known now, or will be."""
         recipe = self.properties.fp8

@@ -94,5 +94,10 @@ class Strategy:
         """Return what an exact resume needs: tensors and plain values. Empty is not saved."""
         return {}
 
+    @staticmethod
+    def check_state(state: object) -> str:
+        """Return what is wrong with what `load_state_dict` is to be given, or an empty string."""
+        return ""
+
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over what `state_dict` returned; None, where a checkpoint has nothing of it."""

@@ -1,0 +1,182 @@
+"""FP8 on several ranks: scales that ranks share, and shards that are gathered."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import amp
+from amp.errors import AmpRuntimeError
+from tests.distributed.models import assert_equal_on_ranks
+from tests.distributed.world import world
+from tests.fp8_models import RECIPE_NAMES, batches, history, initialize, net
+
+RANKS = 2
+
+
+def whole(parameter: Any) -> Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).float(), y)
+
+
+def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("module."): whole(value.detach()).float().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def wrapped(wrap: str, level: str, fp8: Any, **more: Any) -> tuple[Any, Any]:
+    model = net()
+    if wrap == "fsdp2":
+        for layer in (model.first, model.second, model.third):
+            fully_shard(layer)
+        fully_shard(model)
+    model, optimizer = initialize(
+        model, level, fp8, torch.optim.SGD(model.parameters(), lr=0.05), **more
+    )
+    return (DistributedDataParallel(model) if wrap == "ddp" else model), optimizer
+
+
+def check_against_one_process(rank: int, wrap: str, level: str, recipe: str) -> None:
+    """Every rank has the whole batch, so the gradients are those of one process."""
+    data = list(itertools.islice(batches(), 3))
+    plain = net()
+    plain, optimizer = initialize(plain, level, recipe, torch.optim.SGD(plain.parameters(), lr=0.05))
+    start = weights(net())
+    for x, y in data:
+        step(plain, optimizer, x, y)
+    expected = weights(plain)
+    amp.get_session().close()
+    model, optimizer = wrapped(wrap, level, recipe)
+    for x, y in data:
+        step(model, optimizer, x, y)
+    for name, value in weights(model).items():
+        moved = (expected[name] - start[name]).norm()
+        assert moved > 0
+        error = ((value - expected[name]).norm() / moved).item()
+        assert error <= 0.02, (name, error)
+    assert_equal_on_ranks(list(weights(model).values()))
+    amp.get_session().close()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_ranks_train_as_one_process(wrap: str, level: str, recipe: str) -> None:
+    world(RANKS).run(check_against_one_process, wrap, level, recipe)
+
+
+def check_shared(rank: int, wrap: str, level: str, shares: bool) -> None:
+    fp8 = {"recipe": "delayed", "reduce_amax": shares}
+    model, optimizer = wrapped(wrap, level, fp8)
+    seen = []
+    calls: list[Any] = []
+    all_reduce = distributed.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("op") == distributed.ReduceOp.MAX:
+            calls.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    distributed.all_reduce = counted
+    try:
+        for x, y in itertools.islice(batches(seed=rank), 3):
+            step(model, optimizer, x * (1 + 3 * rank), y)
+            seen.append(history().amaxes.clone())
+    finally:
+        distributed.all_reduce = all_reduce
+    ours = seen[-1][1:4]
+    theirs = [torch.empty_like(ours) for _ in range(RANKS)]
+    distributed.all_gather(theirs, ours)
+    assert torch.equal(*theirs) is shares
+    assert (ours[:, 0] > 0).all()
+    checks = level in ("O1", "O2")
+    # One collective for each step: what was seen, and found_inf with it.
+    per_step = [history().seen.numel() + checks] if shares else [1] * checks * (wrap == "fsdp2")
+    assert calls == 3 * per_step
+    amp.get_session().close()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
+@pytest.mark.parametrize("shares", [True, False])
+def test_scales_are_equal_on_all_ranks_by_one_collective(wrap: str, level: str, shares: bool) -> None:
+    world(RANKS).run(check_shared, wrap, level, shares)
+
+
+def check_bare(rank: int) -> None:
+    model, optimizer = wrapped("ddp", "O4", "delayed")
+    for x, y in itertools.islice(batches(seed=rank), 2):
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    assert_equal_on_ranks([history().amaxes, history().factors])
+    assert history().amaxes[2].all()
+    amp.get_session().close()
+
+
+def test_a_bare_step_shares_too() -> None:
+    world(RANKS).run(check_bare)
+
+
+def check_overflow(rank: int, recipe: str) -> None:
+    model, optimizer = wrapped("ddp", "O2", recipe)
+    x, y = next(batches(seed=rank))
+    x = x.detach()
+    if rank == 1:
+        x[0, 0] = torch.inf
+    before = weights(model)
+    step(model, optimizer, x, y)
+    assert amp.step_was_skipped(optimizer)
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name])
+    if history() is not None:
+        assert history().amaxes.isfinite().all()
+        assert_equal_on_ranks([history().amaxes])
+    amp.get_session().close()
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_an_overflow_on_one_rank_skips_on_all(recipe: str) -> None:
+    world(RANKS).run(check_overflow, recipe)
+
+
+def check_refused(rank: int, when: str) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model = net()
+    if when == "before":
+        parallelize_module(model, mesh, {"second": ColwiseParallel()})
+        with pytest.raises(AmpRuntimeError, match="the weight of 'second' is a DTensor"):
+            initialize(model, "O4", "current")
+        initialize(model, "O4", {"skip": ["second", "last"]})
+    else:
+        initialize(model, "O4", "current")
+        parallelize_module(model, mesh, {"second": ColwiseParallel()})
+        with pytest.raises(AmpRuntimeError, match="the weight of 'second' is a DTensor"):
+            model(next(batches())[0])
+    amp.get_session().close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_tensor_parallel_layers_are_refused_by_name(when: str) -> None:
+    world(RANKS).run(check_refused, when)

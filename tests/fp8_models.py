@@ -1,0 +1,112 @@
+"""Models for the tests of FP8, and a few steps of training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amp
+from amp.profiles.fp8_recipe import RECIPES
+
+RECIPE_NAMES = tuple(RECIPES)
+BASES = ("O1", "O2", "O4", "O5")
+"""The levels that FP8 goes on top of."""
+
+WIDTH = 128
+
+
+class Attention(nn.Module):
+    """Attention and a gated MLP as in Llama, `[B, T, C]` in and out: three and two shared inputs."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        q, k, v = (layer(y)[:, None] for layer in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Net(nn.Module):
+    """Two blocks of linear layers and a head, `[N, WIDTH]` in, `[N, 10]` out."""
+
+    def __init__(self, recompute: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+        self.recompute = recompute
+
+    def body(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.third(torch.relu(self.third(x)))  # twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and self.training:
+            x = checkpoint(self.body, x, use_reentrant=self.recompute == "reentrant")
+        else:
+            x = self.body(x)
+        return self.head(x)
+
+
+def net(**more: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**more)
+
+
+def batches(size: int = 24, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches, of growing magnitude, that never end."""
+    generator = torch.Generator().manual_seed(seed)
+    step = 0
+    while True:
+        x = torch.randn(size, WIDTH, generator=generator) * (1 + step % 3)
+        yield x.requires_grad_(), torch.randint(0, 10, (size,), generator=generator)
+        step += 1
+
+
+def initialize(model: Any, level: str, fp8: Any, optimizer: Any = None, **more: Any) -> Any:
+    """Return model and optimizer in FP8, with a loss scale that overflows in no test."""
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if level in ("O1", "O2"):
+        more.setdefault("loss_scale", {"init": 1024})
+    return amp.initialize(model, optimizer, opt_level=level, fp8=fp8, verbosity=0, **more)
+
+
+def train(model: Any, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]], steps: int) -> list[float]:
+    """Train, and return the losses."""
+    losses = []
+    for _ in range(steps):
+        x, y = next(data)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).float(), y)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def history() -> Any:
+    """Return what `delayed` remembers in the default session."""
+    return amp.get_session().amax_history
+
+
+def quiet(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function, without warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **kwargs)

@@ -1,0 +1,281 @@
+"""Quantization to FP8 against the formats themselves, on every backend at hand; see test_operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp.kernels.fp8 import (
+    DTYPES,
+    MULTIPLE,
+    Granularity,
+    Operand,
+    dequantize,
+    factor_of,
+    power_of,
+    quantize_reference,
+    swizzle,
+    unswizzle,
+)
+from amp.kernels.quantize import quantize
+from amp.numerics import round_to
+
+E4M3, E5M2 = DTYPES
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in DTYPES}
+NAMES = {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}
+GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "1x128", "128x128", "1x32")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
+]
+
+
+def heavy_tailed(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(dtype)
+
+
+def shape_for(granularity: Granularity) -> tuple[int, int]:
+    return (128, 256) if granularity == "128x128" else (130, 256)
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    if found.dtype.itemsize == 1:
+        found, expected = found.view(torch.uint8), expected.view(torch.uint8)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_same_operands(found: Any, expected: Any) -> None:
+    for one, other in ((found.by_row, expected.by_row), (found.by_column, expected.by_column)):
+        assert (one is None) is (other is None)
+        if one is None:
+            continue
+        assert_same_bits(one.values, other.values)
+        inverse = other.inverse
+        if one.inverse.dim() < inverse.dim():
+            inverse = swizzle(inverse)
+        assert_same_bits(one.inverse, inverse)
+    for one, other in ((found.amax, expected.amax), (found.factor, expected.factor)):
+        assert (one is None) is (other is None)
+        if one is not None:
+            assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 64.0, 2.0**-20])
+def test_every_bfloat16_is_rounded_as_the_format_says(
+    dtype: torch.dtype, factor: float, device: torch.device
+) -> None:
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = bits[bits.isfinite()].reshape(-1, 16).to(device)
+    given = torch.tensor(factor, device=device)
+    found = quantize(x, dtype, "tensor", factor=given, by_column=False).by_row
+    assert found is not None
+    scaled = (x.double() * factor).clamp(-LARGEST[dtype], LARGEST[dtype])
+    assert torch.equal(found.values.double(), round_to(scaled, NAMES[dtype]).double())
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("power_of_2", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_quantized_comes_back_within_half_a_unit(
+    granularity: Granularity, power_of_2: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(shape_for(granularity)).to(device)
+    result = quantize(x, dtype, granularity, power_of_2=power_of_2)
+    mantissa = 3 if dtype is E4M3 else 2
+    for operand, expected in ((result.by_row, x), (result.by_column, x.t())):
+        assert operand is not None
+        back = dequantize(operand)
+        assert operand.values.is_contiguous()
+        assert not back[:, expected.shape[1] :].any()  # the padding
+        error = (back[:, : expected.shape[1]] - expected).abs()
+        # Half of the last bit; below the normal numbers, of the smallest one's.
+        smallest = torch.finfo(dtype).smallest_normal * 2 * x.abs().max() / LARGEST[dtype]
+        assert (error <= expected.abs().clamp(min=smallest) * 2.0 ** -(mantissa + 1)).all()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("power_of_2", [True, False])
+def test_triton_gives_the_bits_of_plain_torch(
+    granularity: Granularity, source: torch.dtype, power_of_2: bool, device: torch.device
+) -> None:
+    factors: list[Tensor | None] = [None]
+    if granularity == "tensor":
+        factors += [torch.zeros((), device=device), torch.tensor(16.0, device=device)]
+    for rows in (128,) if granularity == "128x128" else (17, 130):
+        x = heavy_tailed(rows, 128, dtype=source).to(device)
+        for by_row, by_column in ((True, True), (True, False), (False, True)):
+            for factor in factors:
+                asked = (by_row, by_column, power_of_2, factor)
+                found = quantize(
+                    x,
+                    E5M2 if by_column else E4M3,
+                    granularity,
+                    by_row=by_row,
+                    by_column=by_column,
+                    power_of_2=power_of_2,
+                    factor=factor,
+                )
+                expected = quantize_reference(x, E5M2 if by_column else E4M3, granularity, *asked)
+                assert_same_operands(found, expected)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_not_hidden(
+    granularity: Granularity, bad: float, device: torch.device
+) -> None:
+    x = torch.ones(shape_for(granularity))
+    x[3, 5] = bad
+    result = quantize(x.to(device), E4M3, granularity)
+    for operand, at in ((result.by_row, (3, 5)), (result.by_column, (5, 3))):
+        assert operand is not None
+        assert dequantize(operand)[at].isnan()
+    if granularity == "tensor":
+        assert result.amax is not None
+        assert result.amax.isposinf()
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_given_factor_hides_nothing_either(bad: float, device: torch.device) -> None:
+    x = torch.ones(16, 16)
+    x[3, 5] = bad
+    given = torch.tensor(4.0, device=device)
+    by_row = quantize(x.to(device), E4M3, factor=given, by_column=False).by_row
+    assert by_row is not None
+    assert by_row.inverse.isnan()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38])
+def test_extreme_magnitudes_stay_finite(
+    granularity: Granularity, value: float, device: torch.device
+) -> None:
+    x = torch.full(shape_for(granularity), value, device=device)
+    for power_of_2 in (True, False):
+        result = quantize(x, E4M3, granularity, power_of_2=power_of_2)
+        for operand in (result.by_row, result.by_column):
+            assert operand is not None
+            back = dequantize(operand)
+            assert back.isfinite().all()
+            assert value < 1e-30 or back[0, 0].item() == pytest.approx(value, rel=0.07)
+
+
+def test_a_factor_of_0_stands_for_the_tensors_own(device: torch.device) -> None:
+    x = heavy_tailed(32, 32).to(device)
+    own = quantize(x, E4M3)
+    found = quantize(x, E4M3, factor=torch.zeros((), device=device))
+    assert_same_operands(found, own)
+    half = torch.as_tensor(own.factor) / 2
+    assert quantize(x, E4M3, factor=half).factor == half
+
+
+# Other people's formulas.
+
+
+def test_factors_are_transformer_engines() -> None:
+    amax = torch.cat([heavy_tailed(3000).abs(), torch.tensor([0.0, 1e-45, 1e-38])])
+    for dtype in DTYPES:
+        # compute_scale_from_amax: FP32 division, 1 for 0, FP32's largest number for inf.
+        scale = torch.div(torch.tensor(LARGEST[dtype]), amax)
+        scale = torch.where(amax == 0, 1.0, scale).clamp(max=torch.finfo(torch.float32).max)
+        assert torch.equal(factor_of(amax, dtype, False), scale)
+        cleared = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+        normal = amax > 1e-35  # below, 2^126 is the largest here
+        assert torch.equal(factor_of(amax, dtype, True)[normal], cleared[normal])
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@pytest.mark.parametrize("power_of_2", [True, False])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+def test_operands_are_torchaos(
+    granularity: Granularity, power_of_2: bool, source: torch.dtype, device: torch.device
+) -> None:
+    x = heavy_tailed(64, 48, dtype=source).to(device)
+    found = quantize(x, E4M3, granularity, power_of_2=power_of_2, by_column=False).by_row
+    assert found is not None
+    amax = x.abs().amax(1, keepdim=True) if granularity == "row" else x.abs().max()
+    scale = (LARGEST[E4M3] / amax.double().clamp(min=1e-12)).float()
+    if power_of_2:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    values = (x.float() * scale).clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(E4M3)
+    assert_same_bits(found.values, values)
+    assert torch.equal(found.inverse, scale.reciprocal())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_of_mxfp8_are_rounded_up_as_torchaos_rceil(dtype: torch.dtype) -> None:
+    near = torch.cat(
+        [torch.tensor([1.75, 1.75 + 2**-22, 1.75 - 2**-22, 1.0]) * 2.0**n for n in range(-40, 40)]
+    )
+    amax = torch.cat([heavy_tailed(10000).abs(), near])
+    descale = torch.div(amax, torch.tensor(LARGEST[dtype]))
+    exponent = torch.ceil(torch.log2(descale.double())).clamp(-127, 127).int() + 127
+    assert torch.equal((254 - power_of(amax, dtype)), exponent)
+
+
+def test_swizzled_scales_are_in_torchs_order() -> None:
+    rows, columns = 300, 6
+    scales = torch.randint(0, 255, (rows, columns), dtype=torch.uint8)
+    flat = swizzle(scales)
+    assert flat.numel() == 384 * 8
+    for r, c in ((0, 0), (31, 3), (32, 0), (127, 5), (128, 4), (299, 5)):
+        tile = (r // 128) * 2 + c // 4
+        assert flat[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] == scales[r, c]
+    assert torch.equal(unswizzle(flat, rows, columns), scales)
+
+
+# Sizes and errors.
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "1x32"])
+@pytest.mark.parametrize("rows", [0, 1, 5, 17])
+def test_any_number_of_rows(granularity: Granularity, rows: int, device: torch.device) -> None:
+    x = torch.randn(rows, 128, device=device)
+    result = quantize(x, E5M2, granularity)
+    assert result.by_row is not None
+    assert result.by_column is not None
+    assert result.by_row.values.shape == (rows, 128)
+    multiple = MULTIPLE[granularity]
+    assert result.by_column.values.shape == (128, math.ceil(rows / multiple) * multiple)
+    torch.testing.assert_close(dequantize(result.by_column)[:, :rows], x.t(), rtol=0.13, atol=1e-2)
+
+
+def test_a_matrix_need_not_be_contiguous(device: torch.device) -> None:
+    x = torch.randn(64, 96, device=device)
+    assert_same_operands(quantize(x.t(), E4M3, "row"), quantize(x.t().contiguous(), E4M3, "row"))
+    odd = torch.randn(64 * 48 + 1, device=device)[1:].view(64, 48)
+    assert_same_operands(quantize(odd, E4M3), quantize(odd.clone(), E4M3))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"x": torch.ones(4, 5)}, r"x has shape \(4, 5\).*multiple of 16"),
+        ({"x": torch.ones(4, 48), "granularity": "1x32"}, "multiple of 32"),
+        ({"x": torch.ones(100, 128), "granularity": "128x128"}, "both dimensions of a multiple of 128"),
+        ({"x": torch.ones(16)}, "x is torch.float32 of shape"),
+        ({"x": torch.ones(16, 16, dtype=torch.int32)}, "x is torch.int32"),
+        ({"dtype": torch.float16}, "dtype=torch.float16 is not one of torch.float8_e4m3fn"),
+        ({"granularity": "column"}, "granularity='column' is not one of tensor, row"),
+        ({"granularity": "row", "factor": torch.ones(())}, "a factor is for granularity='tensor'"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(change: dict[str, Any], text: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.ones(16, 16), "dtype": E4M3, **change}
+    with pytest.raises(ValueError, match=text):
+        quantize(**arguments)
+
+
+def test_operands_are_small() -> None:
+    by_row = quantize(torch.ones(256, 512), E4M3, "1x32", by_column=False).by_row
+    assert isinstance(by_row, Operand)
+    assert by_row.values.numel() * by_row.values.element_size() == 256 * 512
+    assert by_row.inverse.numel() * by_row.inverse.element_size() == 256 * 512 // 32

@@ -1,0 +1,189 @@
+"""Products of FP8 matrices: the emulation against torch and FP64, and what tensor cores refuse."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp.kernels import scaled_mm as module
+from amp.kernels.fp8 import DTYPES, Granularity, Operand, dequantize
+from amp.kernels.quantize import quantize
+from amp.kernels.scaled_mm import as_fnuz, emulated, scaled_mm
+
+E4M3, E5M2 = DTYPES
+PAIRS: tuple[tuple[Granularity, Granularity], ...] = (
+    ("tensor", "tensor"),
+    ("row", "row"),
+    ("1x128", "128x128"),
+    ("1x128", "1x128"),
+    ("1x32", "1x32"),
+)
+HAS_AMX = (
+    torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+)
+
+
+def operand(
+    rows: int, columns: int, granularity: Granularity, dtype: torch.dtype = E4M3, **more: Any
+) -> Operand:
+    by_row = quantize(torch.randn(rows, columns), dtype, granularity, by_column=False, **more).by_row
+    assert by_row is not None
+    return by_row
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_products_are_those_of_what_operands_stand_for(
+    pair: tuple[Granularity, Granularity], dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    a, b = operand(17, 256, pair[0], dtype), operand(128, 256, pair[1])
+    exact = dequantize(a).double() @ dequantize(b).double().t()
+    found = scaled_mm(a, b, out_dtype)
+    assert found.dtype is out_dtype
+    eps = torch.finfo(out_dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=eps, atol=1e-4)
+
+
+@pytest.mark.skipif(HAS_AMX, reason="oneDNN multiplies by AMX in another order")
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_the_emulation_gives_the_bits_of_torchs_own_on_a_cpu(
+    granularity: Granularity, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    a, b = operand(48, 512, granularity, dtype), operand(96, 512, granularity)
+    torchs = torch._scaled_mm(
+        a.values,
+        b.values.t(),
+        a.inverse,
+        b.inverse if granularity == "tensor" else b.inverse.t(),
+        out_dtype=out_dtype,
+    )
+    assert torch.equal(scaled_mm(a, b, out_dtype), torchs)
+    # With scales that are no powers of 2 the order of products matters, in the last place.
+    a = operand(48, 512, granularity, dtype, power_of_2=False)
+    torchs = torch._scaled_mm(
+        a.values,
+        b.values.t(),
+        a.inverse,
+        b.inverse if granularity == "tensor" else b.inverse.t(),
+        out_dtype=torch.bfloat16,
+    )
+    torch.testing.assert_close(scaled_mm(a, b, torch.bfloat16), torchs, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_no_rows_give_no_rows(pair: tuple[Granularity, Granularity]) -> None:
+    a, b = operand(0, 256, pair[0]), operand(128, 256, pair[1])
+    assert scaled_mm(a, b, torch.bfloat16).shape == (0, 128)
+    if pair[1] != "128x128":
+        empty = operand(16, 0, pair[0]), operand(32, 0, pair[1])
+        assert torch.equal(scaled_mm(*empty, torch.float32), torch.zeros(16, 32))
+
+
+def test_sm_100_gets_squares_and_strips_as_1x32() -> None:
+    a, b = operand(17, 384, "1x128"), operand(256, 384, "128x128")
+    fine = [module._as_1x32(each) for each in (a, b)]
+    for operand_, other in zip((a, b), fine, strict=True):
+        assert torch.equal(dequantize(operand_), dequantize(other))
+    assert torch.equal(emulated(*fine, torch.float32), emulated(a, b, torch.float32))
+
+
+def test_cublas_gets_scales_with_the_outer_dimension_first() -> None:
+    a, b = operand(17, 384, "1x128"), operand(256, 384, "128x128")
+    assert module._outer_first(a).shape == (17, 3)
+    assert module._outer_first(a).stride() == (1, 17)
+    assert module._outer_first(b).shape == (4, 2)  # 3 padded to 4
+    assert module._outer_first(b).stride() == (1, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gfx942_gets_the_same_values_in_its_own_formats(dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    every = every[every.float().isfinite()].reshape(1, -1)
+    other = as_fnuz(Operand(every, torch.ones(()), "tensor"))
+    assert torch.equal(other.values.float() * other.inverse, every.float())
+
+
+Refusal = tuple[dict[str, Any], str]
+BASE: dict[str, Any] = {"rows": 16, "columns": 256, "granularity": "tensor"}
+REFUSALS: dict[str, tuple[Any, Any, torch.dtype, str]] = {
+    "different scales": (("tensor", E4M3), ("row", E4M3), torch.float32, "scales can be"),
+    "two E5M2": (("tensor", E5M2), ("tensor", E5M2), torch.float32, "and b float8_e4m3fn"),
+    "E5M2 as b": (("row", E4M3), ("row", E5M2), torch.float32, "and b float8_e4m3fn"),
+    "out in FP64": (("tensor", E4M3), ("tensor", E4M3), torch.float64, "out_dtype=torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_tensor_cores_refuse_is_refused_on_a_cpu(name: str) -> None:
+    (of_a, dtype_a), (of_b, dtype_b), out_dtype, text = REFUSALS[name]
+    a, b = operand(16, 256, of_a, dtype_a), operand(32, 256, of_b, dtype_b)
+    with pytest.raises(ValueError, match=text):
+        scaled_mm(a, b, out_dtype)
+
+
+def fp8(*shape: int) -> Tensor:
+    return torch.ones(shape).to(E4M3)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (fp8(16, 24), fp8(16, 24), "multiple of 16"),
+        (fp8(16, 32), fp8(15, 32), "rows of b a multiple of 16"),
+        (fp8(16, 32), fp8(16, 48), "rows of one length"),
+        (fp8(32, 16).t(), fp8(16, 32), "must be contiguous"),
+        (torch.ones(16, 32), fp8(16, 32), "a must be float8_e4m3fn"),
+    ],
+)
+def test_shapes_and_layouts_that_tensor_cores_refuse(a: Tensor, b: Tensor, text: str) -> None:
+    one = torch.ones(())
+    with pytest.raises(ValueError, match=text):
+        scaled_mm(Operand(a, one, "tensor"), Operand(b, one, "tensor"), torch.bfloat16)
+
+
+def test_scales_of_another_shape_are_refused() -> None:
+    rows = Operand(fp8(16, 32), torch.ones(16), "row")
+    with pytest.raises(ValueError, match=r"scales are torch.float32 of shape \(16,\), and not"):
+        scaled_mm(rows, rows, torch.bfloat16)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(17, 256, 128), (128, 1024, 512), (4096, 4096, 1024)])
+def test_tensor_cores_give_the_emulations_numbers(
+    pair: tuple[Granularity, Granularity], dtype: torch.dtype, size: tuple[int, int, int]
+) -> None:
+    rows, columns, outs = size
+    x, w = torch.randn(rows, columns, device="cuda"), torch.randn(outs, columns, device="cuda")
+    a = quantize(x, dtype, pair[0], by_column=False).by_row
+    b = quantize(w, E4M3, pair[1], by_column=False).by_row
+    assert a is not None
+    assert b is not None
+    found, expected = scaled_mm(a, b, torch.bfloat16), emulated(a, b, torch.bfloat16)
+    units = torch.finfo(torch.bfloat16).eps * expected.abs().clamp(min=columns**0.5 / 8)
+    assert ((found - expected).abs() <= 2 * units).all()
+
+
+@pytest.mark.gpu
+def test_a_gpu_and_a_cpu_quantize_alike() -> None:
+    x = torch.randn(130, 256) * torch.randn(130, 256).exp()
+    for granularity, dtype in itertools.product(("tensor", "row", "1x128", "1x32"), DTYPES):
+        here = quantize(x.bfloat16(), dtype, granularity)  # type: ignore[arg-type]
+        there = quantize(x.bfloat16().cuda(), dtype, granularity)  # type: ignore[arg-type]
+        for one, other in ((here.by_row, there.by_row), (here.by_column, there.by_column)):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one.values.view(torch.uint8), other.values.cpu().view(torch.uint8))
+            assert torch.equal(dequantize(one), dequantize(other).cpu())

@@ -1,0 +1,535 @@
+"""Linear layers in FP8: where, in which numbers, and what happens to what is not finite."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+import amp
+from amp.casting import fp8_linear
+from amp.errors import AmpRuntimeError, AmpWarning
+from amp.kernels.fp8 import dequantize
+from amp.kernels.quantize import quantize
+from tests.fp8_models import (
+    BASES,
+    RECIPE_NAMES,
+    WIDTH,
+    Attention,
+    Net,
+    batches,
+    history,
+    initialize,
+    net,
+    train,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+# That it trains, and in which numbers.
+
+
+@pytest.mark.parametrize("level", BASES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_every_recipe_follows_half_precision(level: str, recipe: str) -> None:
+    losses = {}
+    for fp8 in (False, recipe):
+        model, optimizer = initialize(net(), level, fp8)
+        losses[fp8] = train(model, optimizer, itertools.repeat(next(batches())), 25)[-1]
+        amp.get_session().close()
+    start = math.log(10)
+    assert losses[recipe] < 0.5 * start
+    assert losses[recipe] != losses[False]
+    assert losses[recipe] == pytest.approx(losses[False], abs=0.05 * start)
+
+
+@pytest.mark.parametrize("level", ["O6", "O7", "fp8-mixed"])
+def test_levels_with_fp8_train(level: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = train(model, optimizer, itertools.repeat(next(batches())), 20)
+    assert losses[-1] < 0.5 * losses[0]
+    dtype = torch.bfloat16 if level == "O7" else torch.float32
+    assert model.first.weight.dtype is dtype
+
+
+def in_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """What a matrix with one scale stands for."""
+    by_row = quantize(x.detach(), dtype, by_column=False).by_row
+    assert by_row is not None
+    return dequantize(by_row)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_the_three_products_are_those_of_quantized_operands(level: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 48))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = initialize(model, level, {"skip": []}, optimizer)
+    layer = model[0]
+    x = torch.randn(5, 32, dtype=layer.weight.dtype, requires_grad=True)
+    y = layer(x)
+    amp.get_session().stop_casting_ops()  # of what is computed here
+    assert y.dtype is torch.bfloat16
+    assert layer.bias is not None
+    product = (in_fp8(x) @ in_fp8(layer.weight).t()).bfloat16()
+    assert torch.equal(y, product + layer.bias.bfloat16())
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    of_grad = in_fp8(grad, E5M2)
+    assert torch.equal(x.grad, (of_grad @ in_fp8(layer.weight)).to(x.dtype))
+    assert torch.equal(layer.weight.grad, (of_grad.t() @ in_fp8(x)).to(layer.weight.dtype))
+    assert torch.equal(layer.bias.grad, grad.sum(0).to(layer.bias.dtype))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_gw_hp", {"grad_weight": "high"}])
+def test_gradients_of_weights_in_high_precision(recipe: Any) -> None:
+    fp8 = {"recipe": recipe, "skip": []} if isinstance(recipe, str) else {**recipe, "skip": []}
+    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    model, _ = initialize(model, "O5", fp8)
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    y = model[0](x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    assert torch.equal(model[0].weight.grad, grad.t() @ x)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 17])
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_any_number_of_tokens(tokens: int, recipe: str) -> None:
+    model, _ = initialize(net(), "O5", recipe)
+    x = torch.randn(tokens, WIDTH, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (tokens, 10)
+    assert x.grad.shape == x.shape
+    assert model.first.weight.grad.isfinite().all()
+    assert model.first.weight.grad.any().item() is (tokens > 0)
+
+
+def test_inputs_of_any_rank() -> None:
+    model, _ = initialize(net(), "O4", "current")
+    x = torch.randn(2, 3, 4, WIDTH)
+    assert torch.equal(model(x).flatten(0, 2), model(x.flatten(0, 2)))
+    assert model(x[0, 0, 0]).shape == (10,)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_loss_scale_changes_nothing(recipe: str) -> None:
+    found = []
+    for scale in (1.0, 2.0**16):
+        model, optimizer = initialize(net(), "O5", recipe, loss_scale=scale)
+        train(model, optimizer, batches(), 4)
+        found.append(weights(model))
+        amp.get_session().close()
+    assert_same(*found)
+
+
+def test_evaluation_may_stay_in_half_precision() -> None:
+    x = torch.randn(4, WIDTH)
+    outputs = {}
+    for where, fp8 in (("fp8", "current"), ("high", {"eval": "high"}), ("without", False)):
+        model, _ = initialize(net(), "O4", fp8)
+        outputs[where] = model.eval()(x)
+        amp.get_session().close()
+    assert torch.equal(outputs["high"], outputs["without"])
+    assert not torch.equal(outputs["fp8"], outputs["without"])
+
+
+def test_where_casts_are_off_nothing_is_in_fp8() -> None:
+    model, _ = initialize(net(), "O4", "current")
+    x = torch.randn(4, WIDTH)
+    plain = net()
+    with amp.disable_casts():
+        assert torch.equal(model(x), plain(x))
+    with torch.autocast("cpu", enabled=False):
+        assert torch.equal(model(x), plain(x))
+
+
+# Recomputation, micro-batches, copies.
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_activation_checkpointing_changes_no_bit(level: str, recipe: str, recompute: str) -> None:
+    found = []
+    for how in ("", recompute):
+        model, optimizer = initialize(net(recompute=how), level, recipe)
+        train(model, optimizer, batches(), 4)
+        found.append([*weights(model), *([] if history() is None else [history().amaxes])])
+        amp.get_session().close()
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_evaluation_between_steps_changes_no_bit(recipe: str) -> None:
+    found = []
+    for evaluates in (False, True):
+        model, optimizer = initialize(net(), "O5", recipe)
+        data = batches()
+        for _ in range(3):
+            train(model, optimizer, data, 1)
+            if evaluates:
+                with torch.no_grad():
+                    model.eval()(torch.randn(7, WIDTH) * 1000)
+                model.train()
+        found.append([*weights(model), *([] if history() is None else [history().amaxes])])
+        amp.get_session().close()
+    assert_same(*found)
+
+
+def test_layers_that_share_an_input_give_what_each_gives_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(fp8_linear._latest, "of", None)
+            monkeypatch.setattr(type(fp8_linear._latest), "__setattr__", lambda *_: None)
+        torch.manual_seed(0)
+        block, optimizer = initialize(Attention(), "O5", "current")
+        y = block(torch.randn(2, 8, WIDTH))
+        with amp.scale_loss(y.square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        found.append(weights(block))
+        amp.get_session().close()
+    assert_same(*found)
+
+
+def saved_bytes(block: nn.Module, x: Tensor) -> int:
+    """Return the bytes of FP8 that a forward keeps for the backward, each tensor counted once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype in (E4M3, E5M2):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(x)
+    assert output.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPE_NAMES if name != "rowwise_gw_hp"])
+def test_seven_bytes_for_each_token_and_hidden_unit_are_kept(recipe: str) -> None:
+    block, _ = initialize(Attention(), "O5", {"recipe": recipe, "skip": []})
+    tokens = 4 * 128
+    # q, k and v share 1; o has 1; gate and up share 1; down has 4.
+    assert saved_bytes(block, torch.randn(4, 128, WIDTH)) == 7 * tokens * WIDTH
+
+
+def test_what_is_quantized_is_freed_with_its_input() -> None:
+    model, _ = initialize(net(), "O5", "current")
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    model.third(x)
+    assert fp8_linear._latest.result is not None
+    del x
+    assert fp8_linear._latest.result is None
+
+
+def test_an_input_written_in_place_is_quantized_again() -> None:
+    model, _ = initialize(net(), "O5", "current")
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    nn.init.zeros_(model.third.bias)
+    before = model.third(x)
+    x.mul_(2)
+    assert torch.equal(model.third(x), 2 * before)
+
+
+def test_copies_and_pickles() -> None:
+    model, _ = initialize(net(), "O5", "delayed")
+    x = torch.randn(4, WIDTH)
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    unpickled = pickle.loads(pickle.dumps(model))
+    assert type(unpickled.first) is nn.Linear
+    assert not torch.equal(unpickled(x), expected)
+    assert list(model.state_dict()) == list(net().state_dict())
+
+
+# Which layers.
+
+
+def reached(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "_amp_fp8" in vars(module)]
+
+
+SKIPS: dict[str, tuple[list[str], list[str]]] = {
+    "nothing": ([], ["first", "second", "third"]),  # the head has 10 outputs
+    "the first": (["first"], ["second", "third"]),
+    "the last": (["last"], ["first", "second", "third"]),
+    "a glob": (["*ir*"], ["second"]),
+    "a name": (["second", "third"], ["first"]),
+}
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_layers_may_be_skipped(name: str) -> None:
+    skip, expected = SKIPS[name]
+    model, _ = initialize(net(), "O4", {"skip": skip})
+    assert reached(model) == expected
+
+
+@pytest.mark.parametrize("level", ["O6", "O7"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_rule_keeps_modules_out(level: str, dtype: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fp8 = {"skip": []}
+    rules = [{"module": "0", "cast": dtype}]
+    amp.initialize(model, optimizer, opt_level=level, fp8=fp8, rules=rules, verbosity=0)
+    assert reached(model) == ["1"]
+    assert model(torch.randn(4, 32)).isfinite().all()
+
+
+class Reshaped(nn.Linear):
+    """A linear layer that does something else besides."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Named(nn.Linear):
+    """A linear layer by another name."""
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's, as far as it matters here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+
+class Zoo(nn.Module):
+    """A layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 32)
+        self.plain, self.named = nn.Linear(32, 32), Named(32, 32)
+        self.reshaped, self.odd = Reshaped(32, 32), nn.Linear(32, 2)
+        self.double = nn.Linear(32, 32).double()
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.conv, self.conv1d = nn.Conv2d(3, 3, 3), Conv1D()
+        self.head = nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_what_is_not_reached_is_said_once_with_each_reason(caplog: pytest.LogCaptureFixture) -> None:
+    model = Zoo()
+    assert isinstance(model.attention.out_proj, NonDynamicallyQuantizableLinear)
+    with caplog.at_level(logging.INFO, "amp"):
+        amp.initialize(model, opt_level="O4", fp8={"skip": ["tied"]})
+    assert reached(model) == ["plain", "named"]
+    said = [record.getMessage() for record in caplog.records if "run in FP8" in record.getMessage()]
+    assert len(said) == 1
+    for part in (
+        "2 of 9 layers run in FP8",
+        "reshaped: Reshaped has a forward of its own",
+        "odd: dimensions that are no multiples of 16",
+        "double: the weight is torch.float64",
+        "attention.out_proj: nn.MultiheadAttention multiplies by itself",
+        "conv: there are no FP8 kernels for convolutions",
+        "conv1d: Hugging Face's Conv1D",
+        "head: skip: tied",
+    ):
+        assert part in said[0]
+
+
+@pytest.mark.parametrize(("recipe", "multiple"), [("current", 16), ("mxfp8", 32), ("block", 128)])
+def test_dimensions_that_tensor_cores_take(recipe: str, multiple: int) -> None:
+    fits, not_quite = nn.Linear(multiple, 2 * multiple), nn.Linear(2 * multiple, multiple + 8)
+    model = nn.Sequential(fits, not_quite)
+    amp.initialize(model, opt_level="O4", fp8={"recipe": recipe, "skip": []}, verbosity=0)
+    assert reached(model) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (nn.Sequential(nn.Linear(768, 2)), "0 of 1 layers run in FP8.*multiples of 16|skip: last"),
+        (nn.Sequential(nn.Conv2d(3, 3, 3)), "no FP8 kernels for convolutions"),
+        (nn.Sequential(nn.ReLU()), "the model has no linear layers"),
+    ],
+)
+def test_nothing_in_fp8_is_a_warning(model: nn.Module, text: str) -> None:
+    with pytest.warns(AmpWarning, match=text):
+        amp.initialize(model, opt_level="O6", verbosity=0)
+
+
+def test_frozen_layers_keep_nothing_and_adapters_train() -> None:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 8), nn.Linear(8, 32))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([*model[1].parameters(), *model[2].parameters()], lr=0.1)
+    model, optimizer = initialize(model, "O4", {"skip": []}, optimizer)
+    assert reached(model) == ["0"]
+    x = torch.randn(16, 32, requires_grad=True)
+    assert saved_bytes(model[0], x) == 0
+    before = weights(model)
+    with amp.scale_loss((model[0](x) + model[2](model[1](x))).square().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert x.grad.any()
+    assert model[0].weight.grad is None
+    changed = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    assert changed == [False, True, True, True, True]
+
+
+# The session.
+
+
+def test_close_gives_the_classes_back() -> None:
+    model, optimizer = initialize(net(), "O4", "delayed")
+    assert reached(model)
+    assert isinstance(model.first, nn.Linear)
+    assert type(model.first).__name__ == "Linear"
+    train(model, optimizer, batches(), 1)
+    amp.get_session().close()
+    assert not reached(model)
+    assert type(model.first) is nn.Linear
+    x = torch.randn(3, WIDTH)
+    plain = net()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_failed_initialize_changes_nothing() -> None:
+    model = net()
+    before = weights(model)
+    with pytest.raises(AmpRuntimeError):
+        amp.initialize([model, nn.Linear(4, 4).half()], opt_level="O7", verbosity=0)
+    assert not reached(model)
+    assert_same(weights(model), before)
+    assert type(model.first) is nn.Linear
+    small = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(AmpWarning, match="0 of 1"):  # warnings are errors in tests
+        amp.initialize(small, opt_level="O7", verbosity=0)
+    assert small[0].weight.dtype is torch.float32
+
+
+def test_an_earlier_session_keeps_its_layers_if_a_later_one_fails() -> None:
+    model, _ = initialize(net(), "O4", "current")
+    taken = vars(model.first)["_amp_fp8"]
+    with pytest.raises(AmpWarning):
+        amp.Session("O4", fp8={"skip": ["*"]}, verbosity=0).initialize(model)
+    assert vars(model.first)["_amp_fp8"] is taken
+
+
+def test_the_newest_session_says_whether_a_model_is_in_fp8() -> None:
+    model = net()
+    first = amp.Session("O6", verbosity=0)
+    first.initialize(model)
+    second = amp.Session("O4", verbosity=0)
+    second.initialize(model)
+    assert not reached(model)
+    third = amp.Session("O6", verbosity=0)
+    third.initialize(model)
+    first.close()
+    assert reached(model) == ["first", "second", "third"]
+    third.close()
+    second.close()
+    assert type(model.first) is nn.Linear
+
+
+# What is not finite.
+
+
+PLACES = ("input", "weight", "gradient")
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflow_skips_the_step_and_the_next_scale_is_right_at_once(
+    recipe: str, place: str, bad: float
+) -> None:
+    found = []
+    for injects in (False, True):
+        model, optimizer = initialize(net(), "O2", recipe)
+        data = batches()
+        train(model, optimizer, data, 2)
+        if injects:
+            before = weights(model)
+            scale = amp.loss_scale()
+            x, y = next(batches(seed=5))
+            parameter = model.second.weight
+            kept = parameter.detach().clone()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if place == "input":
+                    x[3, 5] = bad
+                if place == "weight":
+                    parameter[3, 5] = bad
+            out = model(x)
+            if place == "gradient":
+                out.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), bad))
+            with amp.scale_loss(F.cross_entropy(out.float(), y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            with torch.no_grad():
+                parameter.copy_(kept)
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer)
+            assert amp.loss_scale() == scale / 2
+            if place != "weight":
+                assert_same(weights(model), before)
+            if history() is not None:
+                assert history().amaxes.isfinite().all()
+        optimizer.zero_grad()
+        x, y = next(data)
+        F.cross_entropy(model(x).float(), y).backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        amp.get_session().close()
+    if recipe != "delayed":
+        assert_same(*found)
+    else:  # what a skipped iteration saw besides is remembered
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.2, atol=2e-3)
+
+
+def test_an_inf_that_saturates_would_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The opposite of the test above: without the NaN in scales nothing would notice."""
+    from amp.kernels import fp8
+
+    def hides(x: Tensor, dim: int) -> Tensor:
+        return x.abs().nan_to_num(posinf=1e4).amax(dim)
+
+    monkeypatch.setattr(fp8, "amax_of", hides)
+    model, optimizer = initialize(net(), "O2", "current")
+    x, y = next(batches())
+    x = x.detach()
+    x[3, 5] = math.inf
+    optimizer.zero_grad()
+    with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_a_module_of_the_model_may_be_used_alone() -> None:
+    model, _ = initialize(Net(), "O5", "current")
+    assert model.first(torch.randn(3, WIDTH)).dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.first(torch.randn(3, WIDTH + 1))

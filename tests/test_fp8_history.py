@@ -1,0 +1,336 @@
+"""What delayed scaling remembers: when it moves, what it holds, and that a resume is exact."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp
+from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
+from amp.errors import AmpRuntimeError, AmpWarning
+from amp.profiles.fp8_recipe import Fp8Recipe
+from tests import fp8_resume
+from tests.fp8_models import WIDTH, batches, history, initialize, net, train
+from tests.processes import run_python
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (E4M3, E4M3, E5M2)
+
+
+# The formula.
+
+
+def transformer_engines_step(
+    window: Tensor, scale: Tensor, now: Tensor, algo: str, margin: int, largest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the next window `[H, N]`, whose first row is the newest, and the next scale."""
+    window = torch.cat([now[None], window[:-1]])
+    amax = window.amax(0) if algo == "max" else window[0]
+    new = torch.div(largest, amax) / 2.0**margin
+    return window, torch.where(amax > 0, new, scale)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 16])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_scales_are_transformer_engines_for_thousands_of_steps(
+    algo: str, length: int, margin: int
+) -> None:
+    recipe = Fp8Recipe(
+        recipe="delayed",
+        power_of_2_scales=False,
+        amax_history=length,
+        amax_algo=algo,  # type: ignore[arg-type]
+        margin=margin,
+    )
+    ours = AmaxHistory(recipe, FORMATS)
+    ours.add(["a", "b"], torch.device("cpu"))
+    largest = torch.tensor([448.0, 448.0, 57344.0]).repeat(2)
+    window, scale = torch.zeros(length, 6), torch.zeros(6)
+    for _ in range(3000 if length > 1 and not margin else 200):
+        now = torch.rand(6) * torch.exp(4 * torch.randn(6))
+        for i, amax in enumerate(now):
+            ours.see(i // 3, i % 3, amax / 2)
+            ours.see(i // 3, i % 3, amax)
+        ours.end()
+        window, scale = transformer_engines_step(window, scale, now, algo, margin, largest)
+        assert torch.equal(ours.amaxes[1:], window)
+        assert torch.equal(ours.factors, scale)
+
+
+def test_nothing_and_what_is_not_finite_are_not_remembered() -> None:
+    ours = AmaxHistory(Fp8Recipe(recipe="delayed", amax_history=3), FORMATS)
+    ours.add(["a"], torch.device("cpu"))
+    for entry, amax in ((INPUT, 1.0), (WEIGHT, 2.0), (GRADIENT, 4.0)):
+        ours.see(0, entry, torch.tensor(amax))
+    ours.end()
+    kept = ours.amaxes.clone()
+    ours.see(0, INPUT, torch.tensor(math.inf))
+    ours.end()
+    assert torch.equal(ours.amaxes, kept)
+    ours.see(0, INPUT, torch.tensor(0.5))
+    ours.end()
+    assert ours.amaxes[1].tolist() == [0.5, 2.0, 4.0]
+
+
+def test_gradients_are_remembered_without_the_loss_scale() -> None:
+    ours = AmaxHistory(Fp8Recipe(recipe="delayed"), FORMATS)
+    ours.add(["a"], torch.device("cpu"))
+    for scale in (1024.0, 65536.0):
+        ours.begin(torch.tensor(scale))
+        ours.see(0, GRADIENT, torch.tensor(2.0 * scale))
+        ours.end()
+        assert ours.amaxes[1, GRADIENT] == 2.0
+        assert ours.factors[GRADIENT] == 2.0**14 / scale  # 57344 / 2, rounded down to a power of 2
+    ours.begin(None)
+    assert ours.factors[GRADIENT] == 2.0**14
+
+
+# When it moves.
+
+
+def amaxes_after(step: Any, steps: int = 3, level: str = "O5", **more: Any) -> Tensor:
+    """Return the history after some iterations, each of which `step` does."""
+    model, optimizer = initialize(net(), level, "delayed", **more)
+    data = batches()
+    for _ in range(steps):
+        x, y = next(data)
+        optimizer.zero_grad()
+        step(model, optimizer, x, y)
+    found: Tensor = history().amaxes.clone()
+    amp.get_session().close()
+    return found
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).float(), y)
+
+
+def in_a_block(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def bare(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    loss_of(model, x, y).backward()
+    optimizer.step()
+
+
+def in_four(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    for i in range(4):
+        rows = slice(6 * i, 6 * i + 6)
+        # As large as those of the whole batch: the mean of a quarter, and a quarter of that.
+        loss = loss_of(model, x[rows], y[rows]) / 4
+        with amp.scale_loss(loss, optimizer, delay_unscale=i < 3) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+
+
+def with_a_closure(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("step", [bare, with_a_closure])
+def test_an_iteration_without_a_block_moves_it_too(step: Any) -> None:
+    assert torch.equal(amaxes_after(step), amaxes_after(in_a_block))
+
+
+def test_micro_batches_are_one_iteration() -> None:
+    """In bits, since the largest of the parts is the largest of the whole."""
+    found, expected = amaxes_after(in_four, steps=1), amaxes_after(in_a_block, steps=1)
+    forward = [i for i in range(found.shape[1]) if i % 3 != GRADIENT]
+    assert torch.equal(found[:, forward], expected[:, forward])
+    torch.testing.assert_close(found, expected, rtol=0.15, atol=0)
+    assert (found[1] > 0).all()
+    assert not found[2:].any()
+
+
+def test_grad_scaler_moves_it() -> None:
+    scaler = amp.GradScaler("cpu", init_scale=1024)
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        scaler.scale(loss_of(model, x, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert torch.equal(amaxes_after(step, level="O4"), amaxes_after(in_a_block, level="O4"))
+
+
+def test_another_loss_scale_makes_no_other_history() -> None:
+    found = [amaxes_after(in_a_block, loss_scale=scale) for scale in (1.0, 2.0**12)]
+    assert torch.equal(*found)
+
+
+def test_an_earlier_amax_sets_the_scale() -> None:
+    model, optimizer = initialize(net(), "O5", "delayed")
+    data = itertools.repeat(next(batches()))
+    train(model, optimizer, data, 1)
+    x = next(data)[0].detach().bfloat16()
+    seen = x.abs().max()
+    assert history().amaxes[1, INPUT] == seen
+    # Values far beyond what it has seen saturate.
+    with torch.no_grad():
+        small, large = model.first(x), model.first(1000 * x)
+    assert large.norm() < 100 * small.norm()
+
+
+def test_one_tensor_and_nothing_in_the_model() -> None:
+    model, optimizer = initialize(net(), "O5", "delayed")
+    train(model, optimizer, batches(), 1)
+    state = amp.state_dict()["fp8"]
+    assert state["names"] == ["first", "second", "third"]
+    assert state["amaxes"].shape == (17, 9)
+    assert set(state) == {"recipe", "names", "amaxes"}
+    assert list(model.state_dict()) == list(net().state_dict())
+    for recipe in ("current", "mxfp8"):
+        amp.get_session().close()
+        initialize(net(), "O5", recipe)
+        assert "fp8" not in amp.state_dict()
+
+
+def test_layers_on_two_devices_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, device="meta"))
+    with pytest.raises(AmpRuntimeError, match="linear layers are on cpu, meta.*fp8='current'"):
+        initialize(
+            model, "O4", {"recipe": "delayed", "skip": []}, torch.optim.SGD([model[0].weight], lr=1)
+        )
+    assert type(model[0]) is nn.Linear
+
+
+def test_models_of_one_session_have_entries_of_their_own() -> None:
+    session = amp.Session("O4", fp8="delayed", verbosity=0)
+    session.initialize([net(), net()])
+    session.initialize(net())
+    names = session.state_dict()["fp8"]["names"]
+    assert names[:4] == ["first", "second", "third", "model 1: first"]
+    assert len(set(names)) == 9
+    session.close()
+
+
+# Resuming.
+
+
+def test_a_resume_in_a_new_process_is_exact(tmp_path: Path) -> None:
+    for case in range(len(fp8_resume.CASES)):
+        model, optimizer = fp8_resume.start(case)
+        train(model, optimizer, fp8_resume.data_from(0), fp8_resume.HALF)
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "amp": amp.state_dict(),
+        }
+        torch.save(state, tmp_path / f"{case}.pt")
+        train(model, optimizer, fp8_resume.data_from(fp8_resume.HALF), fp8_resume.HALF)
+        torch.save([tensor.clone() for tensor in fp8_resume.outcome(model)], tmp_path / f"{case}.whole")
+        amp.get_session().close()
+    run_python("-m", "tests.fp8_resume", str(tmp_path))
+    for case, what in enumerate(fp8_resume.CASES):
+        found = torch.load(tmp_path / f"{case}.out", weights_only=True)
+        expected = torch.load(tmp_path / f"{case}.whole", weights_only=True)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), what
+
+
+def test_without_the_history_a_resume_is_not_exact() -> None:
+    case = len(fp8_resume.CASES) - 1
+    model, optimizer = fp8_resume.start(case)
+    train(model, optimizer, fp8_resume.data_from(0), fp8_resume.HALF)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+    state = copy.deepcopy(state)
+    train(model, optimizer, fp8_resume.data_from(fp8_resume.HALF), fp8_resume.HALF)
+    expected = [tensor.clone() for tensor in fp8_resume.outcome(model)]
+    amp.get_session().close()
+    del state["amp"]["fp8"]
+    with pytest.warns(AmpWarning, match="no 'fp8'.*starts anew"):
+        found = fp8_resume.second_half(case, state)
+    assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def state_after_training(level: str = "O5", fp8: Any = "delayed") -> Any:
+    model, optimizer = initialize(net(), level, fp8)
+    train(model, optimizer, batches(), 2)
+    state = amp.state_dict()
+    amp.get_session().close()
+    return state
+
+
+def test_missing_layers_start_anew_with_a_warning() -> None:
+    state = state_after_training()
+    state["fp8"]["names"][1] = "renamed"
+    initialize(net(), "O5", "delayed")
+    with pytest.warns(AmpWarning, match="no FP8 entries of second; what these layers have seen"):
+        amp.load_state_dict(state)
+    amaxes = history().amaxes
+    assert torch.equal(amaxes[:, :3], state["fp8"]["amaxes"][:, :3])
+    assert not amaxes[:, 3:6].any()
+    assert torch.equal(amaxes[:, 6:], state["fp8"]["amaxes"][:, 6:])
+
+
+def test_a_state_that_is_loaded_first_is_taken_over_by_initialize() -> None:
+    state = state_after_training()
+    amp.load_state_dict(state)
+    initialize(net(), "O5", "delayed")
+    assert torch.equal(history().amaxes, state["fp8"]["amaxes"])
+
+
+@pytest.mark.parametrize("length", [4, 32])
+def test_a_history_of_another_length_takes_over_the_newest(length: int) -> None:
+    state = state_after_training()
+    initialize(net(), "O5", {"recipe": "delayed", "amax_history": length})
+    amp.load_state_dict(state)
+    assert torch.equal(history().amaxes[:4], state["fp8"]["amaxes"][:4])
+
+
+def test_another_recipe_or_level_goes_on() -> None:
+    state = state_after_training()
+    for level, recipe in (("O5", "current"), ("O5", "mxfp8"), ("O5", False)):
+        initialize(net(), level, recipe)
+        amp.load_state_dict(state)  # without a warning: these need nothing of it
+        amp.get_session().close()
+    with pytest.warns(AmpWarning, match="saved at opt_level O5"):
+        initialize(net(), "O4", "delayed")  # to which the state is still to be given
+    assert torch.equal(history().amaxes, state["fp8"]["amaxes"])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"names": ["a"]}, {"names": ["a"], "amaxes": torch.zeros(3, 4)}, 7, {"names": 3, "amaxes": []}],
+)
+def test_an_unusable_entry_is_refused(entry: Any) -> None:
+    initialize(net(), "O5", "delayed")
+    before = history().amaxes.clone()
+    with pytest.raises(amp.errors.AmpValueError, match="state_dict\\['fp8'\\] has no usable"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "fp8": entry})
+    assert torch.equal(history().amaxes, before)
+
+
+def test_a_state_is_plain(tmp_path: Path) -> None:
+    state = state_after_training()
+    torch.save(state, tmp_path / "state.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(loaded["fp8"]["amaxes"], state["fp8"]["amaxes"])
+
+
+def test_the_model_may_move_after_initialize() -> None:
+    model, _ = initialize(net(), "O4", "delayed")
+    model.to("meta")
+    assert model(torch.randn(3, WIDTH, device="meta")).shape == (3, 10)
