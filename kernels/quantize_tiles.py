@@ -28,8 +28,9 @@ from amp.kernels.fp8 import (
 )
 from amp.kernels.language import INTERPRETED, constant, jit, launch, tl
 
-TILE = 64
-WARPS = 8
+TILE, WARPS = (64, 64), 8
+ROWS_TILE, ROWS_WARPS = (32, 64), 4
+LARGE_TILE = (128, 128)
 AMAX_BLOCK = 8192
 
 _LARGEST_POWER = constant(LARGEST_POWER)
@@ -89,7 +90,13 @@ def run(
             x.new_empty(shape[::-1], dtype=torch.float32),
         )
         _launch_tiles(
-            squares_kernel, what, 128, 16, inverse=inverses[0], transposed=inverses[1], POW2=power_of_2
+            squares_kernel,
+            what,
+            LARGE_TILE,
+            16,
+            inverse=inverses[0],
+            transposed=inverses[1],
+            POW2=power_of_2,
         )
     else:
         inverses = _run_by_group(what, granularity, power_of_2)
@@ -100,10 +107,18 @@ def run(
     return Quantized(by_rows, by_columns, amax, used)
 
 
-def _launch_tiles(kernel: Any, what: dict[str, Any], tile: int, warps: int, **more: Any) -> None:
+def _launch_tiles(
+    kernel: Any, what: dict[str, Any], tile: tuple[int, int], warps: int, **more: Any
+) -> None:
     """Launch a program for each tile of what is written, which may be padded."""
-    tiles = -(-what["PADDED"] // tile) * -(-what["K"] // tile)
-    launch(kernel, tiles, what["x"].device, warps, **what, **more, TM=tile, TK=tile)
+    tiles = -(-what["PADDED"] // tile[0]) * -(-what["K"] // tile[1])
+    sizes = {"TM": tile[0], "TK": tile[1]}
+    launch(kernel, tiles, what["x"].device, of_warps(warps), **what, **more, **sizes)
+
+
+def of_warps(warps: int) -> int:
+    """Return how many of a GPU's warps are as many threads: AMD's are twice as wide."""
+    return warps if torch.version.hip is None else warps // 2
 
 
 def _run_by_tensor(
@@ -118,7 +133,8 @@ def _run_by_tensor(
     as_bits = amax.view(torch.int32)
     programs = -(-x.numel() // AMAX_BLOCK)
     n = x.numel()
-    launch(amax_kernel, programs, x.device, x=x, amax=as_bits, factor=factor, n=n, BLOCK=AMAX_BLOCK)
+    what_to_see = {"x": x, "amax": as_bits, "factor": factor, "n": n}
+    launch(amax_kernel, programs, x.device, of_warps(WARPS), **what_to_see, BLOCK=AMAX_BLOCK)
     _launch_tiles(
         tensor_kernel,
         what,
@@ -143,15 +159,15 @@ def _run_by_row(what: dict[str, Any], power_of_2: bool) -> tuple[Tensor | None, 
         amaxes.append(x.new_zeros(size, dtype=torch.float32) if asked else None)
         inverses.append(x.new_empty((size, 1), dtype=torch.float32) if asked else None)
     as_bits = [None if amax is None else amax.view(torch.int32) for amax in amaxes]
-    tiles = -(-what["M"] // TILE) * -(-what["K"] // TILE)
+    tiles = -(-what["M"] // TILE[0]) * -(-what["K"] // TILE[1])
     of = {"of_rows": as_bits[0], "of_columns": as_bits[1]}
-    sizes = {"M": what["M"], "K": what["K"], "TM": TILE, "TK": TILE}
-    launch(amaxes_kernel, tiles, x.device, WARPS, x=x, **of, **sizes)
+    sizes = {"M": what["M"], "K": what["K"], "TM": TILE[0], "TK": TILE[1]}
+    launch(amaxes_kernel, tiles, x.device, of_warps(WARPS), x=x, **of, **sizes)
     _launch_tiles(
         rows_kernel,
         what,
-        TILE,
-        WARPS,
+        ROWS_TILE,
+        ROWS_WARPS,
         of_rows=amaxes[0],
         of_columns=amaxes[1],
         inverse=inverses[0],
@@ -177,7 +193,7 @@ def _run_by_group(
             inverses.append(what["x"].new_zeros(size, dtype=torch.uint8))
         else:
             inverses.append(what["x"].new_empty((columns, rows), dtype=torch.float32))
-    tile, warps = (TILE, WARPS) if is_mx else (128, 32)
+    tile, warps = (TILE, WARPS) if is_mx else (LARGE_TILE, 32)
     scales = {"inverse": inverses[0], "transposed": inverses[1]}
     _launch_tiles(groups_kernel, what, tile, warps, **scales, G=group, E8M0=is_mx, POW2=power_of_2)
     return inverses[0], inverses[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import amp
+from amp.profiles.fp8_recipe import FP8_KEYS, Fp8Recipe
 from amp.profiles.keys import shown
 from amp.profiles.levels import LEVELS, aliases, resolve
 from amp.profiles.loss_scaling import SCALING_KEYS
@@ -29,6 +30,8 @@ TABLE = {
     "O3": (torch.float16, False, None, False, False, 1.0),
     "O4": (None, True, torch.bfloat16, None, None, 1.0),
     "O5": (torch.bfloat16, False, None, True, True, 1.0),
+    "O6": (None, True, torch.bfloat16, None, None, 1.0),
+    "O7": (torch.bfloat16, False, None, True, True, 1.0),
 }
 
 
@@ -428,3 +431,92 @@ def test_an_unknown_argument_names_the_nearest() -> None:
         amp.initialize(linear(), loss_scal=128)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'optimizer'; did you mean 'optimizers'"):
         amp.initialize(linear(), optimizer=None)  # type: ignore[call-arg]
+
+
+# FP8.
+
+
+def test_the_table_of_fp8_keys_in_the_docs_is_the_metadata() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "fp8.md").read_text()
+    recipe = Fp8Recipe(recipe="delayed")
+    rows = []
+    for k in FP8_KEYS.values():
+        default = getattr(recipe, k.field)
+        shown_default = ", ".join(default) if k.name == "skip" else str(default).lower()
+        shown_default = {"recipe": "current", "format": "by recipe"}.get(k.name, shown_default)
+        aliases_ = ", ".join(f"`{name}`" for name in k.aliases)
+        rows.append((f"`{k.name}`", k.values, shown_default, aliases_, k.doc))
+    assert table("| key | values | default | also known as | meaning |", rows) in page
+
+
+SAME: dict[str, tuple[Any, Any]] = {
+    "current in Transformer Engine": ("Float8CurrentScaling", "current"),
+    "delayed": ("DelayedScaling", {"recipe": "delayed"}),
+    "block": ("blockwise", {"fp8_recipe": "Float8BlockScaling"}),
+    "mxfp8": ("MXFP8BlockScaling", "mxfp8"),
+    "torchao's": ("tensorwise", {"round_scales_to_power_of_2": True}),
+    "torchao's third": ("rowwise_with_gw_hp", "rowwise_gw_hp"),
+    "a format alone": ("hybrid", {"fp8_format": "HYBRID"}),
+    "Megatron's": (
+        {"fp8_recipe": "delayed", "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"},
+        {"recipe": "delayed", "amax_history": 1, "amax_algo": "most_recent"},
+    ),
+    "Megatron's weights": ({"fp8_wgrad": False}, {"grad_weight": "high"}),
+    "Megatron's layers": ({"first_last_layers_bf16": True}, {"skip": ["first", "last"]}),
+    "accelerate's": (
+        {"use_autocast_during_eval": False, "margin": 2, "recipe": "DelayedScaling"},
+        {"eval": "high", "margin": "2", "recipe": "delayed"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_other_libraries_words_for_fp8(name: str) -> None:
+    one, other = SAME[name]
+    found = resolve("O4", {"fp8": one}).fp8
+    assert found == resolve("O4", {"fp8": other}).fp8
+    assert isinstance(found, Fp8Recipe)
+
+
+@pytest.mark.parametrize("value", [False, "none", "off", None])
+def test_fp8_can_be_switched_off(value: Any) -> None:
+    assert (resolve("O6", {"fp8": value}).fp8 is None) is (value is not None)
+
+
+@pytest.mark.parametrize(
+    ("level", "fp8", "error", "text"),
+    [
+        ("O0", "current", RuntimeError, "fp8=current does not fit O0.*'O6' or 'O7'"),
+        ("O4", "curent", ValueError, "fp8='curent' is not one of current, delayed.*did you mean"),
+        ("O4", 8, TypeError, "fp8=8 is a int; allowed: one of current"),
+        ("O4", {"recepi": "current"}, TypeError, "fp8 has no key 'recepi'.*did you mean 'recipe'"),
+        ("O4", {"margin": 1}, ValueError, "margin: 1, which does nothing under current; leave"),
+        ("O4", {"amax_history": 4}, ValueError, "or take recipe: delayed"),
+        ("O4", {"recipe": "mxfp8", "power_of_2_scales": False}, ValueError, "scales are powers of 2"),
+        ("O4", {"recipe": "rowwise_gw_hp", "grad_weight": "fp8"}, ValueError, "does nothing"),
+        ("O4", {"recipe": "delayed", "amax_history": 0}, ValueError, "amax_history=0 must be"),
+        ("O4", {"recipe": "delayed", "margin": -1}, ValueError, "margin=-1 must be an integer from 0"),
+        ("O4", {"skip": 3}, TypeError, "skip=3 is a int; give a list"),
+        ("O4", {"skip": [3]}, TypeError, "skip has 3"),
+        ("O4", {"recipe": "delayed", "fp8_recipe": "delayed"}, ValueError, "which are one thing"),
+        ("O4", {"fp8_wgrad": True, "grad_weight": "fp8"}, ValueError, "which are one thing"),
+    ],
+)
+def test_fp8_that_makes_no_sense(level: str, fp8: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        resolve(level, {"fp8": fp8})
+
+
+def test_an_error_in_fp8_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: O7\nfp8:\n  recipe: current\n  margin: 2\n")
+    with pytest.raises(amp.errors.AmpValueError, match=r"mine.yaml:4: fp8 has margin: 2"):
+        amp.load_profile(path)
+
+
+def test_levels_with_fp8_are_the_levels_below_but_for_it() -> None:
+    for level, below in (("O6", "O4"), ("O7", "O5")):
+        found, expected = amp.load_profile(level), amp.load_profile(below)
+        assert found.fp8 == Fp8Recipe()
+        same = replace(found, fp8=None, opt_level=below, brief=expected.brief)
+        assert same == expected

@@ -86,6 +86,9 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--params", type=_number, required=True, help="parameters, such as 7e9")
     parser.add_argument("--optimizer", default="adamw", help="adamw, sgd-momentum, FusedAdam, ...")
     parser.add_argument("--activations", type=_number, default=0.0, help="numbers kept for backward")
+    parser.add_argument(
+        "--linear-inputs", type=_number, default=0.0, help="more of them, which linear layers keep"
+    )
     parser.add_argument("--world-size", type=int, default=1, help="processes (1)")
     parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3, fsdp2")
     parser.add_argument("--gpu-memory", type=_number, help="GB of 10**9 bytes: say what fits")
@@ -350,6 +353,7 @@ def _memory(arguments: argparse.Namespace) -> None:
         arguments.params,
         arguments.optimizer,
         activations=arguments.activations,
+        linear_inputs=arguments.linear_inputs,
         world_size=arguments.world_size,
         sharding=arguments.sharding,
     )

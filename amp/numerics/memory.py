@@ -9,6 +9,12 @@ Bytes for each parameter of AdamW:
     split16, fused    2         2         2        8
     O2, O5, FSDP2     4         4         -        8       over the ranks; the masters are the weights
     O3                2         2         -        4
+    O6, O7                                         as O4 and O5
+
+Bytes for each number that linear layers keep of their inputs: 4 at O0, 2 at O1 to O5, 1 in FP8. A
+block as in Llama keeps 7 for each token and hidden unit: 1 that q, k and v share, 1 of the output
+projection, 1 that gate and up share, 4 of the down projection. So 14 bytes, and 7 in FP8; 10 where each
+layer would save its own, and 20 with a second, transposed copy.
 
 Terms are those between backward and the step, of one process.
 """
@@ -24,25 +30,21 @@ import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
+from amp.casting.fp8 import choose
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.profiles.fp8_recipe import Fp8Recipe
 from amp.profiles.levels import LEVELS, load_profile, resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp2"]
 
-FP8 = "fp8"
-"""O5 with matrix products in FP8: no level of this library, but a row to compare with."""
-
-ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *(
-        (level, overrides)
-        for level in LEVELS
-        for overrides in ({}, {"master_weights": "split16"})
-        if not overrides or load_profile(level).master_weights
-    ),
-    (FP8, {}),
+ROWS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (level, overrides)
+    for level in LEVELS
+    for overrides in ({}, {"master_weights": "split16"})
+    if not overrides or load_profile(level).master_weights
 )
 """What `footprints` compares: levels, and what is set on top of them."""
 
@@ -106,7 +108,8 @@ class Footprint:
         optimizer_state: moments, and the steps that are counted.
         activations: what backward needs of the forward, as far as it was said.
         transient: copies that live for a part of an iteration: casts of weights in a forward, 16-bit
-            gradients while they are unscaled into FP32 ones, masters that a step puts together.
+            gradients while they are unscaled into FP32 ones, masters that a step puts together, the
+            weight of one layer in FP8.
     """
 
     opt_level: str
@@ -134,6 +137,7 @@ class _Tensor(NamedTuple):
     trained: bool
     is_optimized: bool
     extra_moments: int = 0
+    in_fp8: bool = False
 
 
 class _Bytes(NamedTuple):
@@ -152,6 +156,7 @@ def footprint(
     optimizer: str | type | torch.optim.Optimizer = "adamw",
     *,
     activations: float = 0,
+    linear_inputs: float = 0,
     world_size: int = 1,
     sharding: Sharding = "none",
     **overrides: Any,
@@ -163,12 +168,14 @@ def footprint(
 
     Args:
         model: a module, on any device, `meta` too; or a number of parameters.
-        opt_level: a level, alias or profile; `"fp8"` for O5 with matrix products in FP8.
+        opt_level: a level, alias or profile.
         optimizer: an optimizer of `torch.optim` or `amp.optimizers`: its name in any case, such as
             `"adamw"`, `"sgd-momentum"`, `"FusedAdam"`; its class, which stands for its defaults; or one
             that was made.
-        activations: how many numbers backward needs of the forward; they take 4 bytes at O0, 2 at
-            the other levels and 1 in FP8.
+        activations: how many numbers backward needs of the forward, besides `linear_inputs`; they take
+            4 bytes at O0 and 2 at the other levels.
+        linear_inputs: how many of these are inputs of linear layers, each counted once that several
+            layers share; they take 1 byte in FP8.
         world_size: how many processes there are.
         sharding: what is cut up among them: nothing; `zero1`: masters and optimizer state; `zero2`:
             gradients too; `zero3`: weights too; `fsdp2`: likewise, and the masters are the weights, in
@@ -180,12 +187,12 @@ def footprint(
         AmpTypeError: `model` is neither a module nor a number.
         AmpError: whatever is wrong with the level and the overrides.
     """
-    in_fp8 = opt_level == FP8
-    properties = resolve("O5" if in_fp8 else opt_level, overrides)
+    properties = resolve(opt_level, overrides)
     kept, computes_in = properties.master_weights, properties.cast_model_type
     name, state = _state_of(optimizer)
-    if not _is_number(activations) or not 0 <= activations < math.inf:
-        raise AmpValueError(f"activations={activations!r} must be a finite number of at least 0")
+    for what, count in (("activations", activations), ("linear_inputs", linear_inputs)):
+        if not _is_number(count) or not 0 <= count < math.inf:
+            raise AmpValueError(f"{what}={count!r} must be a finite number of at least 0")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise AmpValueError(f"world_size={world_size!r} must be an integer of at least 1")
     if sharding not in get_args(Sharding):
@@ -198,14 +205,16 @@ def footprint(
     if sharding == "fsdp2" and properties.master_weights is True:
         properties = replace(properties, cast_model_type=torch.float32, master_weights=False)
     tensors = list(_tensors_of(model, properties, optimizer))
-    each = [_bytes_of(tensor, properties, name, state, in_fp8) for tensor in tensors]
+    each = [_bytes_of(tensor, properties, name, state) for tensor in tensors]
     weights, gradients, masters, optimizer_state, transient = map(
         sum, zip(_Bytes(), *each, strict=True)
     )
-    activation = 1 if in_fp8 else 4 if computes_in is torch.float32 else 2
+    transient += max((tensor.numel for tensor in tensors if tensor.in_fp8), default=0)
+    activation = 4 if computes_in is torch.float32 else 2
+    linear_input = activation if properties.fp8 is None else _kept_of_inputs(properties.fp8)
     cut = get_args(Sharding).index(sharding)
     return Footprint(
-        opt_level=FP8 if in_fp8 else str(opt_level),
+        opt_level=str(opt_level),
         masters_kept="-" if not kept else "float32" if kept is True else str(kept),
         optimizer=name,
         parameters=sum(tensor.numel for tensor in tensors if tensor.trained),
@@ -213,7 +222,7 @@ def footprint(
         gradients=_share(gradients, world_size, cut >= 2),
         masters=_share(masters, world_size, cut >= 1),
         optimizer_state=_share(optimizer_state, world_size, cut >= 1),
-        activations=round(activations) * activation,
+        activations=round(activations) * activation + round(linear_inputs) * linear_input,
         transient=transient,
     )
 
@@ -224,18 +233,23 @@ def footprints(
     rows: Sequence[tuple[str, dict[str, Any]]] = ROWS,
     **options: Any,
 ) -> list[Footprint]:
-    """Return a `footprint` for each level, and for leaner masters and FP8, to compare.
+    """Return a `footprint` for each level, and for leaner masters, to compare.
 
     Args:
         model: see `footprint`.
         optimizer: likewise.
         rows: levels, and what is set on top of them.
-        **options: `activations`, `world_size`, `sharding`.
+        **options: `activations`, `linear_inputs`, `world_size`, `sharding`.
     """
     return [footprint(model, level, optimizer, **options, **more) for level, more in rows]
 
 
-def _bytes_of(tensor: _Tensor, properties: Properties, name: str, state: State, in_fp8: bool) -> _Bytes:
+def _kept_of_inputs(recipe: Fp8Recipe) -> int:
+    """Return the bytes that a layer in FP8 keeps for each number of its input."""
+    return 1 if recipe.grad_weight == "fp8" else 2
+
+
+def _bytes_of(tensor: _Tensor, properties: Properties, name: str, state: State) -> _Bytes:
     size = tensor.dtype.itemsize
     kept = properties.master_weights
     has_master = bool(kept) and tensor.is_optimized and tensor.dtype in LOW_PRECISION
@@ -252,10 +266,8 @@ def _bytes_of(tensor: _Tensor, properties: Properties, name: str, state: State, 
     gradients = transient = 0
     if tensor.trained:
         gradients = tensor.numel * size
-        if properties.patch_torch_functions and tensor.dtype is torch.float32:
+        if properties.patch_torch_functions and tensor.dtype is torch.float32 and not tensor.in_fp8:
             transient += tensor.numel * 2
-        if in_fp8:
-            transient += tensor.numel
         if has_master and not _is_fused(name):
             gradients = tensor.numel * 4
             transient += tensor.numel * (size if kept is True else size + 4)
@@ -282,12 +294,15 @@ def _tensors_of(model: Any, properties: Properties, optimizer: Any) -> Iterable[
     if isinstance(model, nn.Module):
         to_be = dtypes_to_be(model, properties)
         in_groups = _extra_moments(optimizer)
+        in_fp8 = _weights_in_fp8(model, properties)
         for parameter in model.parameters():
             dtype = to_be.get(parameter, parameter.dtype)
             trained = parameter.requires_grad
             is_optimized = id(parameter) in in_groups if in_groups else trained
             extra = in_groups.get(id(parameter), 0)
-            yield _Tensor(parameter.numel(), dtype, trained, is_optimized, extra)
+            yield _Tensor(
+                parameter.numel(), dtype, trained, is_optimized, extra, id(parameter) in in_fp8
+            )
         for buffer in model.buffers():
             yield _Tensor(buffer.numel(), to_be.get(buffer, buffer.dtype), False, False)
     elif not _is_number(model):
@@ -299,6 +314,14 @@ def _tensors_of(model: Any, properties: Properties, optimizer: Any) -> Iterable[
     else:
         cast = properties.cast_model_type
         yield _Tensor(int(model), cast if isinstance(cast, torch.dtype) else torch.float32, True, True)
+
+
+def _weights_in_fp8(model: nn.Module, properties: Properties) -> set[int]:
+    """Return the ids of the weights that are quantized, one layer at a time, when they are used."""
+    if properties.fp8 is None:
+        return set()
+    reached, _ = choose(model, properties.fp8, properties.rules)
+    return {id(module.weight) for module in reached.values()}
 
 
 def _state_of(optimizer: Any) -> tuple[str, State]:

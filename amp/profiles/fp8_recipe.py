@@ -151,7 +151,7 @@ class Fp8Recipe:
                 object.__setattr__(self, name, value)
             elif getattr(self, name) != value and (value is None or self._is_fixed(name)):
                 raise AmpValueError(
-                    f"fp8 has {name}: {getattr(self, name)}, which does nothing with recipe: "
+                    f"fp8 has {name}: {getattr(self, name)}, which does nothing under "
                     f"{self.recipe}; leave it out{self._who_has(name)}"
                 )
 

@@ -51,17 +51,17 @@ def case(
     kernel: Any,
     source: str,
     *,
-    tile: int = tiles.TILE,
+    tile: tuple[int, int] = tiles.TILE,
     warps: int = tiles.WARPS,
     types: dict[str, str] | None = None,
     **constants: Any,
 ) -> Case:
-    of_tile = {"TM": tile, "TK": tile}
+    of_tile = {"TM": tile[0], "TK": tile[1]}
     if "by_row" in kernel.arg_names:
         constants = {"E4M3": True, "POW2": True, "BY_BITS": False, **of_tile, **constants}
     elif "TM" in kernel.arg_names:
         constants = {**of_tile, **constants}
-    elements = constants.get("BLOCK", tile * tile)
+    elements = constants.get("BLOCK", tile[0] * tile[1])
     both = [name for name in ("by_row", "by_column") if name in kernel.arg_names]
     writes = sum(name not in constants for name in both)
     return Case(kernel, constants, warps, source, elements, writes, types or {})
@@ -77,10 +77,16 @@ for source in ("bf16", "fp32"):
     CASES[f"current {source}"] = case(tiles.tensor_kernel, source, factor=None)
     CASES[f"delayed {source}"] = case(tiles.tensor_kernel, source)
     CASES[f"rowwise {source}"] = case(
-        tiles.rows_kernel, source, types={"of_rows": "*fp32", "of_columns": "*fp32"}
+        tiles.rows_kernel,
+        source,
+        tile=tiles.ROWS_TILE,
+        warps=tiles.ROWS_WARPS,
+        types={"of_rows": "*fp32", "of_columns": "*fp32"},
     )
-    CASES[f"128x128 {source}"] = case(tiles.squares_kernel, source, tile=128, warps=16)
-    CASES[f"1x128 {source}"] = case(tiles.groups_kernel, source, tile=128, warps=32, G=128, E8M0=False)
+    CASES[f"128x128 {source}"] = case(tiles.squares_kernel, source, tile=tiles.LARGE_TILE, warps=16)
+    CASES[f"1x128 {source}"] = case(
+        tiles.groups_kernel, source, tile=tiles.LARGE_TILE, warps=32, G=128, E8M0=False
+    )
     scales = {"inverse": "*u8", "transposed": "*u8"}
     CASES[f"1x32 {source}"] = case(tiles.groups_kernel, source, types=scales, G=32, E8M0=True)
 CASES["current bf16, E5M2"] = case(tiles.tensor_kernel, "bf16", factor=None, E4M3=False)
@@ -97,4 +103,10 @@ def compiled(case: Case, target: Any) -> Any:
     known = [name for name in tiles.tiled_jit.keywords["multiples_of_16"] if name in names]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in known}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options={"num_warps": case.warps, **OPTIONS})
+    warps = warps_for(case, target)
+    return triton.compile(source, target=target, options={"num_warps": warps, **OPTIONS})
+
+
+def warps_for(case: Case, target: Any) -> int:
+    """Return the warps of a program; AMD's are twice as wide."""
+    return case.warps // 2 if target.backend == "hip" else case.warps

@@ -18,6 +18,7 @@ from amp.kernels.language import INTERPRETED, triton
 TESTS = Path(__file__).parents[1]
 FILES = {
     "kernels/test_operations.py": 150,
+    "kernels/test_quantize.py": 120,
     "kernels/test_split.py": 5,
     "kernels/test_stepping.py": 50,
     "kernels/test_tables.py": 20,

@@ -15,6 +15,7 @@ import amp
 from amp import optimizers
 from amp.numerics import footprint, footprints
 from tests.covering import covering
+from tests.fp8_models import Attention
 from tests.levels import LEVELS
 
 
@@ -162,18 +163,55 @@ def test_activations_and_shards() -> None:
     assert [row.masters / 1e9 for row in rows.values()] == [32, 4, 4, 4]
     assert rows["zero1"].optimizer_state == rows["none"].optimizer_state / 8 + 0.5
     assert footprint(8e9, "O0", activations=1e9).activations == 4e9
-    assert footprint(8e9, "fp8", activations=1e9).activations == 1e9
+    assert footprint(8e9, "O7", activations=1e9, linear_inputs=1e9).activations == 3e9
+    assert footprint(8e9, "O5", activations=1e9, linear_inputs=1e9).activations == 4e9
+    high = footprint(8e9, "O7", linear_inputs=1e9, fp8="rowwise_gw_hp")
+    assert high.activations == 2e9
 
 
 def test_levels_side_by_side() -> None:
     rows = footprints(1e6, "FusedAdam")
     shown = [(row.opt_level, row.masters_kept) for row in rows]
     assert shown[:4] == [("O0", "-"), ("O1", "-"), ("O2", "float32"), ("O2", "split16")]
-    assert shown[-1] == ("fp8", "float32")
+    assert shown[-3:] == [("O6", "-"), ("O7", "float32"), ("O7", "split16")]
     per_parameter = [round((row.total - row.transient) / 1e6) for row in rows]
-    assert per_parameter == [16, 16, 16, 14, 8, 16, 16, 14, 16]
-    assert [round(row.transient / 1e6) for row in rows] == [0, 2, 0, 0, 0, 2, 0, 0, 1]
+    assert per_parameter == [16, 16, 16, 14, 8, 16, 16, 14, 16, 16, 14]
+    assert [round(row.transient / 1e6) for row in rows] == [0, 2, 0, 0, 0, 2, 0, 0, 2, 0, 0]
     assert footprint(1e6, "O2", "adamw").transient == 2e6
+
+
+def test_a_layer_in_fp8_has_one_copy_of_its_weight_while_it_is_used() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 128), nn.Linear(128, 10))
+    head = model[2].weight.numel() + sum(layer.bias.numel() for layer in model)
+    assert footprint(model, "O4").transient == 2 * sum(p.numel() for p in model.parameters())
+    assert footprint(model, "O6").transient == 2 * head + 64 * 128
+    assert footprint(model, "O7", "FusedAdam").transient == 64 * 128
+
+
+@pytest.mark.parametrize("level", ["O5", "O7"])
+def test_what_linear_layers_keep_is_what_is_counted(level: str) -> None:
+    width, tokens = 128, 256
+    block = Attention(width)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    fp8 = {"skip": []} if level == "O7" else None
+    block, _ = amp.initialize(block, optimizer, opt_level=level, fp8=fp8, verbosity=0)
+    inputs: list[torch.Tensor] = []
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        is_input = tensor.data_ptr() in {each.data_ptr() for each in inputs}
+        if tensor.dtype.itemsize == 1 if level == "O7" else is_input:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(torch.randn(2, tokens // 2, width))
+    assert output.requires_grad
+    counted = footprint(block, level, linear_inputs=7 * tokens * width, fp8=fp8).activations
+    assert counted == sum(kept.values()) == (7 if level == "O7" else 14) * tokens * width
 
 
 def test_groups_subclasses_and_optimizers_that_are_initialized() -> None:
@@ -213,6 +251,7 @@ def test_a_model_on_meta_stays_as_it_is() -> None:
         ((10,), {"world_size": 0}, ValueError, "world_size=0 must be an integer of at least 1"),
         ((10,), {"sharding": "zero4"}, ValueError, "sharding='zero4' is not one of none, zero1"),
         ((10,), {"activations": -1}, ValueError, "activations=-1 must be"),
+        ((10,), {"linear_inputs": -1}, ValueError, "linear_inputs=-1 must be"),
         ((10,), {"activations": float("inf")}, ValueError, "activations=inf must be"),
         ((10,), {"state_dtype": "bfloat16"}, ValueError, "state_dtype=bfloat16 needs .* adamw is none"),
         ((10, "O1"), {"master_weights": True}, RuntimeError, "master_weights=True does not fit O1"),

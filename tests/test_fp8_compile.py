@@ -1,0 +1,45 @@
+"""Layers in FP8 under torch.compile: one graph, the bits of eager mode, no second compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import amp
+from tests.fp8_models import RECIPE_NAMES, batches, history, initialize, net, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Inductor warns of much
+
+
+def trained(level: str, recipe: str, compiles: bool) -> tuple[list[Tensor], int]:
+    """Return weights and history after 10 steps, and how many graphs were compiled late."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = net()
+    model, optimizer = initialize(model, level, recipe, torch.optim.SGD(model.parameters(), lr=0.1))
+    forward = torch.compile(model, fullgraph=True) if compiles else model
+    data = batches()
+    train(forward, optimizer, data, 2)
+    first = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    train(forward, optimizer, data, 8)
+    found = [value.clone() for value in model.state_dict().values()]
+    found += [] if history() is None else [history().amaxes]
+    more = torch._dynamo.utils.counters["stats"]["unique_graphs"] - first
+    amp.get_session().close()
+    return found, more
+
+
+@pytest.mark.parametrize(
+    ("level", "recipe"),
+    [("O5", "delayed"), *(("O4", recipe) for recipe in RECIPE_NAMES)],
+)
+def test_one_graph_with_the_bits_of_eager_mode(
+    level: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", True)
+    expected, _ = trained(level, recipe, compiles=False)
+    found, compiled_late = trained(level, recipe, compiles=True)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert compiled_late == 0

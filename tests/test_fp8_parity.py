@@ -1,0 +1,30 @@
+"""FP8 reaches the loss of BF16, and gradients without scales do not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from docs.benchmarks import fp8_parity as parity
+
+ROW = re.compile(r"^\| ([^|]+) \| ([\d.]+) \| [^|]+ \| ([\d.]+) \| [^|]+ \|$", re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_digits_at_every_recipe_over_three_seeds() -> None:
+    half = parity.mean_loss("digits", parity.HALF)
+    for way in parity.WAYS:
+        ratio = parity.mean_loss("digits", way) / half
+        assert (ratio <= 1 + parity.TOLERANCE["digits"]) is (way != parity.UNSCALED), (way, ratio)
+
+
+def test_the_page_has_what_parity_asks_for() -> None:
+    rows = {
+        name: (float(gpt), float(digits)) for name, gpt, digits in ROW.findall(parity.ROWS.read_text())
+    }
+    assert list(rows) == list(parity.WAYS)
+    for way, losses in rows.items():
+        for task, loss, half in zip(parity.TASKS, losses, rows[parity.HALF], strict=True):
+            reaches = loss <= half * (1 + parity.TOLERANCE[task])
+            assert reaches is (way != parity.UNSCALED), (way, task)
