@@ -40,8 +40,9 @@ sanitize:  ## Look for stray accesses of the kernels on a GPU, with the python3 
 	tests/sanitize.sh $(PYTHON)
 
 bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op casting on the CPU, once their tests pass
-	$(BIN)/python -m pytest -q tests/kernels/test_operations.py tests/test_ops.py
+	$(BIN)/python -m pytest -q tests/kernels/test_operations.py tests/kernels/test_quantize.py tests/test_ops.py
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_kernels.py --device cpu
+	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_fp8.py --device cpu
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_step.py --device cpu
 	$(BIN)/python docs/benchmarks/plot_step.py docs/benchmarks/step-cpu.md
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_host.py
@@ -50,6 +51,7 @@ bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op cas
 bench-gpu:  ## Measure the kernels and the step on a GPU, with the python3 at hand, once their tests pass
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m "gpu or triton" -p no:cacheprovider tests/kernels
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_kernels.py --device cuda $(BENCH_OPTIONS)
+	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_fp8.py --device cuda $(BENCH_OPTIONS)
 	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_step.py --device cuda $(BENCH_OPTIONS)
 	-$(PYTHON) docs/benchmarks/plot_step.py docs/benchmarks/step-cuda.md
 

@@ -79,16 +79,43 @@ def quantize_reference(
 ) -> Quantized:
     """Do `quantize` in plain torch."""
     x = x.float()
-    amax = None
     if granularity == "tensor":
-        amax = amax_of(x.reshape(-1), 0)
-        own = factor_of(amax, dtype, power_of_2)
-        factor = own if factor is None else torch.where(factor > 0, factor, own)
+        return _by_tensor(x, dtype, by_row, by_column, power_of_2, factor)
     rows, columns = (
-        _operand(x, dim, dtype, granularity, power_of_2, amax, factor) if is_asked_for else None
+        _operand(x, dim, dtype, granularity, power_of_2) if is_asked_for else None
         for dim, is_asked_for in ((1, by_row), (0, by_column))
     )
-    return Quantized(rows, columns, amax, factor)
+    return Quantized(rows, columns)
+
+
+def _by_tensor(
+    x: Tensor,
+    dtype: torch.dtype,
+    by_row: bool,
+    by_column: bool,
+    power_of_2: bool,
+    factor: Tensor | None,
+) -> Quantized:
+    """Return float32 `[M, K]` in FP8, with one scale for all."""
+    amax = amax_of(x.reshape(-1), 0)
+    own = factor_of(amax, dtype, power_of_2)
+    factor = own if factor is None else torch.where(factor > 0, factor, own)
+    inverse = torch.where(amax < torch.inf, 1 / factor, torch.nan)
+    rows = x.shape[0]
+    if by_column:
+        x = _padded(x, "tensor")
+    values = _saturated(x * factor, dtype)
+    transpose = values.t().contiguous() if by_column else None
+    return Quantized(
+        Operand(values[:rows], inverse, "tensor", power_of_2) if by_row else None,
+        None if transpose is None else Operand(transpose, inverse, "tensor", power_of_2),
+        amax,
+        factor,
+    )
+
+
+def _padded(x: Tensor, granularity: Granularity) -> Tensor:
+    return pad(x, (0, 0, 0, columns_of(x.shape[0], granularity) - x.shape[0]))
 
 
 def _operand(
@@ -97,18 +124,11 @@ def _operand(
     dtype: torch.dtype,
     granularity: Granularity,
     power_of_2: bool,
-    amax: Tensor | None,
-    factor: Tensor | None,
 ) -> Operand:
     """Return float32 `[M, K]`, or its transpose, in FP8, for products that sum over `dim` of it."""
     if dim == 0:
-        x = pad(x, (0, 0, 0, columns_of(x.shape[0], granularity) - x.shape[0]))
-    if granularity == "tensor":
-        assert amax is not None
-        assert factor is not None
-        inverse = torch.where(amax < torch.inf, 1 / factor, torch.nan)
-        values = _saturated(x * factor, dtype)
-    elif granularity == "row":
+        x = _padded(x, granularity)
+    if granularity == "row":
         factor = factor_of(amax_of(x, dim), dtype, power_of_2).unsqueeze(dim)
         inverse = 1 / factor.reshape(-1, 1)
         values = _saturated(x * factor, dtype)

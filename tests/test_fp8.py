@@ -96,6 +96,7 @@ def test_the_three_products_are_those_of_quantized_operands(level: str) -> None:
     grad = torch.randn_like(y)
     y.backward(grad)
     of_grad = in_fp8(grad, E5M2)
+    assert x.grad is not None
     assert torch.equal(x.grad, (of_grad @ in_fp8(layer.weight)).to(x.dtype))
     assert torch.equal(layer.weight.grad, (of_grad.t() @ in_fp8(x)).to(layer.weight.dtype))
     assert torch.equal(layer.bias.grad, grad.sum(0).to(layer.bias.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 import amp

@@ -206,12 +206,13 @@ def test_one_tensor_and_nothing_in_the_model() -> None:
 
 
 def test_layers_on_two_devices_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, device="meta"))
+    first = nn.Linear(16, 16)
+    model = nn.Sequential(first, nn.Linear(16, 16, device="meta"))
     with pytest.raises(AmpRuntimeError, match="linear layers are on cpu, meta.*fp8='current'"):
         initialize(
-            model, "O4", {"recipe": "delayed", "skip": []}, torch.optim.SGD([model[0].weight], lr=1)
+            model, "O4", {"recipe": "delayed", "skip": []}, torch.optim.SGD([first.weight], lr=1)
         )
-    assert type(model[0]) is nn.Linear
+    assert type(first) is nn.Linear
 
 
 def test_models_of_one_session_have_entries_of_their_own() -> None:

@@ -197,7 +197,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable hides names)
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         x, weight, columns, columns_inverse, factor = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_dtype, weight_dtype = ctx.dtypes

@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python docs/benchmarks/fp8_parity.py            # writes docs/benchmarks/fp8-parity.md
 
-Two tasks: examples/char_gpt.py, of which the held-out loss counts, and a small network on scikit-learn's
-digits, of which the training loss counts. The last row is what scales are for: gradients in E4M3
-without any.
+Two tasks: examples/char_gpt.py, of which the held-out loss counts, and a small network on
+scikit-learn's digits, of which the training loss counts. The last row is what scales are for: gradients
+in E4M3 without any.
 """
 
 from __future__ import annotations
@@ -163,9 +163,10 @@ def main() -> None:
         print(way, losses[way], flush=True)
     text = (
         "# Loss parity of FP8\n\n"
-        f"Means over {len(SEEDS)} seeds, emulated on a CPU, torch {torch.__version__}. char_gpt: the held-out\n"
-        "loss of examples/char_gpt.py, 128 wide, 150 steps, in nats per character. digits: the training\n"
-        "loss of a network with three hidden layers on scikit-learn's digits, last 50 of 300 steps.\n\n"
+        f"Means over {len(SEEDS)} seeds, emulated on a CPU, torch {torch.__version__}.\n"
+        "char_gpt: the held-out loss of examples/char_gpt.py, 128 wide, 150 steps, in nats per\n"
+        "character. digits: the training loss of a network with three hidden layers on\n"
+        "scikit-learn's digits, the last 50 of 300 steps.\n\n"
         "    PYTHONPATH=. python docs/benchmarks/fp8_parity.py\n\n"
     )
     args.out.write_text(f"{text}{table(losses)}\n")

@@ -20,6 +20,8 @@ from amp.kernels import (
     lamb,
     language,
     master_copy,
+    quantize,
+    quantize_tiles,
     split,
     stepping,
     tables,
@@ -52,6 +54,17 @@ KERNELS = (
 )
 
 
+QUANTIZING = (
+    quantize_tiles.amax_kernel,
+    quantize_tiles.amaxes_kernel,
+    quantize_tiles.groups_kernel,
+    quantize_tiles.inverse_kernel,
+    quantize_tiles.rows_kernel,
+    quantize_tiles.squares_kernel,
+    quantize_tiles.tensor_kernel,
+)
+
+
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How many variants of each kernel have been compiled."""
@@ -62,11 +75,12 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert kernel.warmup(**given, grid=(programs,), num_warps=warps) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
-    for module in (tables, l2norm, update_scale):
+    for module in (tables, l2norm, update_scale, quantize_tiles):
         monkeypatch.setattr(module, "launch", compile_only)
-    for module in (tables, update_scale):
+    for module in (tables, update_scale, quantize):
         monkeypatch.setattr(module, "uses_triton", lambda *_: True)
-    for kernel in KERNELS:
+    monkeypatch.setattr(quantize_tiles, "rounds_by_bits", lambda _: False)
+    for kernel in (*KERNELS, *QUANTIZING):
         kernel.device_caches.pop(NoDevice.number, None)
     monkeypatch.setattr(driver, "_active", NoDevice())
     tables._plans.clear()
@@ -198,3 +212,13 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
                 ceiling=float("inf"),
             )
     assert variants["update_kernel"] == 2
+
+
+def test_quantizing_compiles_for_no_size(variants: dict[str, int]) -> None:
+    for rows, columns in ((128, 128), (256, 384), (384, 256)):
+        x = torch.ones(rows, columns, dtype=torch.bfloat16)
+        for granularity in ("tensor", "row", "1x128", "128x128", "1x32"):
+            quantize.quantize(x, torch.float8_e4m3fn, granularity)
+        quantize.quantize(x, torch.float8_e4m3fn, factor=torch.ones(()))
+    twice = ("amax_kernel", "tensor_kernel", "groups_kernel")  # with a factor, and in E8M0
+    assert variants == {kernel.__name__: 2 if kernel.__name__ in twice else 1 for kernel in QUANTIZING}

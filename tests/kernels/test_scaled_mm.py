@@ -92,7 +92,7 @@ def test_sm_100_gets_squares_and_strips_as_1x32() -> None:
     fine = [module._as_1x32(each) for each in (a, b)]
     for operand_, other in zip((a, b), fine, strict=True):
         assert torch.equal(dequantize(operand_), dequantize(other))
-    assert torch.equal(emulated(*fine, torch.float32), emulated(a, b, torch.float32))
+    assert torch.equal(emulated(fine[0], fine[1], torch.float32), emulated(a, b, torch.float32))
 
 
 def test_cublas_gets_scales_with_the_outer_dimension_first() -> None:
