@@ -32,6 +32,7 @@ from tests.fp8_models import (
     net,
     train,
 )
+from tests.test_host_sync import counted_waits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -534,3 +535,23 @@ def test_a_module_of_the_model_may_be_used_alone() -> None:
     assert model.first(torch.randn(3, WIDTH)).dtype is torch.bfloat16
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.first(torch.randn(3, WIDTH + 1))
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_the_host_never_waits(recipe: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer = initialize(model, "O2", recipe, optimizer)
+    data = batches()
+
+    def step() -> None:
+        x, y = next(data)
+        optimizer.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    step()
+    with counted_waits() as waits:
+        step()
+    assert not waits

@@ -291,6 +291,24 @@ def test_a_state_that_is_loaded_first_is_taken_over_by_initialize() -> None:
     assert torch.equal(history().amaxes, state["fp8"]["amaxes"])
 
 
+def test_a_second_initialize_takes_over_its_own_layers_only() -> None:
+    state = state_after_training()
+    state["fp8"]["names"] += [f"model 1: {name}" for name in state["fp8"]["names"]]
+    state["fp8"]["amaxes"] = state["fp8"]["amaxes"].repeat(1, 2)
+    session = amp.Session("O5", fp8="delayed", verbosity=0)
+    session.load_state_dict(state)
+    session.initialize(net())
+    history = session.amax_history
+    assert history is not None
+    history.see(0, INPUT, torch.tensor(1000.0))
+    history.end()
+    trained = history.amaxes.clone()
+    session.initialize(net())
+    assert torch.equal(history.amaxes[:, :9], trained)
+    assert torch.equal(history.amaxes[:, 9:], state["fp8"]["amaxes"][:, 9:])
+    session.close()
+
+
 @pytest.mark.parametrize("length", [4, 32])
 def test_a_history_of_another_length_takes_over_the_newest(length: int) -> None:
     state = state_after_training()

@@ -45,7 +45,7 @@ class Fp8Linears(Strategy):
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
         self.history: AmaxHistory | None = None
-        self._models = 0
+        self._models = self._prepared = 0
         self._reached: list[str] = []
         self._missed: dict[str, list[str]] = {}
         self._loaded: Mapping[str, Any] | None = None
@@ -67,7 +67,7 @@ class Fp8Linears(Strategy):
 
     def begin(self, undo: Undo) -> None:
         """Forget what was said of earlier models."""
-        self._reached, self._missed = [], {}
+        self._reached, self._missed, self._prepared = [], {}, 0
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Let linear layers run in FP8, or no more, where another session had let them."""
@@ -82,6 +82,7 @@ class Fp8Linears(Strategy):
         reached, missed = choose(model, recipe, self.properties.rules)
         prefix = f"model {self._models}: " if self._models else ""
         self._models += 1
+        self._prepared += 1
         self._reached += [prefix + name for name in reached]
         for reason, names in missed.items():
             self._missed.setdefault(reason, []).extend(prefix + name for name in names)
@@ -112,17 +113,17 @@ class Fp8Linears(Strategy):
         undo.callback(_release, layers)
         _put_in(layers)
         if self._loaded is not None and names:
-            self._take_over(self._loaded)
+            self._take_over(self._loaded, first)
 
     def finish(self) -> str:
         """Return what runs in FP8, for the log. Nothing in FP8 is a warning."""
-        if self.properties.fp8 is None:
+        if self.properties.fp8 is None or not self._prepared:
             return ""
         missed = sum(map(len, self._missed.values()))
         reasons = "; ".join(f"{_listed(names)}: {why}" for why, names in self._missed.items())
         of = f"{len(self._reached)} of {len(self._reached) + missed} layers run in FP8"
         message = f"fp8={self.properties.fp8}: {of}" + (f". The others: {reasons}" if missed else "")
-        if not self._reached and self._models:
+        if not self._reached:
             nothing = "" if missed else ": the model has no linear layers"
             warnings.warn(message + nothing, AmpWarning, stacklevel=2)
             return ""
@@ -162,9 +163,9 @@ class Fp8Linears(Strategy):
         if self.history is not None:
             self._take_over(state)
 
-    def _take_over(self, state: Mapping[str, Any]) -> None:
+    def _take_over(self, state: Mapping[str, Any], first: int = 0) -> None:
         assert self.history is not None
-        missing = self.history.load_state_dict(state)
+        missing = self.history.load_state_dict(state, first)
         if missing:
             warnings.warn(
                 f"the state_dict has no FP8 entries of {_listed(missing)}; what these layers have seen "
