@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from amp.kernels.language import WARPS, triton
 from docs.benchmarks import machine_code
 from docs.benchmarks.bench_kernels import table
 from docs.benchmarks.machine_code import Body
-from tests.kernels.compile_cases import CASES, TARGETS, Case, compiled, run
+from tests.kernels.compile_cases import CASES, Case, listing_of
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "docs" / "benchmarks" / "kernels-predicted.md"
@@ -173,19 +172,14 @@ def predict(product: Product, usage: Usage, body: Body) -> Prediction:
     )
 
 
-def examined(case: Case, target: str) -> tuple[Usage, Body]:
+def examined(name: str, target: str) -> tuple[Usage, Body]:
     """Compile a kernel for a target, and return what it takes and does there."""
-    product, kernel = PRODUCTS[target], compiled(case, TARGETS[target])
+    product, (kernel, listed, code) = PRODUCTS[target], listing_of(name, target)
     if target.startswith("sm_"):
-        with tempfile.TemporaryDirectory() as folder:
-            binary = Path(folder) / "kernel.cubin"
-            binary.write_bytes(kernel.asm["cubin"])
-            listed = run("cuobjdump", "-res-usage", binary)
-            path = machine_code.sass(run("nvdisasm", "-c", binary))
+        path = machine_code.sass(code)
         names = ("REG", "STACK", "LOCAL")
     else:
-        listed = kernel.asm["amdgcn"]
-        path = machine_code.amdgcn(listed)
+        path = machine_code.amdgcn(code)
         names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
     registers, *spilled = (int(re.findall(rf"\b{name}:\s*(\d+)", listed)[-1]) for name in names)
     body = machine_code.body(path, WARPS * product.width, product.near, product.far)
@@ -202,7 +196,7 @@ HEADER = [
 def row(name: str, case: Case, target: str) -> list[str]:
     """Return a row of a table under `HEADER`."""
     product, block = PRODUCTS[target], case.constants["BLOCK"]
-    usage, body = examined(case, target)
+    usage, body = examined(name, target)
     found = predict(product, usage, body)
     return [
         name,

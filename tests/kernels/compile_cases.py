@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +177,37 @@ def compiled(case: Case, target: Any) -> Any:
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS})
+
+
+class Listing(NamedTuple):
+    """What a kernel was compiled to.
+
+    Attributes:
+        kernel: Triton's.
+        usage: where registers and spills are listed.
+        code: the machine code, disassembled.
+    """
+
+    kernel: Any
+    usage: str
+    code: str
+
+
+def listing(case: Case, target: str) -> Listing:
+    """Compile a kernel, and disassemble it."""
+    kernel = compiled(case, TARGETS[target])
+    if not target.startswith("sm_"):
+        return Listing(kernel, kernel.asm["amdgcn"], kernel.asm["amdgcn"])
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(kernel.asm["cubin"])
+        return Listing(kernel, run("cuobjdump", "-res-usage", binary), run("nvdisasm", "-c", binary))
+
+
+@functools.cache
+def listing_of(name: str, target: str) -> Listing:
+    """Return the listing of a case, which takes NVIDIA's tools half a second."""
+    return listing(CASES[name], target)
 
 
 def run(tool: str, *arguments: object) -> str:

@@ -23,7 +23,9 @@ from amp.kernels.language import INTERPRETED, triton
 if triton is None or INTERPRETED:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
-from tests.kernels.compile_cases import CASES, TARGETS, WARPS, Case, compiled, run
+from docs.benchmarks import predict_kernels
+from tests.kernels.compile_cases import CASES, TARGETS, WARPS, Case, Listing, listing, listing_of
+from tests.kernels.test_predicted import rows_of_the_page
 
 pytestmark = pytest.mark.slow
 
@@ -50,24 +52,24 @@ def roundings_that_torch_has_not(ptx: str) -> list[str]:
     return problems
 
 
-def nvidia_shortcomings(case: Case, target: Any, folder: Path) -> list[str]:
-    binary = folder / "kernel.cubin"
-    kernel = compiled(case, target)
-    binary.write_bytes(kernel.asm["cubin"])
-    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", run("cuobjdump", "-res-usage", binary)))
-    code = run("nvdisasm", binary)
-    found = collections.Counter(re.findall(r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*128\b", code))
-    problems = roundings_that_torch_has_not(kernel.asm["ptx"])
+def shortcomings(case: Case, target: str, found: Listing) -> list[str]:
+    """Return what is wrong with a kernel's machine code."""
+    if not target.startswith("sm_"):
+        return amd_shortcomings(case, found.code)
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", found.usage))
+    accesses = collections.Counter(re.findall(r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*128\b", found.code))
+    problems = roundings_that_torch_has_not(found.kernel.asm["ptx"])
     problems += [f"{name} {usage[name]}" for name in ("STACK", "LOCAL") if usage[name] != "0"]
     if int(usage["REG"]) > MOST_REGISTERS:
         problems.append(f"{usage['REG']} registers")
-    if (found["LDG"], found["STG"]) != (needed := vector_accesses(case, 32 * WARPS)):
-        problems.append(f"{found['LDG']} loads and {found['STG']} stores of 128 bits, not {needed}")
+    if (accesses["LDG"], accesses["STG"]) != (needed := vector_accesses(case, 32 * WARPS)):
+        problems.append(
+            f"{accesses['LDG']} loads and {accesses['STG']} stores of 128 bits, not {needed}"
+        )
     return problems
 
 
-def amd_shortcomings(case: Case, target: Any) -> list[str]:
-    code = compiled(case, target).asm["amdgcn"]
+def amd_shortcomings(case: Case, code: str) -> list[str]:
     usage = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", code))
     found = collections.Counter(re.findall(r"(?:buffer|global)_(load|store)_(?:dwordx4|b128)", code))
     problems = [f"{k} {v}" for k, v in usage.items() if k.endswith("spill_count") and v != "0"]
@@ -81,19 +83,24 @@ def amd_shortcomings(case: Case, target: Any) -> list[str]:
     return problems
 
 
-def shortcomings(case: Case, target: str, folder: Path) -> list[str]:
-    if target.startswith("sm_"):
-        return nvidia_shortcomings(case, TARGETS[target], folder)
-    return amd_shortcomings(case, TARGETS[target])
-
-
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", CASES)
-def test_no_spills_few_registers_and_128_bit_accesses(name: str, target: str, tmp_path: Path) -> None:
-    found = shortcomings(CASES[name], target, tmp_path)
-    if name == "adagrad bf16 + int16" and triton.__version__.startswith("3.6."):
-        found = [problem for problem in found if problem != "STACK 8"]  # for 64 registers, not 74
-    assert found == []
+def test_machine_code(target: str) -> None:
+    """No spills, few registers, 128-bit accesses, and no bytes moved but those of the definition."""
+    problems = {}
+    for name, case in CASES.items():
+        found = shortcomings(case, target, listing_of(name, target))
+        if name == "adagrad bf16 + int16" and triton.__version__.startswith("3.6."):
+            found = [problem for problem in found if problem != "STACK 8"]  # for 64 registers, not 74
+        if found:
+            problems[name] = found
+    assert not problems
+    cases = {name: case for name, case in CASES.items() if case.reads}
+    rows = {name: predict_kernels.row(name, case, target) for name, case in cases.items()}
+    moved = {name: cells[1] for name, cells in rows.items()}
+    assert moved == {name: cells[2] for name, cells in rows.items()}
+    if f"triton {triton.__version__}," in predict_kernels.ROWS.read_text():
+        page = rows_of_the_page()[target]
+        assert page == rows, "the rows are of other kernels: run `make predict`"
 
 
 def module_of(name: str, text: str, folder: Path) -> Any:
@@ -137,4 +144,5 @@ def test_a_kernel_edited_back_to_scalar_accesses_would_be_noticed(
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type] (gone after the test)
     module = edited_copy(SCALAR_FORMS[form], tmp_path)
     case = CASES["master_copy fp32 fp16"]._replace(kernel=module.copy_kernel)
-    assert any("of 128 bits" in problem for problem in shortcomings(case, target, tmp_path))
+    found = shortcomings(case, target, listing(case, target))
+    assert any("of 128 bits" in problem for problem in found)

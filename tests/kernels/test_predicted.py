@@ -12,7 +12,6 @@ if triton is None or INTERPRETED:
 from docs.benchmarks import machine_code, predict_kernels
 from docs.benchmarks.machine_code import Body
 from docs.benchmarks.predict_kernels import PRODUCTS, Usage
-from tests.kernels.compile_cases import CASES
 
 # A table gives an address, from which 32 bytes for each thread are loaded and 16 stored; then a loop.
 SASS = """
@@ -161,15 +160,3 @@ def test_the_document_has_the_main_kernels_of_the_page() -> None:
     shown = [line.strip("| ").split(" | ") for line in document.splitlines() if line.startswith("|")]
     for cells in predict_kernels.main_rows(rows_of_the_page()):
         assert cells in shown
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", PRODUCTS)
-def test_kernels_move_what_their_definition_says(target: str) -> None:
-    cases = {name: case for name, case in CASES.items() if case.reads}
-    rows = {name: predict_kernels.row(name, case, target) for name, case in cases.items()}
-    moved = {name: cells[1] for name, cells in rows.items()}
-    assert moved == {name: cells[2] for name, cells in rows.items()}
-    if f"triton {triton.__version__}," in predict_kernels.ROWS.read_text():
-        page = rows_of_the_page()[target]
-        assert page == rows, "the rows are of other kernels: run `make predict`"
