@@ -108,7 +108,8 @@ def _by_tensor(
     transpose = values.t().contiguous() if by_column else None
     return Quantized(
         Operand(values[:rows], inverse, "tensor", power_of_2) if by_row else None,
-        None if transpose is None else Operand(transpose, inverse, "tensor", power_of_2),
+        # Not the same tensor: Dynamo takes none twice as the input of one autograd.Function.
+        None if transpose is None else Operand(transpose, inverse.clone(), "tensor", power_of_2),
         amax,
         factor,
     )

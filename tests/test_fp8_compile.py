@@ -35,12 +35,10 @@ def trained(level: str, recipe: str, compiles: bool) -> tuple[list[Tensor], int]
     ("level", "recipe"),
     [("O5", "delayed"), *(("O4", recipe) for recipe in RECIPE_NAMES)],
 )
-def test_one_graph_with_the_bits_of_eager_mode(
-    level: str, recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", True)
+def test_one_graph_with_the_bits_of_eager_mode(level: str, recipe: str) -> None:
     expected, _ = trained(level, recipe, compiles=False)
-    found, compiled_late = trained(level, recipe, compiles=True)
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        found, compiled_late = trained(level, recipe, compiles=True)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     assert compiled_late == 0
