@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._inductor.config
-from torch import Tensor
+from torch import Tensor, nn
 
 import amp
-from tests.fp8_models import RECIPE_NAMES, batches, history, initialize, net, train
+from tests.fp8_models import RECIPE_NAMES, WIDTH, batches, history, initialize, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Inductor warns of much
 
@@ -17,7 +17,9 @@ def trained(level: str, recipe: str, compiles: bool) -> tuple[list[Tensor], int]
     """Return weights and history after 10 steps, and how many graphs were compiled late."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = net()
+    torch.manual_seed(0)
+    # One layer: what Inductor makes of it takes a few seconds for each recipe.
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     model, optimizer = initialize(model, level, recipe, torch.optim.SGD(model.parameters(), lr=0.1))
     forward = torch.compile(model, fullgraph=True) if compiles else model
     data = batches()

@@ -21,6 +21,7 @@ from amp.kernels.fp8 import (
     swizzle,
     unswizzle,
 )
+from amp.kernels.language import INTERPRETED
 from amp.kernels.quantize import quantize
 from amp.numerics import round_to
 
@@ -109,9 +110,11 @@ def test_triton_gives_the_bits_of_plain_torch(
     factors: list[Tensor | None] = [None]
     if granularity == "tensor":
         factors += [torch.zeros((), device=device), torch.tensor(16.0, device=device)]
-    for rows in (128,) if granularity == "128x128" else (17, 130):
+    sizes = (128,) if granularity == "128x128" else (17,) if INTERPRETED else (17, 130)
+    for rows in sizes:
         x = heavy_tailed(rows, 128, dtype=source).to(device)
-        for by_row, by_column in ((True, True), (True, False), (False, True)):
+        both = [(True, True), (True, False), (False, True)]
+        for by_row, by_column in both if power_of_2 and source is torch.bfloat16 else both[:1]:
             for factor in factors:
                 asked = (by_row, by_column, power_of_2, factor)
                 found = quantize(

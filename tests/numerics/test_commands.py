@@ -96,7 +96,7 @@ def test_memory(capsys: Any) -> None:
     shown = run(capsys, "memory", "--params", "7e9", "--optimizer", "FusedAdam", "--gpu-memory", "100")
     assert "7,000,000,000 parameters" in shown
     fits = [line.endswith(" fits") for line in shown.splitlines()[2:]]
-    assert fits == [False, False, False, True, True, False, False, True, False]
+    assert fits == [False, False, False, True, True, False, False, True, False, False, True]
     sharded = ["--world-size", "8", "--sharding", "zero3", "--activations", "1e9"]
     rows = json.loads(run(capsys, "memory", "--params", "8e9", *sharded, "--json"))
     assert rows[0]["weights"] == 4e9
