@@ -64,11 +64,10 @@ def quantize(
         ValueError: a dtype, granularity or shape that is not listed here.
     """
     _check(x, dtype, granularity, by_row, factor)
-    x = x.detach()
+    x = x.detach().contiguous()
     arguments = (dtype, granularity, by_row, by_column, power_of_2, factor)
     if torch.compiler.is_compiling() or not x.numel() or not uses_triton(x.device, backend):
         return quantize_reference(x, *arguments)
-    x = x.contiguous()
     run = quantize_tiles.run if quantize_tiles.takes(x) else quantize_reference
     return run(x, *arguments)
 

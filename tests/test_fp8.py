@@ -7,11 +7,13 @@ import itertools
 import logging
 import math
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -244,7 +246,7 @@ def test_seven_bytes_for_each_token_and_hidden_unit_are_kept(recipe: str) -> Non
 
 def test_what_is_quantized_is_freed_with_its_input() -> None:
     model, _ = initialize(net(), "O5", "current")
-    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    x = torch.randn(4, WIDTH, requires_grad=True).bfloat16()
     model.third(x)
     assert fp8_linear._latest.result is not None
     del x
@@ -255,9 +257,10 @@ def test_an_input_written_in_place_is_quantized_again() -> None:
     model, _ = initialize(net(), "O5", "current")
     x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
     nn.init.zeros_(model.third.bias)
-    before = model.third(x)
-    x.mul_(2)
-    assert torch.equal(model.third(x), 2 * before)
+    for given in (x, x.clone().requires_grad_() + 0):
+        before = model.third(given)
+        given.mul_(2)
+        assert torch.equal(model.third(given), 2 * before)
 
 
 def test_copies_and_pickles() -> None:
@@ -555,3 +558,107 @@ def test_the_host_never_waits(recipe: str) -> None:
     with counted_waits() as waits:
         step()
     assert not waits
+
+
+# What readers of the first version found.
+
+
+@pytest.mark.parametrize("level", ["O6", "O7"])
+def test_second_derivatives_are_refused_by_name(level: str) -> None:
+    model = net()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with pytest.raises(AmpRuntimeError, match="'third', which runs in FP8, cannot be differentiated"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_a_learned_input_is_quantized_anew() -> None:
+    """torch's fused optimizers write to parameters and leave no trace."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.full((16, WIDTH), 0.1))
+            self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+
+        def forward(self) -> Tensor:
+            return self.head(self.first(self.queries))
+
+    losses = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Queries()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        model, optimizer = initialize(model, "O4", "current", optimizer)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model().float().square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        amp.get_session().close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_nothing_has_to_be_contiguous(recipe: str) -> None:
+    model, _ = initialize(net(), "O5", recipe)
+    layer = model.third
+    base = torch.randn(WIDTH, 2 * WIDTH, dtype=torch.bfloat16)
+    for x in (base.t()[:, :WIDTH], base[:, 1 : WIDTH + 1], base[:1, :WIDTH].expand(8, WIDTH)):
+        y = layer(x)
+        assert torch.equal(y, layer(x.contiguous()))
+        y.backward(torch.randn(WIDTH, len(y), dtype=torch.bfloat16).t())
+
+
+def test_nested_tensors_run_in_half_precision() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 256, batch_first=True), 2)
+    amp.initialize(encoder, opt_level="O7", verbosity=0)
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[0, 5:] = True
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its nested tensors are a prototype
+        output = encoder.eval()(torch.randn(2, 8, WIDTH), src_key_padding_mask=mask)
+    assert output.shape == (2, 8, WIDTH)
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        Counted.calls += 1
+        return weight
+
+
+def test_a_parametrized_weight_is_computed_once_in_a_forward() -> None:
+    model = net()
+    nn.utils.parametrize.register_parametrization(model.third, "weight", Counted())
+    Counted.calls = 0
+    model, _ = initialize(model, "O4", "current", torch.optim.SGD(model.parameters(), lr=0.1))
+    assert Counted.calls == 0
+    model.third(torch.randn(4, WIDTH))
+    assert Counted.calls == 1
+
+
+def test_copies_leave_fp8_when_the_session_closes() -> None:
+    model, _ = initialize(net(), "O5", "current")
+    copied = copy.deepcopy(model)
+    amp.get_session().close()
+    x = torch.randn(4, WIDTH).bfloat16()
+    assert torch.equal(copied.third(x), model.third(x))
+
+
+def test_a_model_that_is_widened_runs_as_torch_has_it() -> None:
+    model, _ = initialize(net(), "O4", "current")
+    model.third.double()
+    with amp.disable_casts():
+        assert model.third(torch.randn(3, WIDTH).double()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("skip", ["frist", ["last", "blocks.*"]])
+def test_a_skip_that_names_nothing_is_a_warning(skip: Any) -> None:
+    with pytest.warns(AmpWarning, match="fp8 has skip: (frist|blocks.*), which is the name of no"):
+        initialize(net(), "O4", {"skip": skip})
+    amp.get_session().close()
+    model, _ = initialize(net(), "O4", {"skip": "first, last"})
+    assert reached(model) == ["second", "third"]

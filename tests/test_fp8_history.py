@@ -353,3 +353,41 @@ def test_the_model_may_move_after_initialize() -> None:
     model, _ = initialize(net(), "O4", "delayed")
     model.to("meta")
     assert model(torch.randn(3, WIDTH, device="meta")).shape == (3, 10)
+
+
+def test_two_loss_scales_at_a_time() -> None:
+    """What was seen at one scale is not taken for what was seen at another."""
+    found = []
+    for delay in (False, True):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+        fp8 = {"recipe": "delayed", "skip": []}
+        scaling = {"num_losses": 2, "loss_scale": 4.0, "verbosity": 0}
+        amp.initialize(models, optimizers, opt_level="O2", fp8=fp8, **scaling)
+        amp.get_session().scalers[1].set_scale(65536.0)
+        x = torch.randn(16, WIDTH)
+        for _ in range(3):
+            losses = [model(x).float().square().mean() for model in models]
+            with amp.scale_loss(losses[0], optimizers[0], delay_unscale=delay) as scaled_loss:
+                scaled_loss.backward()
+            with amp.scale_loss(losses[1] / 1000, optimizers[1], loss_id=1) as scaled_loss:
+                scaled_loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            gradient = models[0][0].weight.grad
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert gradient is None  # masters have it
+        found.append(history().amaxes[1].clone())
+        amp.get_session().close()
+    assert torch.equal(*found)
+
+
+def test_a_module_in_evaluation_sees_nothing() -> None:
+    model, optimizer = initialize(net(), "O5", "delayed")
+    train(model, optimizer, batches(), 1)
+    before = history().amaxes.clone()
+    model.eval()
+    model(1000 * torch.randn(4, WIDTH)).sum().backward()
+    assert torch.equal(history().amaxes, before)

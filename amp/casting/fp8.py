@@ -49,6 +49,7 @@ class Fp8Linears(Strategy):
         self._reached: list[str] = []
         self._missed: dict[str, list[str]] = {}
         self._loaded: Mapping[str, Any] | None = None
+        self._idle: set[str] = set()
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -62,12 +63,14 @@ class Fp8Linears(Strategy):
         reached, _ = choose(model, self.properties.fp8, self.properties.rules)
         shards = gathered_dtypes(model)
         for name, module in reached.items():
-            if is_sharded(module.weight) and module.weight not in shards:
+            if is_sharded(_stored(module)) and _stored(module) not in shards:
                 raise AmpRuntimeError(_cut(name))
 
     def begin(self, undo: Undo) -> None:
         """Forget what was said of earlier models."""
         self._reached, self._missed, self._prepared = [], {}, 0
+        skip = self.properties.fp8.skip if self.properties.fp8 else ()
+        self._idle = set(skip) - {"first", "last", "tied"}
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Let linear layers run in FP8, or no more, where another session had let them."""
@@ -83,6 +86,8 @@ class Fp8Linears(Strategy):
         prefix = f"model {self._models}: " if self._models else ""
         self._models += 1
         self._prepared += 1
+        names = [name for name, _ in model.named_modules()]
+        self._idle = {each for each in self._idle if not any(fnmatchcase(n, each) for n in names)}
         self._reached += [prefix + name for name in reached]
         for reason, names in missed.items():
             self._missed.setdefault(reason, []).extend(prefix + name for name in names)
@@ -90,24 +95,26 @@ class Fp8Linears(Strategy):
 
     def _add(self, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
         from amp.casting.fp8_history import AmaxHistory, live
-        from amp.casting.fp8_linear import FORMATS, Layer
+        from amp.casting.fp8_linear import FORMATS, Layer, Switch
 
         recipe = self.properties.fp8
         assert recipe is not None
+        switch = Switch()
+        undo.callback(setattr, switch, "on", False)
         names = [prefix + name for name in reached]
         first = 0
         if recipe.recipe == "delayed" and names:
             if self.history is None:
                 self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
-            live.add(self.history)
-            undo.callback(live.discard, self.history)
-            devices = [module.weight.device for module in reached.values()]
+                live.add(self.history)
+                undo.callback(live.discard, self.history)
+            devices = [_stored(module).device for module in reached.values()]
             if len(set(devices)) > 1:
                 raise AmpRuntimeError(_several_devices(devices))
             first = self.history.add(names, devices[0])
             undo.if_it_fails.append(functools.partial(self.history.remove, len(names)))
         layers: dict[nn.Module, Layer] = {
-            module: Layer(recipe, name, self.history, i)
+            module: Layer(recipe, name, self.history, i, switch)
             for i, (name, module) in enumerate(zip(names, reached.values(), strict=True), start=first)
         }
         undo.callback(_release, layers)
@@ -123,6 +130,13 @@ class Fp8Linears(Strategy):
         reasons = "; ".join(f"{_listed(names)}: {why}" for why, names in self._missed.items())
         of = f"{len(self._reached)} of {len(self._reached) + missed} layers run in FP8"
         message = f"fp8={self.properties.fp8}: {of}" + (f". The others: {reasons}" if missed else "")
+        if self._idle:
+            warnings.warn(
+                f"fp8 has skip: {', '.join(sorted(self._idle))}, which is the name of no module and no "
+                "glob over names; write first, last, tied, a name, or a glob such as 'blocks.0.*'",
+                AmpWarning,
+                stacklevel=2,
+            )
         if not self._reached:
             nothing = "" if missed else ": the model has no linear layers"
             warnings.warn(message + nothing, AmpWarning, stacklevel=2)
@@ -197,7 +211,7 @@ def choose(
         why = None
         if isinstance(module, nn.Linear):
             words = {"first": name == linears[0], "last": name == linears[-1]}
-            words["tied"] = id(module.weight) in tied
+            words["tied"] = id(_stored(module)) in tied
             if name in unused:
                 why = "nn.MultiheadAttention multiplies by itself"
             else:
@@ -247,12 +261,19 @@ def _obstacle(module: nn.Linear, recipe: Fp8Recipe) -> str | None:
     cls = type(module)
     if has_forward_of_its_own(module) or cls.forward is not nn.Linear.forward:
         return f"{cls.__name__} has a forward of its own"
-    if module.weight.dtype not in CASTABLE:
-        return f"the weight is {module.weight.dtype}"
+    if _stored(module).dtype not in CASTABLE:
+        return f"the weight is {_stored(module).dtype}"
     multiple = MULTIPLES.get(recipe.recipe, 16)
-    if module.in_features % multiple or module.out_features % multiple:
+    sizes = module.in_features, module.out_features
+    if any(size % multiple or not size for size in sizes):
         return f"dimensions that are no multiples of {multiple}"
     return None
+
+
+def _stored(module: nn.Linear) -> Tensor:
+    """Return the weight, or the parameter that a parametrization computes it from."""
+    weight = module._parameters.get("weight")
+    return next(module.parameters()) if weight is None else weight
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -266,14 +287,17 @@ def _listed(names: Sequence[str]) -> str:
 def _forward(base: Any) -> Any:
     def forward(self: Any, input: Tensor) -> Tensor:
         layer: Layer | None = getattr(self, "_amp_fp8", None)
-        if layer is None or (layer.recipe.eval == "high" and not self.training):
+        if layer is None or not layer.switch.on or input.is_nested:
             return base.forward(self, input)  # type: ignore[no-any-return]
-        dtype = _computed_in(input, self.weight)
+        if layer.recipe.eval == "high" and not self.training:
+            return base.forward(self, input)  # type: ignore[no-any-return]
+        weight = self.weight  # once: a parametrization computes it each time
+        dtype = _computed_in(input, weight)
         if dtype is None or input.shape[-1:] != (self.in_features,):
-            return base.forward(self, input)  # type: ignore[no-any-return]
-        if is_sharded(self.weight):
+            return nn.functional.linear(input, weight, self.bias)
+        if is_sharded(weight):
             raise AmpRuntimeError(_cut(layer.name))
-        return layer.run(input, self.weight, self.bias, dtype)
+        return layer.run(input, weight, self.bias, dtype, self.training)
 
     return forward
 
@@ -281,7 +305,7 @@ def _forward(base: Any) -> Any:
 def _computed_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the half precision in which a layer would compute here and now, or None for another."""
     caster = newest_caster()
-    if x.dtype not in CASTABLE:
+    if x.dtype not in CASTABLE or weight.dtype not in CASTABLE:
         return None
     if caster is not None and casts(caster, x.device.type):
         dtype: torch.dtype = caster.dtype

@@ -34,6 +34,7 @@ class AmaxHistory:
             iterations before, newest first. 0 is nothing.
         factors: float32 `[3 * layers]`, what to multiply values by; 0 where nothing is known yet.
         groups: returns the process groups whose ranks see different data.
+        iteration: counts those that have ended.
         ended_in_block: whether a block has ended the iteration that the next step belongs to.
     """
 
@@ -46,7 +47,9 @@ class AmaxHistory:
         self.groups: Callable[[], Sequence[ProcessGroup]] = tuple
         self.ended_in_block = False
         self._formats = formats
-        self._loss_scale: Tensor | None = None
+        self.iteration = 0
+        self._loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
+        self._is_scaled = False
 
     def add(self, names: Sequence[str], device: torch.device) -> int:
         """Make entries for layers, and return the number of the first.
@@ -61,7 +64,8 @@ class AmaxHistory:
                 "all layers have seen in one tensor. Take fp8='current', which keeps nothing"
             )
         more = torch.zeros(len(self.amaxes), 3 * len(names), dtype=torch.float32, device=device)
-        self.amaxes = torch.cat([self.amaxes.to(device), more], 1)
+        self._move(device)
+        self.amaxes = torch.cat([self.amaxes, more], 1)
         self.names += names
         self._refresh()
         return first
@@ -76,21 +80,26 @@ class AmaxHistory:
     def factor(self, layer: int, entry: int, device: torch.device) -> Tensor:
         """Return the factor of an entry, float32 `[]`."""
         if self.factors.device != device:  # the model has moved since
-            self.amaxes, self.factors = self.amaxes.to(device), self.factors.to(device)
+            self._move(device)
         return self.factors[3 * layer + entry]
+
+    def _move(self, device: torch.device) -> None:
+        self.amaxes, self.factors = self.amaxes.to(device), self.factors.to(device)
+        self._loss_scale = self._loss_scale.to(device)
 
     def see(self, layer: int, entry: int, amax: Tensor) -> None:
         """Raise what this iteration has seen of an entry. The host does not wait."""
         seen = self.amaxes[0, 3 * layer + entry]
-        seen.copy_(torch.maximum(seen, amax))
+        seen.copy_(torch.maximum(seen, amax / self._loss_scale if entry == GRADIENT else amax))
 
     def begin(self, loss_scale: Tensor | None) -> None:
         """Let factors of gradients be for a loss with this scale, float32 `[]`; None is 1.
 
         The host does not wait for the device.
         """
-        if loss_scale is not None or self._loss_scale is not None:
-            self._loss_scale = loss_scale
+        if loss_scale is not None or self._is_scaled:
+            self._is_scaled = loss_scale is not None
+            self._loss_scale.copy_(torch.ones(()) if loss_scale is None else loss_scale)
             self._refresh()
 
     @property
@@ -113,8 +122,7 @@ class AmaxHistory:
         self.ended_in_block = in_block
         seen = self.seen
         is_known = (seen > 0) & (seen < torch.inf)
-        if self._loss_scale is not None:
-            seen = torch.where(self._are_gradients(), seen / self._loss_scale, seen)
+        self.iteration += 1
         moved = torch.cat([seen[None], self.amaxes[1:-1]])
         self.amaxes[1:] = torch.where(is_known, moved, self.amaxes[1:])
         self.amaxes[0] = 0.0
@@ -130,8 +138,7 @@ class AmaxHistory:
         past = self.amaxes[1:]
         amax = past.amax(0) if self.recipe.amax_algo == "max" else past[0]
         are_gradients = self._are_gradients()
-        if self._loss_scale is not None:
-            amax = torch.where(are_gradients, amax * self._loss_scale, amax)
+        amax = torch.where(are_gradients, amax * self._loss_scale, amax)
         by_format = [
             factor_of(amax, each, bool(self.recipe.power_of_2_scales)) for each in self._formats
         ]

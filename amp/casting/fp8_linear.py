@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.casting.regions import disable_casts
+from amp.errors import AmpRuntimeError
 from amp.kernels.fp8 import Granularity, Operand, Quantized
 from amp.kernels.quantize import quantize
 from amp.kernels.scaled_mm import scaled_mm
@@ -41,6 +41,12 @@ GRANULARITIES: dict[str, tuple[Granularity, Granularity, Granularity]] = {
 """What shares a scale in activations, in the weight, and in the weight that gives `grad_input`."""
 
 
+class Switch:
+    """Whether the layers of a session run in FP8."""
+
+    on = True
+
+
 class Layer(NamedTuple):
     """How one module runs in FP8.
 
@@ -49,12 +55,14 @@ class Layer(NamedTuple):
         name: of the module, for errors.
         history: what `delayed` remembers, or None.
         number: of the module in the history.
+        switch: whether the session is open: copies of a module have no other way to learn that.
     """
 
     recipe: Fp8Recipe
     name: str
     history: AmaxHistory | None = None
     number: int = 0
+    switch: Switch = Switch()
 
     def quantize(
         self,
@@ -84,9 +92,11 @@ class Layer(NamedTuple):
             self.history.see(self.number, entry, result.amax)
         return result
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_training: bool
+    ) -> Tensor:
         """Return the layer's output; see `linear`."""
-        return linear(x, weight, bias, dtype, self)
+        return linear(x, weight, bias, dtype, self, is_training)
 
     def __deepcopy__(self, memo: Any) -> "Layer":
         return self  # a copy of the module goes by what the module has seen
@@ -110,9 +120,10 @@ _latest = _Latest()
 def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Quantized:
     """Return an input in FP8, in rows; as it was returned last, if it is the same."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    if torch.compiler.is_compiling() or x.is_inference():
+    if torch.compiler.is_compiling() or x.is_leaf:  # a leaf is written to in ways that leave no trace
         return layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
-    key = (x._version, layer.recipe, id(layer.history), by_column, sees)
+    iteration = None if layer.history is None else (id(layer.history), layer.history.iteration)
+    key = (x._version, layer.recipe, iteration, by_column, sees)
     if _latest.of is not None and _latest.of() is x and _latest.key == key:
         assert _latest.result is not None
         return _latest.result
@@ -122,7 +133,14 @@ def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Qu
     return result
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, layer: Layer) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    layer: Layer,
+    is_training: bool,
+) -> Tensor:
     """Return `x @ weight.T + bias`, `[..., N]`, with products in FP8. The host does not wait.
 
     Args:
@@ -131,15 +149,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, l
         bias: `[N]`, or None.
         dtype: of what is returned.
         layer: how.
+        is_training: whether the module is in training, and the layer's history sees this.
     """
-    trains = torch.is_grad_enabled()
-    by_column = trains and weight.requires_grad and layer.recipe.grad_weight == "fp8"
+    sees = torch.is_grad_enabled() and is_training
+    by_column = torch.is_grad_enabled() and weight.requires_grad and layer.recipe.grad_weight == "fp8"
     with disable_casts():
         with torch.no_grad():
-            of_x = _quantized_input(x, layer, by_column, trains)
-            of_weight = layer.quantize(
-                weight.detach(), WEIGHT, by_row=True, by_column=False, sees=trains
-            )
+            of_x = _quantized_input(x, layer, by_column, sees)
+            of_weight = layer.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
         assert of_x.by_row is not None
         assert of_weight.by_row is not None
         columns = of_x.by_column
@@ -155,6 +172,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, l
             of_weight.factor,
             dtype,
             layer,
+            sees,
         )
         if bias is not None:
             product = product + bias.to(dtype)
@@ -175,6 +193,7 @@ class _Linear(torch.autograd.Function):
         weight_factor: Tensor | None,
         dtype: torch.dtype,
         layer: Layer,
+        sees: bool,
     ) -> Tensor:
         of_x, of_weight, _ = GRANULARITIES[layer.recipe.recipe]
         power_of_2 = layer.recipe.power_of_2_scales is not False
@@ -184,7 +203,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, _, columns, columns_inverse, _, _, factor, ctx.low, ctx.layer = inputs
+        x, weight, _, _, columns, columns_inverse, _, _, factor, ctx.low, ctx.layer, ctx.sees = inputs
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(
@@ -196,20 +215,26 @@ class _Linear(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable hides names)
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
+        layer: Layer = ctx.layer
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise AmpRuntimeError(
+                f"the gradients of '{layer.name}', which runs in FP8, cannot be differentiated again "
+                f"(create_graph=True). Keep the layer out: fp8={{'skip': ['{layer.name}']}}"
+            )
         x, weight, columns, columns_inverse, factor = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_dtype, weight_dtype = ctx.dtypes
-        layer: Layer = ctx.layer
         power_of_2 = layer.recipe.power_of_2_scales is not False
         grad_x = grad_weight = None
         with disable_casts():
             of_grad = layer.quantize(
-                grad, GRADIENT, by_row=needs_x, by_column=needs_weight and columns is not None
+                grad,
+                GRADIENT,
+                by_row=needs_x,
+                by_column=needs_weight and columns is not None,
+                sees=ctx.sees,
             )
             if needs_x:
                 by_row = of_grad.by_row
@@ -227,7 +252,7 @@ class _Linear(torch.autograd.Function):
                 grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
             elif needs_weight:
                 grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)
-        return grad_x, grad_weight, *[None] * 9
+        return grad_x, grad_weight, *[None] * 10
 
 
 def _scaled_alike(operand: Operand, other: Operand) -> Operand:

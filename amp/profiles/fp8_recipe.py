@@ -27,8 +27,8 @@ def _word(*words: str, **also: str) -> Parser:
     parse = OneOf(*words)
 
     def parse_word(name: str, value: object) -> Any:
-        if isinstance(value, str):
-            value = also.get(value.strip().lower(), value)
+        if isinstance(value, (str, bool)):
+            value = also.get(str(value).strip().lower(), value)
         return parse(name, value)
 
     return parse_word
@@ -47,7 +47,7 @@ def _parse_exponent(name: str, value: object) -> int:
 
 def _parse_skip(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
-        value = [value] if value.strip() else []
+        value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
         raise AmpTypeError(
             f"{name}={value!r} is a {type(value).__name__}; give a list of first, last, tied, and "
@@ -122,7 +122,7 @@ class Fp8Recipe:
     )
     grad_weight: Literal["fp8", "high"] | None = key(
         None,
-        _optional(_word("fp8", "high")),
+        _optional(_word("fp8", "high", true="fp8", false="high")),
         "gradients of weights are computed in FP8, or in the level's half precision; "
         "`fp8_wgrad: false` is high",
         values="fp8, high",
@@ -136,7 +136,7 @@ class Fp8Recipe:
     )
     eval: Literal["fp8", "high"] = key(
         "fp8",
-        _word("fp8", "high"),
+        _word("fp8", "high", true="fp8", false="high"),
         "modules in evaluation run in FP8, or in half precision; `use_autocast_during_eval: false` is "
         "high",
         values="fp8, high",
