@@ -8,6 +8,11 @@ from amp.numerics.crises import vanishing_update as vanishing_update
 from amp.numerics.formats import FORMATS as FORMATS
 from amp.numerics.formats import Format as Format
 from amp.numerics.formats import describe as describe
+from amp.numerics.fp8 import Fp8Loss as Fp8Loss
+from amp.numerics.fp8 import Fp8Step as Fp8Step
+from amp.numerics.fp8 import fp8_losses as fp8_losses
+from amp.numerics.fp8 import fp8_scaled as fp8_scaled
+from amp.numerics.fp8 import simulate_fp8 as simulate_fp8
 from amp.numerics.memory import Footprint as Footprint
 from amp.numerics.memory import footprint as footprint
 from amp.numerics.memory import footprints as footprints

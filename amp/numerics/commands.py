@@ -19,6 +19,7 @@ from amp.errors import AmpValueError
 from amp.numerics import lab, plots
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, as_format
+from amp.numerics.fp8 import fp8_losses, simulate_fp8
 from amp.numerics.memory import TERMS, Footprint, footprints
 from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import GRADIENT_FORMATS, gradient_survival, simulate_scaler
@@ -67,6 +68,22 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--max", type=_number, default=2.0**24, help="ceiling (2**24)")
 
     parser = _parser(
+        *(commands, "simulate-fp8", _simulate_fp8, "scale a tensor for FP8, and a tensor over time"),
+        "reamp simulate-fp8\nreamp simulate-fp8 activations.pt --format e5m2\n"
+        "reamp simulate-fp8 --amaxes 1,1,40,1,1,1 --amax-history 3 --plot fp8.png",
+        plot=True,
+    )
+    parser.add_argument("file", nargs="?", help="tensors that torch.save wrote, in lists and dicts")
+    parser.add_argument("--mean", type=_number, default=-4.0, help="without a file: mean log2 (-4)")
+    parser.add_argument("--spread", type=_number, default=3.0, help="standard deviation of log2 (3)")
+    parser.add_argument("--outlier", type=_number, default=1024.0, help="one row in 64 times it (1024)")
+    parser.add_argument("--amaxes", type=_numbers, help="the largest magnitude of each iteration")
+    parser.add_argument("--amax-history", type=int, default=16, help="how many it looks back on (16)")
+    parser.add_argument("--amax-algo", default="max", help="max or most_recent (max)")
+    parser.add_argument("--margin", type=int, default=0, help="powers of 2 to stay below (0)")
+    _add_formats(parser, "e4m3, or e5m2 as for gradients (e4m3)", default="float8_e4m3fn")
+
+    parser = _parser(
         *(commands, "survival", _survival, "say what each loss scale would do to gradients"),
         "reamp survival gradients.pt\nreamp survival --mean -24 --spread 5 --plot survival.png",
         plot=True,
@@ -75,7 +92,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--mean", type=_number, default=-22.0, help="without a file: mean log2 (-22)")
     parser.add_argument("--spread", type=_number, default=5.0, help="standard deviation of log2 (5)")
     parser.add_argument("--count", type=int, default=100_000, help="how many (100000)")
-    _add_formats(parser, "the format of the table and the picture (fp16)", many=False)
+    _add_formats(parser, "the format of the table and the picture (fp16)", default="float16")
 
     parser = _parser(
         *(commands, "memory", _memory, "say what training keeps in memory at each level"),
@@ -99,7 +116,7 @@ def add_commands(commands: Any) -> None:
     )
 
     parser = _parser(
-        *(commands, "lab", _lab, "write the lab, a page with six figures, or serve it"),
+        *(commands, "lab", _lab, "write the lab, a page with seven figures, or serve it"),
         "reamp lab\nreamp lab --out numerics.html\nreamp lab --serve",
         as_json=False,
     )
@@ -135,13 +152,16 @@ def _parser(
 
 
 def _add_formats(
-    parser: argparse.ArgumentParser, text: str = "a format; may be repeated", many: bool = True
+    parser: argparse.ArgumentParser,
+    text: str = "a format; may be repeated",
+    default: str | None = None,
 ) -> None:
+    """Add `--format`, for one format with a default, or for any number of them."""
     parser.add_argument(
         "--format",
         type=_format,
-        action="append" if many else "store",
-        default=None if many else as_format("float16"),
+        action="append" if default is None else "store",
+        default=None if default is None else as_format(default),
         help=text,
     )
 
@@ -165,6 +185,10 @@ def _integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, such as 10,15") from None
+
+
+def _numbers(text: str) -> list[float]:
+    return [_number(part) for part in text.split(",") if part]
 
 
 def _emit_json(value: Any) -> None:
@@ -280,20 +304,73 @@ def _simulate(arguments: argparse.Namespace) -> None:
     printer.table(("step", "scale", "after it", "good", "", "log2"), rows, alarming=4)
 
 
+def _simulate_fp8(arguments: argparse.Namespace) -> None:
+    if arguments.file is not None:
+        tensors = list(_load(Path(arguments.file)))
+    else:
+        if not 0 < arguments.outlier < math.inf:
+            raise AmpValueError(f"--outlier {arguments.outlier:g}: give a finite number above 0")
+        x = _log_normal(arguments, 256 * 512).float().view(256, 512)
+        x[::64] *= arguments.outlier
+        tensors = [x]
+    names = ("amax_history", "amax_algo", "margin")
+    losses = fp8_losses(tensors, [arguments.format])
+    history = simulate_fp8(
+        _AMAXES if arguments.amaxes is None else arguments.amaxes,
+        arguments.format,
+        **{name: getattr(arguments, name) for name in names},
+    )
+    if arguments.plot is not None:
+        plots.plot_fp8(tensors, history, arguments.plot, arguments.format)
+    if arguments.json:
+        _emit_json({"losses": [x._asdict() for x in losses], "history": [x._asdict() for x in history]})
+        return
+    printer = Printer()
+    printer.line(f"{sum(x.numel() for x in tensors):,} numbers in {arguments.format.name}")
+    rows = [
+        (x.scaling, *(f"{part:.2%}" for part in (x.zero, x.subnormal, x.saturated, x.error)))
+        for x in losses
+    ]
+    printer.table(("scale for", "become 0", "subnormal", "saturate", "error"), rows)
+    printer.line()
+    printer.line(f"delayed: {arguments.amax_algo} of the last {arguments.amax_history}")
+    largest = arguments.format.max
+    printer.table(
+        ("iteration", "amax", "times", "of the range", "", ""),
+        [
+            (
+                *(x.step, f"{x.amax:.4g}", x.factor, f"{x.largest / largest:.2%}"),
+                *("saturates" if x.saturated else "", printer.bar(x.largest / largest, 24)),
+            )
+            for x in history
+        ],
+        alarming=4,
+    )
+
+
+_AMAXES = [2.0 ** (4 - step / 6) * (64 if step == 20 else 1) for step in range(40)]
+"""Activations that become smaller, and an outlier among them."""
+
+
+def _log_normal(arguments: argparse.Namespace, count: int) -> Tensor:
+    """Return float64 `[count]`, by `--mean` and `--spread`."""
+    if not (0 < arguments.spread <= 100 and abs(arguments.mean) <= 1000):
+        raise AmpValueError(
+            f"--mean {arguments.mean:g} --spread {arguments.spread:g}: give a mean of log2 from "
+            "-1000 to 1000, and a spread above 0 and at most 100"
+        )
+    generator = torch.Generator("cpu").manual_seed(0)
+    normal = torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.exp2(arguments.mean + arguments.spread * normal)
+
+
 def _survival(arguments: argparse.Namespace) -> None:
     if arguments.file is not None:
         grads = list(_load(Path(arguments.file)))
     else:
         if not 1 <= arguments.count <= 10**8:
             raise AmpValueError(f"--count {arguments.count}: give 1 to 100000000")
-        if not (0 < arguments.spread <= 100 and abs(arguments.mean) <= 1000):
-            raise AmpValueError(
-                f"--mean {arguments.mean:g} --spread {arguments.spread:g}: give a mean of log2 from "
-                "-1000 to 1000, and a spread above 0 and at most 100"
-            )
-        generator = torch.Generator("cpu").manual_seed(0)
-        normal = torch.randn(arguments.count, generator=generator, dtype=torch.float64, device="cpu")
-        grads = [torch.exp2(arguments.mean + arguments.spread * normal)]
+        grads = [_log_normal(arguments, arguments.count)]
     formats = dict.fromkeys([*GRADIENT_FORMATS, arguments.format.name])
     found = gradient_survival(grads, formats=list(formats))
     if arguments.plot is not None:

@@ -217,6 +217,69 @@ function memory(params, optimizer, { activations = 0, world = 1, sharding = "non
   });
 }
 
+// FP8: what quantization keeps, amp.numerics.fp8_losses.
+
+function factorOf(amax, fmt) {
+  if (!(amax < Infinity)) return NaN;
+  return amax === 0 ? 1 : 2 ** Math.min(exponentOf(fmt.max / amax, formats.float32), 126);
+}
+
+function partOf(scaling) {
+  return { tensor: [Infinity, Infinity], row: [1, Infinity], "1x128": [1, 128], "128x128": [128, 128], "1x32": [1, 32] }[scaling];
+}
+
+function quantize(rows, fmt, scaling) {
+  const factors = new Map();
+  const [down, across] = partOf(scaling) ?? [1, 1];
+  const part = (i, j) => `${Math.floor(i / down)},${Math.floor(j / across)}`;
+  if (scaling !== "none") {
+    const amaxes = new Map();
+    rows.forEach((row, i) => row.forEach((x, j) => {
+      amaxes.set(part(i, j), Math.max(amaxes.get(part(i, j)) ?? 0, Math.abs(x)));
+    }));
+    for (const [key, amax] of amaxes) factors.set(key, factorOf(amax, fmt));
+  }
+  return rows.flatMap((row, i) => row.map((x, j) => {
+    const factor = factors.get(part(i, j)) ?? 1;
+    const scaled = x * factor;
+    const kept = roundTo(Math.min(Math.max(scaled, -fmt.max), fmt.max), fmt);
+    return { x, scaled, kept, value: kept / factor };
+  }));
+}
+
+function fp8Loss(rows, fmt, scaling) {
+  const found = quantize(rows, fmt, scaling);
+  const counted = found.filter(({ x }) => x !== 0);
+  const part = (isLost) => counted.filter(isLost).length / Math.max(counted.length, 1);
+  const norm = found.reduce((sum, { x }) => sum + x * x, 0);
+  return {
+    zero: part(({ kept }) => kept === 0),
+    subnormal: part(({ kept }) => kept !== 0 && Math.abs(kept) < fmt.min_normal),
+    saturated: part(({ scaled }) => Math.abs(scaled) > fmt.max),
+    error: norm ? Math.sqrt(found.reduce((sum, { x, value }) => sum + (value - x) ** 2, 0) / norm) : 0,
+  };
+}
+
+// A delayed scale: amp.numerics.simulate_fp8.
+
+class AmaxHistory {
+  constructor(fmt, { amax_history = 16, amax_algo = "max", margin = 0 } = {}) {
+    Object.assign(this, { fmt, amax_history, amax_algo, margin });
+    this.past = [];
+    this.trace = [];
+  }
+
+  step(given) {
+    const amax = Math.fround(given);
+    const known = this.amax_algo === "max" ? Math.max(0, ...this.past) : this.past[0] ?? 0;
+    const current = factorOf(amax, this.fmt);
+    const factor = known > 0 ? factorOf(known, this.fmt) * 2 ** -this.margin : current;
+    const largest = amax * factor;
+    if (amax > 0 && amax < Infinity) this.past = [amax, ...this.past].slice(0, this.amax_history);
+    this.trace.push({ step: this.trace.length, amax, factor, current, largest, saturated: !(largest <= this.fmt.max) });
+  }
+}
+
 // Every number of the shared table, by these functions and by the library's.
 
 const same = (a, b) => Object.is(a, b) || (a === b) || (Number.isNaN(a) && Number.isNaN(b));
@@ -258,6 +321,24 @@ function check(vectors = data.vectors) {
   for (const v of vectors.memory) {
     memory(v.params, v.optimizer, v.options).forEach((row, i) => {
       for (const key of Object.keys(v.rows[i])) compare(`memory ${key}`, row[key], v.rows[i][key], near);
+    });
+  }
+  const alike = (a, b) => same(a, b) || Math.abs(a - b) <= 1e-9 * Math.abs(b);
+  for (const v of vectors.fp8) {
+    for (const loss of v.losses) {
+      const found = fp8Loss(v.x, formats[loss.format], loss.scaling);
+      for (const key of Object.keys(found)) {
+        compare(`${loss.format} ${loss.scaling} ${key}`, found[key], loss[key], alike);
+      }
+    }
+  }
+  for (const v of vectors.histories) {
+    const history = new AmaxHistory(formats[v.format], v.options);
+    v.amaxes.forEach((amax, i) => {
+      history.step(amax);
+      for (const key of Object.keys(v.steps[i])) {
+        compare(`${v.format} iteration ${i} ${key}`, history.trace[i][key], v.steps[i][key], alike);
+      }
     });
   }
   return { count, wrong };
@@ -740,6 +821,138 @@ function startMemory() {
   showMemory();
 }
 
+// 7. FP8.
+
+const fp8Shape = { rows: 32, columns: 128 };
+const fp8Normal = Array.from({ length: 4096 }, (_, i) => {
+  const share = (((1597 * i * (i + 1) / 2) % 4096) + 0.5) / 4096; // a normal distribution, shuffled
+  let [low, high] = [-5, 5];
+  while (high - low > 1e-9) {
+    const middle = (low + high) / 2;
+    if (normalCdf(middle) < share) low = middle;
+    else high = middle;
+  }
+  return low;
+});
+let fp8History = null;
+
+function fp8Rows(mean, spread, outlier) {
+  return Array.from({ length: fp8Shape.rows }, (_, i) => Array.from({ length: fp8Shape.columns }, (_, j) =>
+    Math.fround(2 ** (mean + spread * fp8Normal[i * fp8Shape.columns + j] + (i % 16 ? 0 : outlier)))));
+}
+
+function exponents(numbers) {
+  const counts = new Map();
+  for (const x of numbers) {
+    const exponent = exponentOf(Math.abs(x), formats.float32);
+    if (x !== 0) counts.set(exponent, (counts.get(exponent) ?? 0) + 1);
+  }
+  return counts;
+}
+
+function showFp8() {
+  const fmt = formats[$("fp8-format").value];
+  const [mean, spread, outlier] = ["mean", "spread", "outlier"].map((name) => Number($(`fp8-${name}`).value));
+  const good = { "fp8-mean": mean >= -60 && mean <= 20 && $("fp8-mean").value !== "", "fp8-spread": spread >= 0.5 && spread <= 10,
+    "fp8-outlier": outlier >= 0 && outlier <= 20 };
+  for (const [id, isGood] of Object.entries(good)) mark($(id), isGood);
+  if (!Object.values(good).every(Boolean)) return;
+  const rows = fp8Rows(mean, spread, outlier);
+  const chosen = $("fp8-scaling").value;
+  const counts = exponents(quantize(rows, fmt, chosen).map(({ scaled }) => scaled));
+  const low = -40, high = 30;
+  const at = (e) => 20 + (680 * (Math.min(Math.max(e, low), high) - low)) / (high - low);
+  const lowest = fmt.min_exponent - fmt.mantissa_bits - 1;
+  const zone = (from, to, fill) => ["rect", { x: at(from), y: 10, width: at(to) - at(from), height: 205, fill, opacity: 0.25 }];
+  const items = [zone(low, lowest, "var(--alarm)"), zone(lowest, fmt.min_exponent, "var(--soft)"),
+    zone(fmt.max_exponent + 1, high, "var(--alarm)")];
+  const top = Math.max(...counts.values());
+  for (const [e, count] of counts) {
+    if (e < low || e >= high) continue;
+    items.push(["rect", { x: at(e), y: 215 - (200 * count) / top, width: 9, height: (200 * count) / top, fill: "var(--accent)" }]);
+  }
+  for (let tick = low; tick <= high; tick += 10) {
+    items.push(["text", { x: at(tick), y: 235, "text-anchor": "middle", class: "small dim" }, `2^${tick}`]);
+  }
+  items.push(["text", { x: 22, y: 254, class: "small dim" }, "red: becomes 0 or is too large; amber: subnormal"]);
+  draw($("fp8-chart"), items);
+  const cells = (tag, texts, name = "") => {
+    const line = document.createElement("tr");
+    line.className = name;
+    line.append(...texts.map((text) => Object.assign(document.createElement(tag), { textContent: text })));
+    return line;
+  };
+  $("fp8-table").replaceChildren(cells("th", ["a scale for", "become 0", "subnormal", "saturate", "error"]),
+    ...data.scalings.map((scaling) => {
+      const { zero, subnormal, saturated, error } = fp8Loss(rows, fmt, scaling);
+      return cells("td", [scaling, ...[zero, subnormal, saturated, error].map((part) => percent(part, 1))],
+        scaling === chosen ? "chosen" : "");
+    }));
+}
+
+function resetFp8History() {
+  const options = { amax_history: Number($("fp8-history").value), margin: Number($("fp8-margin").value),
+    amax_algo: $("fp8-algo").value };
+  const good = { "fp8-history": Number.isInteger(options.amax_history) && options.amax_history >= 1,
+    "fp8-margin": Number.isInteger(options.margin) && options.margin >= 0 && options.margin <= 16 && $("fp8-margin").value !== "" };
+  for (const [id, isGood] of Object.entries(good)) mark($(id), isGood);
+  if (!Object.values(good).every(Boolean)) {
+    $("fp8-out").textContent = "a history has at least 1 iteration, and the margin is a whole number from 0 to 16";
+    return;
+  }
+  fp8History = new AmaxHistory(formats[$("fp8-format").value], options);
+  for (let i = 0; i < 12; i += 1) fp8History.step(fp8Amax());
+  showFp8History();
+}
+
+function fp8Amax() {
+  const i = fp8History.trace.length;
+  return 2 ** (4 - i / 6 + Math.sin(i)); // activations that become smaller, not evenly
+}
+
+function showFp8History() {
+  const recent = fp8History.trace.slice(-60);
+  const fits = ({ factor }) => Math.log2(fp8History.fmt.max / factor);
+  const amaxes = recent.filter((s) => s.amax < Infinity).map((s) => Math.log2(s.amax));
+  const powers = [...amaxes, ...recent.map(fits).filter(Number.isFinite)];
+  const low = Math.floor(Math.min(...powers)) - 1, high = Math.ceil(Math.max(...powers)) + 1;
+  const y = (power) => 190 - (170 * (Math.min(power, high) - low)) / (high - low);
+  const x = (i) => 60 + (i * 650) / Math.max(recent.length, 20);
+  const items = [];
+  for (let p = low + 1; p < high; p += Math.max(1, Math.round((high - low) / 6))) {
+    items.push(["text", { x: 50, y: y(p) + 4, "text-anchor": "end", class: "small dim" }, `2^${p}`]);
+    items.push(["line", { x1: 55, x2: 715, y1: y(p), y2: y(p), stroke: "var(--line)" }]);
+  }
+  const path = recent.map((s, i) => `${i ? "L" : "M"}${x(i)} ${y(fits(s))}L${x(i + 1)} ${y(fits(s))}`).join("");
+  items.push(["path", { d: path, fill: "none", stroke: "var(--accent)", "stroke-width": 3 }]);
+  recent.forEach((s, i) => {
+    const fill = s.saturated ? "var(--alarm)" : "var(--mark)";
+    items.push(["circle", { cx: x(i + 0.5), cy: y(Math.log2(s.amax)), r: 5, fill }]);
+  });
+  items.push(["text", { x: 60, y: 212, class: "small dim" }, "line: the largest number that fits; dots: the largest there was, red if it is cut off"]);
+  draw($("fp8-trace"), items);
+  const last = fp8History.trace.at(-1);
+  const cut = fp8History.trace.filter((s) => s.saturated).length;
+  $("fp8-out").textContent = `iteration ${last.step}: amax ${shown(Number(last.amax.toPrecision(4)))} times ${shown(last.factor)}; ` +
+    (last.amax === Infinity ? "an inf makes the result NaN, and does not enter the history"
+      : last.saturated ? `cut off, where a scale of its own would be ${shown(last.current)}` : "fits") +
+    `\n${fp8History.trace.length} iterations, ${cut} too large`;
+}
+
+function startFp8() {
+  for (const name of ["float8_e4m3fn", "float8_e5m2"]) $("fp8-format").add(new Option(name, name));
+  for (const scaling of data.scalings) $("fp8-scaling").add(new Option(scaling, scaling, false, scaling === "tensor"));
+  for (const id of ["fp8-format", "fp8-scaling", "fp8-mean", "fp8-spread", "fp8-outlier"]) $(id).addEventListener("input", showFp8);
+  for (const id of ["fp8-format", "fp8-history", "fp8-algo", "fp8-margin"]) $(id).addEventListener("input", resetFp8History);
+  const step = (amax) => { fp8History.step(amax); showFp8History(); };
+  $("fp8-step").addEventListener("click", () => step(fp8Amax()));
+  $("fp8-spike").addEventListener("click", () => step(64 * fp8Amax()));
+  $("fp8-inf").addEventListener("click", () => step(Infinity));
+  $("fp8-reset").addEventListener("click", resetFp8History);
+  showFp8();
+  resetFp8History();
+}
+
 startBits();
 $("ranges-exponent").addEventListener("input", showRanges);
 showRanges();
@@ -749,8 +962,9 @@ for (const id of ["scaling-format", "scaling-scale", "scaling-mean", "scaling-sp
 showScaling();
 startSimulator();
 startMemory();
+startFp8();
 const agreement = check();
 $("check").textContent = agreement.wrong.length
   ? `${agreement.wrong.length} of ${agreement.count} do not agree: ${agreement.wrong[0]}`
   : `${agreement.count} of ${agreement.count} in the shared table agree.`;
-window.lab = { bits, check, decode, encode, fates, formats, memory, neighbours, roundTo, simulate, survivesUpdate, ulp };
+window.lab = { AmaxHistory, bits, check, decode, encode, fates, formats, fp8Loss, memory, neighbours, roundTo, simulate, survivesUpdate, ulp };

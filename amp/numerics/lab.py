@@ -1,4 +1,4 @@
-"""The lab: one HTML file with six figures, self-contained, fed by the rest of this package.
+"""The lab: one HTML file with seven figures, self-contained, fed by the rest of this package.
 
 The page computes for itself, in JavaScript. `vectors` is a table of what this package computes, which
 the page compares its own numbers with when it opens.
@@ -19,6 +19,7 @@ import torch
 import amp
 from amp.errors import AmpValueError
 from amp.numerics.formats import FORMATS, Format
+from amp.numerics.fp8 import SCALINGS, fp8_losses, simulate_fp8
 from amp.numerics.memory import TERMS, footprints
 from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import simulate_scaler
@@ -43,6 +44,7 @@ def page() -> str:
     data = {
         "formats": [_format(fmt) for fmt in FORMATS.values()],
         "memory": {optimizer: _memory(optimizer) for optimizer in OPTIMIZERS},
+        "scalings": SCALINGS,
         "vectors": vectors(),
     }
     text = (_HERE / "lab.html").read_text(encoding="utf-8")
@@ -134,14 +136,21 @@ def vectors() -> dict[str, list[Any]]:
         "counts": list(_COUNTS.items()),
         "fates": [_fate(fmt, log2_scale) for fmt in FORMATS.values() for log2_scale in (0, 8, 24)],
         "memory": [_memory_case(*case) for case in _MEMORY],
+        "fp8": [_fp8_case(*case) for case in _FP8],
+        "histories": [_history(*case) for case in _HISTORIES],
     }
 
 
+def _drawn(count: int, seed: int, low: int = -26, high: int = 17) -> list[float]:
+    """Return numbers of either sign, alike on all machines, with exponents in a range."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    fractions = 2 * torch.rand(count, generator=generator, dtype=torch.float64, device="cpu") - 1
+    exponents = torch.randint(low, high, (count,), generator=generator, device="cpu")
+    return list(map(math.ldexp, fractions.tolist(), exponents.tolist()))
+
+
 def _inputs(fmt: Format) -> list[float]:
-    generator = torch.Generator("cpu").manual_seed(fmt.bits)
-    fractions = 2 * torch.rand(20, generator=generator, dtype=torch.float64, device="cpu") - 1
-    exponents = torch.randint(-26, 17, (20,), generator=generator, device="cpu")
-    drawn = list(map(math.ldexp, fractions.tolist(), exponents.tolist()))  # alike on all machines
+    drawn = _drawn(20, fmt.bits)
     tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     ends = (fmt.max, tie, tie * 1.01, fmt.min_normal, fmt.min_subnormal, fmt.min_subnormal / 2, 1.0)
     near = [*ends, *(end * 1.4 for end in ends), 1 + fmt.ulp_at_1 / 2, 1 + 1.5 * fmt.ulp_at_1]
@@ -210,3 +219,27 @@ def _memory_case(params: float, optimizer: str, options: dict[str, Any]) -> dict
         "options": in_page,
         "rows": [{**{t: getattr(row, t) for t in TERMS}, "total": row.total} for row in rows],
     }
+
+
+_FP8 = ((5, 70, -10, 8), (3, 32, -30, -20), (130, 2, -3, 12))
+
+
+def _fp8_case(rows: int, columns: int, low: int, high: int) -> dict[str, Any]:
+    x = torch.tensor(_drawn(rows * columns, rows, low, high), dtype=torch.float32, device="cpu")
+    x = x.view(rows, columns)
+    x[0, 0] = 0.0
+    return {"x": x.tolist(), "losses": [loss._asdict() for loss in fp8_losses(x)]}
+
+
+_AMAXES = [4.0, 3.0, 500.0, 2.0, 0.0, 1.0, 0.7, math.inf, 0.5, 0.125, 0.11, 900.0, 1e-3]
+
+_HISTORIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("float8_e4m3fn", {"amax_history": 3}),
+    ("float8_e4m3fn", {"amax_history": 4, "amax_algo": "most_recent", "margin": 1}),
+    ("float8_e5m2", {"amax_history": 1, "margin": 2}),
+)
+
+
+def _history(fmt: str, options: dict[str, Any]) -> dict[str, Any]:
+    steps = [step._asdict() for step in simulate_fp8(_AMAXES, fmt, **options)]
+    return {"format": fmt, "options": options, "amaxes": _AMAXES, "steps": steps}

@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from amp.errors import AmpRuntimeError, AmpValueError
-from amp.numerics.formats import FORMATS, as_format
+from amp.numerics.formats import FORMATS, Format, as_format
+from amp.numerics.fp8 import Fp8Step, fp8_scaled
 from amp.numerics.memory import TERMS, Footprint
 from amp.numerics.scaling import GradientSurvival, ScalerStep
+from amp.numerics.watching import NOTHING, Histogram
 
 if TYPE_CHECKING:
-    from amp.numerics.watching import Histogram, WatchReport
+    from amp.numerics.watching import WatchReport
 
 SUFFIXES = (".png", ".svg")
 
 
-def _figure(path: str | Path, width: float = 8.0, height: float = 4.5) -> tuple[Any, Any, Path]:
+def _figure(path: str | Path, rows: int = 1) -> tuple[Any, Any, Path]:
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise AmpValueError(f"{path}: a picture is a {' or '.join(SUFFIXES)} file")
@@ -30,8 +34,8 @@ def _figure(path: str | Path, width: float = 8.0, height: float = 4.5) -> tuple[
         raise AmpRuntimeError(
             "a picture needs matplotlib, which is not installed: pip install 'reamp[plot]'"
         ) from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(), path
+    figure = Figure(figsize=(8.0, 4.5 if rows == 1 else 3.0 * rows), layout="constrained")
+    return figure, figure.subplots(rows), path
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -115,17 +119,61 @@ def plot_report(
     histogram: Histogram = report.gradients
     figure, axes, path = _figure(path)
     total = max(histogram.total, 1)
-    shift = math.frexp(scale)[1] - 1
-    exponents = [e + shift for e in histogram.counts]
-    axes.bar(exponents, [n / total for n in histogram.counts.values()], width=1.0, align="edge")
-    low, high = min([*exponents, fmt.min_exponent]) - 4, max([*exponents, 0]) + 4
-    smallest = fmt.min_exponent - fmt.mantissa_bits - 1
-    axes.axvspan(low, smallest, color="C3", alpha=0.25, label=f"becomes 0 in {fmt.name}")
-    axes.axvspan(smallest, fmt.min_exponent, color="C1", alpha=0.2, label="subnormal")
-    if high > fmt.max_exponent:
-        axes.axvspan(fmt.max_exponent + 1, high, color="C4", alpha=0.25, label="overflows")
-    axes.set_xlim(low, high)
+    _draw_exponents(axes, histogram, fmt, math.frexp(scale)[1] - 1)
     axes.set_xlabel("log2 of the gradient" + (f" times {scale:g}" if scale != 1 else ""))
     axes.set_ylabel(f"fraction; {histogram.zeros / total:.1%} are 0")
     axes.legend()
     _save(figure, path)
+
+
+def plot_fp8(
+    tensors: Sequence[Tensor],
+    history: Sequence[Fp8Step],
+    path: str | Path,
+    fmt: Any = "float8_e4m3fn",
+    scalings: Sequence[str] = ("none", "tensor", "1x32"),
+) -> None:
+    """Draw tensors by exponent under some ways of scaling for FP8, and a delayed scale over time.
+
+    Args:
+        tensors: what is scaled.
+        history: of `amp.numerics.simulate_fp8`.
+        path: a PNG or SVG file.
+        fmt: `float8_e4m3fn` or `float8_e5m2`.
+        scalings: some of `amp.numerics.fp8.SCALINGS`.
+    """
+    fmt = as_format(fmt)
+    figure, rows, path = _figure(path, len(scalings) + 1)
+    for axes, scaling in zip(rows[:-1], scalings, strict=True):
+        scaled = (fp8_scaled(x, fmt, scaling)[0] for x in tensors)
+        _draw_exponents(axes, sum(map(Histogram.of, scaled), NOTHING), fmt, 0)
+        axes.set_ylabel(f"scale for: {scaling}")
+    limits = [axes.get_xlim() for axes in rows[:-1]]
+    for axes in rows[:-1]:
+        axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+    rows[0].legend()
+    rows[-2].set_xlabel("log2 of the numbers times their scales")
+    axes, steps = rows[-1], [s.step for s in history]
+    axes.step(steps, [fmt.max / s.factor for s in history], where="mid", label="what fits")
+    axes.plot(steps, [s.amax for s in history], ".", label="amax")
+    bad = [s for s in history if s.saturated]
+    axes.plot([s.step for s in bad], [s.amax for s in bad], "x", color="C3", label="saturates")
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("delayed")
+    axes.legend()
+    _save(figure, path)
+
+
+def _draw_exponents(axes: Any, histogram: Histogram, fmt: Format, shift: int) -> None:
+    """Draw a histogram, shifted by a power of 2, with what a format loses of it shaded."""
+    total = max(histogram.total, 1)
+    exponents = [e + shift for e in histogram.counts]
+    axes.bar(exponents, [n / total for n in histogram.counts.values()], width=1.0, align="edge")
+    low, high = min([*exponents, fmt.min_exponent]) - 4, max([*exponents, 0]) + 4
+    smallest = fmt.min_exponent - fmt.mantissa_bits - 1
+    axes.axvspan(-1000, smallest, color="C3", alpha=0.25, label=f"becomes 0 in {fmt.name}")
+    axes.axvspan(smallest, fmt.min_exponent, color="C1", alpha=0.2, label="subnormal")
+    if high > fmt.max_exponent:
+        axes.axvspan(fmt.max_exponent + 1, 1000, color="C4", alpha=0.25, label="too large")
+    axes.set_xlim(low, high)

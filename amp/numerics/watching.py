@@ -43,6 +43,11 @@ class Histogram:
     zeros: int
     not_finite: int
 
+    @classmethod
+    def of(cls, x: Tensor) -> Histogram:
+        """Return the histogram of a floating tensor of any shape. The host waits for the device."""
+        return _histogram(_tally(_bins_of(x)))
+
     @property
     def total(self) -> int:
         """All of them."""
@@ -211,19 +216,9 @@ class Watch(AbstractContextManager["Watch"]):
 
     @torch.no_grad()
     def _count(self, key: tuple[str, str], tensor: Tensor, shift: Tensor | None) -> None:
-        values = tensor.detach().flatten().float()
-        _, exponent = torch.frexp(values)
-        bins = exponent.long() - 1 - LOWEST
-        if shift is not None:
-            bins -= shift.to(bins.device)
-        bins = bins.clamp(0, _BINS - 1)
-        bins = torch.where(values == 0, _ZERO, torch.where(values.isfinite(), bins, _NOT_FINITE))
-        tally = self._tallies.get(key)
-        if tally is None or tally.device != bins.device:
-            held = torch.zeros(_BINS + 2, dtype=torch.int64, device=bins.device)
-            tally = self._tallies[key] = held if tally is None else held + tally.to(bins.device)
-        one = torch.ones((), dtype=torch.int64, device=bins.device)
-        tally.scatter_add_(0, bins, one.expand_as(bins))
+        tally = _tally(_bins_of(tensor, shift))
+        held = self._tallies.get(key)
+        self._tallies[key] = tally if held is None else tally + held.to(tally.device)
 
     def report(self) -> WatchReport:
         """Return what was seen so far. The host waits for the device."""
@@ -294,6 +289,25 @@ def _tensors(value: Any) -> list[Tensor]:
 
     map_tensors(keep, value)
     return found
+
+
+@torch.no_grad()
+def _bins_of(x: Tensor, shift: Tensor | None = None) -> Tensor:
+    """Return the bin of each number, int64, its exponent less a shift."""
+    values = x.detach().flatten().float()
+    _, exponent = torch.frexp(values)
+    bins = exponent.long() - 1 - LOWEST
+    if shift is not None:
+        bins -= shift.to(bins.device)
+    bins = bins.clamp(0, _BINS - 1)
+    return torch.where(values == 0, _ZERO, torch.where(values.isfinite(), bins, _NOT_FINITE))
+
+
+def _tally(bins: Tensor) -> Tensor:
+    """Return how many numbers are in each bin, int64."""
+    tally = torch.zeros(_BINS + 2, dtype=torch.int64, device=bins.device)
+    one = torch.ones((), dtype=torch.int64, device=bins.device)
+    return tally.scatter_add_(0, bins, one.expand_as(bins))
 
 
 def _histogram(tally: Tensor | None) -> Histogram:

@@ -115,6 +115,7 @@ DRAWN = [
     ("simulate", "--overflows", "3"),
     ("survival", "--count", "1000"),
     ("memory", "--params", "1e9", "--gpu-memory", "10"),
+    ("simulate-fp8", "--amaxes", "1,40,inf,0,1"),
 ]
 
 
@@ -143,6 +144,11 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
         (["survival", __file__], "is no file of tensors that torch.save wrote"),
         (["survival", "--count", "0"], "--count 0: give 1 to 100000000"),
         (["survival", "--spread", "-1"], "--mean -22 --spread -1: give a mean"),
+        (["simulate-fp8", "--outlier", "0"], "--outlier 0: give a finite number above 0"),
+        (["simulate-fp8", "--amaxes", "1,x"], "'x' is not a number, such as 3.14159"),
+        (["simulate-fp8", "--amax-algo", "least"], "amax_algo='least' is not one of max, most_recent"),
+        (["simulate-fp8", "--amax-history", "0"], "amax_history=0 must be"),
+        (["simulate-fp8", "--format", "fp16"], "float16 is not what FP8 products take"),
         (["survival", "a\0b"], "is no file of tensors"),
         (["ranges", "--plot", ""], "a picture is a .png or .svg file"),
         (["memory", "--params", "7e9", "--activations", "inf"], "activations=inf must be"),
@@ -160,7 +166,16 @@ def test_errors_are_one_line(capsys: Any, arguments: list[str], message: str) ->
 
 
 def test_help_has_examples(capsys: Any) -> None:
-    for command in ("bits", "ranges", "ulp", "simulate", "survival", "memory", "crises"):
+    for command in (
+        "bits",
+        "ranges",
+        "ulp",
+        "simulate",
+        "simulate-fp8",
+        "survival",
+        "memory",
+        "crises",
+    ):
         assert f"examples:\n  reamp {command}" in run(capsys, command, "--help")
 
 

@@ -281,6 +281,41 @@ def test_memory_is_compared(page: Page) -> None:
 
 
 @pytest.mark.slow
+def test_fp8_is_scaled_and_followed(page: Page) -> None:
+    def row(name: str) -> list[float]:
+        for line in page["fp8-table"].find_elements("tag name", "tr"):
+            if line.text.startswith(f"{name} "):
+                return [float(part) for part in line.text.split()[1::2]]
+        raise AssertionError(name)
+
+    assert row("tensor")[0] > 40 > 1 > row("1x32")[0]
+    assert row("tensor")[2] == 0 < row("none")[2]
+    before = page["fp8-chart"].get_attribute("innerHTML")
+    page.set("fp8-scaling", "1x32")
+    assert page["fp8-chart"].get_attribute("innerHTML") != before
+    page.set("fp8-outlier", 0)
+    assert row("tensor")[0] < 10
+    page.set("fp8-spread", "0")
+    assert page["fp8-spread"].get_attribute("aria-invalid") == "true"
+    page["fp8-step"].click()
+    assert "fits\n13 iterations, 0 too large" in page.text("fp8-out")
+    page["fp8-spike"].click()
+    assert "cut off, where a scale of its own would be" in page.text("fp8-out")
+    page["fp8-inf"].click()
+    assert "an inf makes the result NaN" in page.text("fp8-out")
+    page["fp8-step"].click()
+    assert "fits\n16 iterations, 2 too large" in page.text("fp8-out")
+    factor = "return new lab.AmaxHistory(lab.formats.float8_e4m3fn, {}).fmt.max"
+    assert page.run(factor) == 448
+    page.set("fp8-margin", 17)
+    assert "a whole number from 0 to 16" in page.text("fp8-out")
+    page.set("fp8-margin", 8)
+    assert "0 too large" in page.text("fp8-out")
+    page["fp8-spike"].click()
+    assert "0 too large" in page.text("fp8-out")  # what the margin is for
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_can_be_read_on_a_phone_in_light_and_dark(page: Page, scheme: str, tmp_path: Path) -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
