@@ -118,9 +118,10 @@ def scale_loss(
     After the block, gradients are unscaled, and added to those of earlier blocks;
     `amp.master_params(optimizer)` is what to clip. If an inf or nan was among them, the next `step`
     of each of the optimizers is skipped and a dynamic scale goes down. If the block raises, its
-    gradients are dropped. Nothing here makes the host wait for the device. Under dynamic scaling
+    gradients are dropped. Nothing here makes the host wait for the device. Where gradients are checked,
     `step` does, once for each block, for 4 bytes; not with torch's fused optimizers, which skip on the
-    device, except in their first step and with a closure.
+    device, except in their first step and with a closure. They are checked under dynamic scaling,
+    and at O4 to O7 where that makes no host wait; see `check` in docs/profiles.md.
 
     Args:
         loss: a floating-point tensor of any shape.

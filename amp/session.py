@@ -31,6 +31,7 @@ from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, innermost
 from amp.training.blocks import Block
+from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
 from amp.training.synchronization import Synchronization
 
@@ -97,6 +98,7 @@ class Session:
         self._strategies = strategies_for(self.properties)
         self._fp8 = next((x for x in self._strategies if isinstance(x, Fp8Linears)), None)
         self.synchronization = Synchronization(self.properties, self._named_parameters)
+        self._running_stats = RunningStatistics()
         self._undo = ExitStack()
         if self.properties.enabled:
             self._log(
@@ -150,6 +152,8 @@ class Session:
             raise
         self._models += map(weakref.ref, models)
         self.synchronization.watch(models, undo)
+        if self.properties.protect_buffers and self.properties.loss_scaling.check:
+            self._running_stats.watch(models, undo)
         if self.amax_history is not None:
             self.amax_history.groups = self.synchronization.groups_of_ddps
         for scaler in self.scalers:
@@ -247,6 +251,7 @@ class Session:
                 block.delay()
             else:
                 block.leave(update=not delay_overflow_check)
+            self._running_stats.repair()
         except BaseException:
             block.abort()
             raise
@@ -287,7 +292,8 @@ class Session:
         for overflow in scaler.overflows(wait):
             self._log(
                 logging.WARNING,
-                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
+                "Gradient overflow.  Skipping step, loss scaler %d "
+                + ("reducing loss scale to %s" if scaler.config.dynamic else "stays at %s"),
                 scaler.loss_id,
                 overflow.scale,
             )

@@ -28,6 +28,8 @@ SCALINGS: dict[str, Any] = {
     "dynamic": {"init": 256, "growth_interval": 3, "max": 1024, "min": 4},
     "restless": {"init": 64, "growth_interval": 1, "max": 1024},
     "hysteresis": {"init": 256, "growth_interval": 2, "max": 1024, "min": 0.5, "hysteresis": 2},
+    "checked": {"mode": "static", "init": 1, "check": True},
+    "checked at 64": {"mode": "static", "init": 64, "check": True},
     "consecutive": {
         "init": 64,
         "growth_interval": 4,

@@ -50,7 +50,7 @@ class BlockPlan(NamedTuple):
         loss_id: of its loss.
         delay: whether with `delay_unscale`.
         waits: whether with `delay_overflow_check`: the scale does not move.
-        bad: what one element of a gradient is instead, under dynamic scaling.
+        bad: what one element of a gradient is instead, where gradients are checked.
         inside: what is done after backward, before the block is left.
         fails: where an exception is raised.
     """
@@ -115,7 +115,7 @@ class Actions(Stage):
         if not given:
             return
         scale = self.scales[plan.loss_id]
-        if plan.bad is not None and scale.config.dynamic:
+        if plan.bad is not None and scale.config.check:
             name = next(iter(given))
             given[name] = given[name].clone()
             given[name][..., -1] = plan.bad

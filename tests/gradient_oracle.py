@@ -260,7 +260,10 @@ class Block:
     def _unscale(self, optimizers: list[Optimizer], update: bool) -> None:
         newest = [g.newest for o in optimizers for g in o.gradients.values() if g.newest is not None]
         overflow = None
-        if self.scale.config.dynamic:
+        if self.scale.config.check:
+            if self.scale.is_one:  # backward adds to the totals of parameters without a master
+                known = [g for o in optimizers for g in o.gradients.values() if not g.has_master]
+                newest += [g.total for g in known if g.total is not None]
             self.scale.found_inf |= not all(gradient.isfinite().all() for gradient in newest)
             overflow = self.scale.found_inf
         for optimizer in optimizers:

@@ -20,6 +20,8 @@ def levels_where(has: Callable[[Properties], object]) -> list[str]:
 
 DYNAMIC = levels_where(lambda properties: properties.loss_scaling.dynamic)
 """Those with a loss scale that moves."""
+CHECKED = levels_where(lambda properties: bool(properties.loss_scaling.check))
+"""Those whose gradients are checked, on the CPU and where the optimizer skips on the device."""
 STATIC = [level for level in LEVELS if level not in DYNAMIC]
 BY_OP = levels_where(lambda properties: properties.patch_torch_functions)
 """Those at which functions cast their arguments."""

@@ -6,6 +6,7 @@ driver knows, by forbidding them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from amp.training.scaler import LossScaler
 from tests.levels import DYNAMIC, LEVELS, STATIC
 from tests.models import initialize, waiting_is_an_error
 
@@ -132,10 +134,26 @@ def test_a_step_decided_by_the_host_waits_once_for_each_block(
 def test_a_static_scale_never_waits(level: str) -> None:
     model = net()
     optimizer = torch.optim.RMSprop(model.parameters(), foreach=True)
-    model, optimizer = initialize(model, optimizer, level)
+    model, optimizer = initialize(model, optimizer, level, loss_scale=1.0)
     with counted_waits() as waits:
         step(model, optimizer)
     assert not waits
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_checks_without_a_scale_wait_for_no_device(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, only optimizers that skip there are checked; here the CPU is called a device."""
+    device = property(lambda _: torch.device("cuda"), lambda *_: None)
+    monkeypatch.setattr(LossScaler, "device", device, raising=False)
+    for make, is_checked in ((torch.optim.RMSprop, False), (FUSED["AdamW"], True)):
+        model = net()
+        optimizer = make(model.parameters())
+        model, optimizer = initialize(model, optimizer, level)
+        step(model, optimizer)
+        with counted_waits() as waits:
+            step(model, optimizer, factor=math.inf)
+        assert not waits
+        assert amp.step_was_skipped(optimizer) is is_checked
 
 
 def test_two_optimizers_of_one_block_wait_once_together() -> None:

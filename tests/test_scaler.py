@@ -405,3 +405,122 @@ def test_reports_that_nobody_reads_do_not_grow_memory() -> None:
     arrived = copies.arrived()
     assert len(arrived) < 1000
     assert arrived[-1] == [999.0]
+
+
+# Checks without a scale: O4 to O7, and `check: true`.
+
+
+def test_a_bad_batch_does_not_reach_the_weights(caplog: pytest.LogCaptureFixture) -> None:
+    assert amp.load_profile("O7").loss_scaling == amp.load_profile("O4").loss_scaling
+    for level in ("O4", "O5"):
+        for make in (
+            sgd,
+            lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+            lambda model: amp.optimizers.FusedAdam(model.parameters()),
+        ):
+            model = linear()
+            optimizer: Any = make(model)
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+            before = model.weight.clone()
+            for bad in (True, False):
+                loss = model(torch.full((1, 4), math.nan if bad else 1.0)).sum()
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    assert scaled_loss.item() == loss.item() or bad
+                    scaled_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert amp.step_was_skipped(optimizer) is bad
+                assert torch.equal(model.weight, before) is bad
+            assert amp.loss_scale() == 1.0
+            amp.get_session().close()
+            assert "Skipping step, loss scaler 0 stays at 1.0" in caplog.text
+            caplog.clear()
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("scale", [1, 64])
+def test_check_true_checks_any_static_scale(level: str, scale: int) -> None:
+    model = linear()
+    scaling = {"mode": "static", "init": scale, "check": True}
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=scaling)
+    overflow(model, optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert torch.isfinite(model.weight).all()
+    assert amp.loss_scale() == scale
+
+
+@pytest.mark.parametrize("scaling", [1.0, {"mode": "static", "init": 1, "check": False}])
+def test_a_number_or_check_false_checks_nothing(scaling: Any) -> None:
+    model = linear()
+    model, optimizer = amp.initialize(model, sgd(model), opt_level="O5", loss_scale=scaling)
+    overflow(model, optimizer)
+    optimizer.step()
+    assert not torch.isfinite(model.weight).all()
+
+
+def test_accumulated_overflows_skip_too_and_zero_grad_forgets_them() -> None:
+    model = linear()
+    model, optimizer = amp.initialize(model, sgd(model), opt_level="O4", verbosity=0)
+    for factor in (1.0, math.inf, 1.0):
+        with amp.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    overflow(model, optimizer)
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_endless_overflows_without_a_scale_warn() -> None:
+    model = linear()
+    scaling = {"mode": "static", "init": 8, "check": True, "overflow_patience": 3}
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level="O4", loss_scale=scaling, verbosity=0
+    )
+    for _ in range(2):
+        overflow(model, optimizer)
+        optimizer.step()
+    overflow(model, optimizer)
+    with pytest.warns(amp.AmpWarning, match="3 backward passes in a row"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("protect", [True, False])
+def test_running_statistics_outlive_an_overflow(level: str, protect: bool) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    loaded = {**model.state_dict(), "1.running_mean": torch.arange(4.0)}
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level=level, protect_buffers=protect, verbosity=0
+    )
+    model.load_state_dict(loaded)
+    copied = copy.deepcopy(model)
+    for i in range(4):
+        x = torch.randn(8, 4)
+        if i in (0, 2):
+            x[3] = math.inf
+        with amp.scale_loss(model(x).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if i == 0 and protect:
+            assert torch.equal(model[1].running_mean.float(), torch.arange(4.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    statistics = [model[1].running_mean, model[1].running_var]
+    assert all(bool(x.isfinite().all()) for x in statistics) is protect
+    assert bool(model.eval()(torch.ones(2, 4)).isfinite().all()) is protect
+    copied.load_state_dict(loaded)
+    pickle.dumps(copied)
+
+
+def test_repaired_statistics_do_not_touch_a_graph() -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model, optimizer = amp.initialize(model, sgd(model), opt_level="O4", verbosity=0)
+    model[1].eval()
+    loss = model(torch.ones(2, 4)).sum()
+    for _ in range(2):
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)

@@ -19,7 +19,7 @@ class LossScaling:
     """How the loss scale starts and moves; docs/profiles.md has the fields.
 
     `hysteresis` counts overflows since the last growth: every overflow skips its step, whether the
-    scale backs off or not. A `static` scale looks at no gradient.
+    scale backs off or not. A `static` scale looks at gradients only where `check` says so.
 
     Raises:
         AmpValueError: a field is not in its range, or two do not fit together.
@@ -55,6 +55,13 @@ class LossScaling:
     )
     min: float | None = key(None, _parse_floor, "floor; none is 2^-126", aliases=("min_loss_scale",))
     max: float = key(2.0**24, parse_positive, "ceiling", aliases=("max_loss_scale",))
+    check: bool | Literal["auto"] | None = key(
+        None,
+        keys.OneOf(True, False, "auto", None),
+        "a step is skipped whose gradients have an inf or NaN. A static scale has false unless it says "
+        "so; auto is true where the host need not wait for that",
+        values="true, false, auto",
+    )
     overflow_patience: int = key(
         50, parse_count, "overflows in a row, at the floor or below 1, before a warning"
     )
@@ -63,6 +70,12 @@ class LossScaling:
         for each in SCALING_KEYS.values():
             parsed = each.parse(each.name, getattr(self, each.field))
             object.__setattr__(self, each.field, parsed)
+        if self.dynamic and self.check not in (None, True):
+            raise AmpValueError(
+                f"loss_scale has check: {self.check}, and a dynamic scale always checks; give "
+                "mode: static with it"
+            )
+        object.__setattr__(self, "check", self.dynamic if self.check is None else self.check)
         if self.growth_factor < 1:
             raise AmpValueError(f"growth_factor={self.growth_factor} must be at least 1")
         if self.backoff_factor > 1:
@@ -72,7 +85,7 @@ class LossScaling:
 
     @property
     def dynamic(self) -> bool:
-        """Whether gradients are checked and the scale moves."""
+        """Whether the scale moves."""
         return self.mode == "dynamic"
 
     @property
@@ -122,7 +135,8 @@ def _from_mapping(mapping: Mapping[Any, Any]) -> LossScaling:
                 )
             found[field], spelled[field] = each, str(written)
     if found.get("mode") == "static":
-        idle = [spelled[name] for name in found if name not in ("mode", "init")]
+        takes = ("mode", "init", "check", *(["overflow_patience"] if found.get("check") else []))
+        idle = [spelled[name] for name in found if name not in takes]
         if "init" not in found:
             raise AmpValueError("loss_scale has mode: static and no init; give the scale as init")
         if idle:

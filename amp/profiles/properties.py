@@ -81,6 +81,12 @@ class Properties:
         values="dynamic, a number, a mapping",
         name="loss_scale",
     )
+    protect_buffers: bool = key(
+        True,
+        OneOf(True, False),
+        "running statistics that an overflow has made inf or NaN get their last finite values back, "
+        "where gradients are checked",
+    )
     fp8: Fp8Recipe | None = key(
         None,
         parse_fp8,

@@ -89,9 +89,17 @@ class AttachedOptimizer:
             declares(optimizer, "_step_supports_amp_scaling")
             and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         )
+        self._skips_on_its_own = functools.partial(
+            skips_on_its_own, optimizer, self._takes_scaled, self._skips_on_device
+        )
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(
-            optimizer, masters, self._dtypes, self._takes_scaled, owner.synchronization
+            optimizer,
+            masters,
+            self._dtypes,
+            self._takes_scaled,
+            owner.synchronization,
+            self._skips_on_its_own,
         )
         self._fused_step = FusedStep(optimizer, self.gradients, masters)
         self.stepped_by: list[Verdict] = []
@@ -271,7 +279,7 @@ class AttachedOptimizer:
         """Return the way in which the optimizer steps now; see `amp.training.steps`."""
         if self._takes_scaled:
             return self._fused_step
-        skips = self._skips_on_device and self.stepped_by and can_skip_on_device(self.optimizer)
+        skips = self.stepped_by and self._skips_on_its_own()
         return (DeviceSkip if skips else HostSkip)(self.optimizer, self.gradients, self.masters)
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -304,6 +312,11 @@ class AttachedOptimizer:
     def _report_all(self, verdicts: Sequence[Verdict]) -> None:
         for scaler in {verdict.scaler: None for verdict in verdicts}:
             self._report(scaler)
+
+
+def skips_on_its_own(optimizer: Any, takes_scaled: bool, skips_on_device: bool) -> bool:
+    """Whether an optimizer skips its next step, if a check says so, without a word from the host."""
+    return takes_scaled or (skips_on_device and can_skip_on_device(optimizer))
 
 
 def keeps_moments(optimizer: Any) -> bool:

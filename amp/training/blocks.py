@@ -143,10 +143,11 @@ def _unscale(
     """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scales."""
     scaler = scale.scaler
     collected = _collect(together, scale, are_final=True)
-    found_inf = scaler.found_inf
+    checked = [gradients for gradients in together if scaler.checks(gradients.skips_on_device)]
+    found_inf = scaler.found_inf if checked else None
     try:
         for gradients, newest in zip(together, collected, strict=True):
-            gradients.unscale(newest, scale)
+            gradients.unscale(newest, scale, found_inf if gradients in checked else None)
         shared = [history for history in histories if update and history.recipe.reduce_amax]
         to_agree_on = [*([] if found_inf is None else [found_inf]), *(each.seen for each in shared)]
         if to_agree_on:
@@ -161,13 +162,14 @@ def _unscale(
         if found_inf is not None:
             found_inf.zero_()
         raise
-    verdict = scaler.verdict()
     for gradients in together:
         gradients.settle()
-        if verdict is not None:
+    verdict = scaler.verdict() if checked else None
+    if verdict is not None:
+        for gradients in checked:
             gradients.verdicts.append(verdict)
     if update:
         for history in histories:
             history.end(in_block=True)
-        if not scaler.is_identity:
+        if checked or not scaler.is_identity:
             scaler.update()

@@ -40,7 +40,7 @@ before a step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +80,7 @@ class Gradients:
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, if one did.
         were_reduced: whether these were reduced over the ranks.
+        skips_on_device: tells whether the optimizer skips a step without a word from the host.
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class Gradients:
         dtypes: KnownDtypes,
         takes_scaled: bool,
         synchronization: Synchronization,
+        skips_on_device: Callable[[], bool],
     ) -> None:
         self._optimizer = optimizer
         self._synchronization = synchronization
+        self.skips_on_device = skips_on_device
         self._masters = masters
         self.dtypes = dtypes
         self._takes_scaled = takes_scaled
@@ -223,11 +226,18 @@ class Gradients:
             and not self._masters.any_is_shared(masters)
         )
 
-    def unscale(self, newest: Newest, scale: ScaleSnapshot) -> None:
-        """Check what `collect` returned, and unscale it or let the step do so. No host sync."""
+    def unscale(self, newest: Newest, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
+        """Unscale what `collect` returned, or let the step do so, and check it. No host sync.
+
+        Args:
+            newest: what `collect` returned.
+            scale: what the loss was scaled by.
+            found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
+        """
         is_one, inv_scale = scale.scaler.is_identity, scale.inv_scale
-        found_inf = scale.scaler.found_inf
         moves = []
+        if is_one and found_inf is not None:
+            newest.check_finite(inv_scale, found_inf)
         if newest.will_be_held:
             self._hold(newest, None if is_one else inv_scale, found_inf)
         elif is_one:

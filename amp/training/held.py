@@ -33,14 +33,13 @@ class Held(NamedTuple):
 
     def checked(self, found_inf: Tensor | None, max_norm: float | None) -> Held:
         """Check the gradients, and find their norms if they are to be clipped. No host sync."""
-        if found_inf is None or self.inv_scale is None:
+        if found_inf is None:
             return self
+        inv_scale = torch.ones_like(found_inf) if self.inv_scale is None else self.inv_scale
         if max_norm is None:
-            kernels.unscale.check(self.grads, self.inv_scale, found_inf)
+            kernels.unscale.check(self.grads, inv_scale, found_inf)
             return self
-        norms = kernels.l2norm.l2norm(
-            self.grads, self.inv_scale, found_inf=found_inf, max_norm=max_norm
-        )
+        norms = kernels.l2norm.l2norm(self.grads, inv_scale, found_inf=found_inf, max_norm=max_norm)
         return self._replace(norms=norms)
 
     def plus(self, newest: Held, found_inf: Tensor | None) -> Held:

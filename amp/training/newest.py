@@ -4,11 +4,13 @@ from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError
 from amp.kernels.tensor_lists import Kind, TensorList, are_plain, local
+from amp.lazy import kernels
 from amp.masters.whole import check_device
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
 
@@ -32,6 +34,13 @@ class Newest(NamedTuple):
     own_are_dense: bool
     are_dense: bool
     will_be_held: bool = False
+
+    def check_finite(self, one: Tensor, found_inf: Tensor) -> None:
+        """Set `found_inf`, float32 `[1]`, if a gradient at a scale of 1 is inf or NaN. No host sync."""
+        masters = () if self.will_be_held else self.grads
+        for grads in (masters, self.own_grads):
+            real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+            kernels.unscale.check(real, one, found_inf)
 
     def check(self, dtypes: KnownDtypes) -> None:
         """Raise if one of them cannot be unscaled; `dtypes` says how to call a parameter.

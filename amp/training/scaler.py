@@ -1,7 +1,7 @@
 """The loss scaler: one state machine, with its state in one small tensor on the loss's device.
 
-Static scaling and no scaling are members of the same family: they check nothing and never move, and
-no caller has to ask which kind it holds.
+Static scaling and no scaling are members of the same family: they never move, and no caller has to ask
+which kind it holds. Whether gradients are checked is asked for each optimizer, see `checks`.
 
 What happened reaches the host in two ways: a `Verdict` is asked, and the host waits for it; an
 `Overflow` comes by itself, late.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -116,7 +116,8 @@ class LossScaler:
     def scale_and_remember(self, loss: Tensor) -> tuple[Tensor, ScaleSnapshot]:
         """Return `loss * scale`, float32 for a 16-bit loss, and that scale. No host sync."""
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
-        if not self.is_identity and self._state.device != loss.device:
+        is_used = self.config.check or not self.is_identity
+        if is_used and self._state.device != loss.device:
             self._keep_on(loss.device)
         used = self.snapshot()
         # A graph made inside the block may be used after the scale has moved: it gets the copy.
@@ -174,7 +175,17 @@ class LossScaler:
     @property
     def found_inf(self) -> Tensor | None:
         """Where a check reports, float32 `[1]`; None for a scaler that checks nothing."""
-        return self._found_inf if self.config.dynamic else None
+        return self._found_inf if self.config.check else None
+
+    def checks(self, skips_on_device: Callable[[], bool]) -> bool:
+        """Whether an optimizer's gradients are checked.
+
+        Args:
+            skips_on_device: tells whether it skips without a word from the host.
+        """
+        if self.config.check == "auto":
+            return self.device.type == "cpu" or skips_on_device()
+        return bool(self.config.check)
 
     def verdict(self) -> Verdict | None:
         """Return what was found since the last update; None for a scaler that checks nothing."""
@@ -183,19 +194,19 @@ class LossScaler:
 
     def update(self) -> None:
         """Move the scale by what was found since the last update. No host sync."""
-        self.version += 1
         config = self.config
+        self.version += 1
         kernels.update_scale.update_scale(
             self._state,
             growth_factor=config.growth_factor if config.dynamic else 1.0,
-            backoff_factor=config.backoff_factor,
+            backoff_factor=config.backoff_factor if config.dynamic else 1.0,
             growth_interval=config.growth_interval,
             hysteresis=config.hysteresis,
             reset_each_step=config.consecutive_hysteresis,
             floor=config.floor,
             ceiling=max(config.max, config.start),
         )
-        if config.dynamic:
+        if config.check:
             self._reports.send(self._state)
 
     def overflows(self, wait: bool = False) -> list[Overflow]:
@@ -212,7 +223,7 @@ class LossScaler:
 
     def warn_if_endless(self, overflow: Overflow) -> None:
         """Warn, once, if overflows go on where scaling cannot be their cause any more."""
-        hopeless = overflow.scale <= max(self.config.floor, 1.0)
+        hopeless = not self.config.dynamic or overflow.scale <= max(self.config.floor, 1.0)
         if overflow.in_a_row < self.config.overflow_patience or not hopeless or self._warned:
             return
         self._warned = True
@@ -251,9 +262,9 @@ class LossScaler:
         the 0 that apex could reach.
         """
         dynamic = state.get("dynamic", self.config.dynamic)
-        if not self.config.dynamic or not dynamic:
+        if bool(dynamic) is not self.config.dynamic:
             return
-        scale = state["loss_scale"]
+        scale = state["loss_scale"] if self.config.dynamic else self.config.init
         if not isinstance(scale, (int, float)) or math.isnan(scale) or scale < 0:
             raise AmpValueError(f"loss_scale={scale!r} in the state dict is not a number above 0")
         ceiling = max(self.config.max, self.config.start)

@@ -29,7 +29,7 @@ from tests.distributed.models import (
     weights_of,
 )
 from tests.distributed.world import Backend, world
-from tests.levels import DYNAMIC, LEVELS
+from tests.levels import CHECKED, LEVELS
 
 
 class AllReduces:
@@ -64,7 +64,7 @@ def check_collectives(rank: int, wrap: str, level: str) -> None:
             counted = AllReduces().__enter__()
         optimizer.step()
         counted.__exit__()
-        assert counted.sizes == ([1] if level in DYNAMIC else []), counted.sizes
+        assert counted.sizes == ([1] if level in CHECKED else []), counted.sizes
 
 
 def check_rank_that_raises(rank: int) -> None:

@@ -1,0 +1,86 @@
+"""Running statistics of norms, which a forward with an inf or NaN ruins though its step is skipped."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp.kernels.tensor_lists import are_plain
+
+_NAMES = ("running_mean", "running_var")
+
+
+class RunningStatistics:
+    """The running means and variances of models' norms, and their last finite values.
+
+    Where one of them is not finite after a backward, it gets its last finite value back. Without that a
+    model whose steps are all skipped or good evaluates to NaN. Costs a copy of them all, and four small
+    operations for each device and dtype after each backward. The host does not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._finite: dict[Any, Tensor] = {}
+
+    def watch(self, models: Iterable[nn.Module], undo: ExitStack) -> None:
+        """Keep what norms of models have now, and what is loaded into them, until `undo`."""
+        for module in chain.from_iterable(model.modules() for model in models):
+            if any(module._buffers.get(name) is not None for name in _NAMES):
+                self._modules.append(weakref.ref(module))
+                register: Any = module.register_load_state_dict_post_hook
+                undo.callback(register(_Keep(self)).remove)
+        undo.callback(self._modules.clear)
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take what the norms have now for good."""
+        self._finite = {key: _joined(buffers) for key, buffers in self._groups().items()}
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """Bring finite values back to where they are not any more. No host sync."""
+        for key, buffers in self._groups().items():
+            values = _joined(buffers)
+            finite = self._finite.get(key)
+            if finite is None or finite.shape != values.shape:  # the model has moved since
+                self._finite[key] = values
+                continue
+            self._finite[key] = finite = torch.where(values.isfinite(), values, finite)
+            pieces = torch.split(finite, [buffer.numel() for buffer in buffers])
+            # Through `.data`: a graph that has saved finite values has not lost them.
+            targets = [buffer.data.view(-1) for buffer in buffers]
+            torch._foreach_copy_(targets, pieces)
+
+    def _groups(self) -> dict[Any, list[Tensor]]:
+        """Return the buffers there are, by device and dtype."""
+        groups = defaultdict(list)
+        for module in filter(None, [reference() for reference in self._modules]):
+            for name in _NAMES:
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.is_floating_point() and are_plain([buffer]):
+                    groups[buffer.device, buffer.dtype].append(buffer)
+        return groups
+
+
+def _joined(buffers: list[Tensor]) -> Tensor:
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])
+
+
+class _Keep:
+    """A hook on a norm: what was loaded is what to come back to. A copy of the model has none."""
+
+    def __init__(self, statistics: RunningStatistics | None) -> None:
+        self._statistics = statistics
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        if self._statistics is not None:
+            self._statistics.keep()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_statistics": None}
