@@ -20,6 +20,7 @@ from amp.casting.registry import register_promote_function as register_promote_f
 from amp.casting.sharded import fsdp_policy as fsdp_policy
 from amp.dcp import get_state_dict as get_state_dict
 from amp.dcp import set_state_dict as set_state_dict
+from amp.diagnosis.diagnose import diagnose as diagnose
 from amp.errors import AmpError as AmpError
 from amp.errors import AmpWarning as AmpWarning
 from amp.frontend import Stateful as Stateful
@@ -50,6 +51,7 @@ __all__ = [
     "Session",
     "Stateful",
     "bfloat16_function",
+    "diagnose",
     "disable_casts",
     "float_function",
     "fsdp_policy",

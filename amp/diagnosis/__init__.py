@@ -1,0 +1,1 @@
+"""What went wrong in a step, where and why: every op of it is looked at."""

@@ -1,0 +1,91 @@
+"""`amp.diagnose`: a step is watched, and what went wrong in it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed
+from torch import nn
+
+from amp import distributed
+from amp.diagnosis.causes import findings_of
+from amp.diagnosis.findings import Finding, Report
+from amp.diagnosis.trace import Trace
+from amp.errors import AmpTypeError
+from amp.training.attachment import AttachedOptimizer
+from amp.training.gradients import State
+
+
+@contextmanager
+def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Iterator[Report]:
+    """Watch every op of a step, and say what made a number of it inf or NaN.
+
+        with amp.diagnose(model, optimizer) as report:
+            with amp.scale_loss(loss_of(model(x), y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        print(report)
+
+    The step has the bits that it has without it. A compiled model runs op by op, which may overflow
+    where fused kernels do not. The host waits for the device after each op: that is for one step, and
+    takes about ten times as long. With several processes each must enter and leave the block; each
+    then has the findings of all.
+
+    Args:
+        model: the model, or a list of models, wrapped and compiled or not.
+        optimizer: the optimizer of `amp.initialize`, or a list of them: the loss scale is told apart
+            from the gradients.
+
+    Yields:
+        An `amp.diagnosis.Report`, which is filled when the block ends.
+
+    Raises:
+        AmpTypeError: `model` is no module.
+    """
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    for each in models:
+        if not isinstance(each, nn.Module):
+            raise AmpTypeError(
+                f"amp.diagnose needs a torch.nn.Module or a list of them, and got {type(each).__name__}"
+            )
+    prefixes = [""] if len(models) == 1 else [f"model {i}: " for i in range(len(models))]
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
+    scale = attached[0].owner.loss_scale() if attached else 1.0
+    report = Report()
+    trace = Trace(
+        dict(zip(prefixes, map(unwrapped, models), strict=True)),
+        lambda: any(one.gradients.state is State.OPEN for one in attached),
+    )
+    try:
+        with trace:
+            yield report
+    except BaseException:
+        report.findings, report.ops = findings_of(trace, scale), trace.ops
+        raise
+    report.findings, report.ops = _gathered(findings_of(trace, scale)), trace.ops
+    report.ranks = distributed.world_size()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _gathered(findings: list[Finding]) -> list[Finding]:
+    """Return the findings of all ranks, each with its rank."""
+    if distributed.world_size() == 1:
+        return findings
+    mine = [replace(finding, rank=distributed.rank()) for finding in findings]
+    every: list[Any] = [None] * distributed.world_size()
+    torch.distributed.all_gather_object(every, mine)
+    return [finding for of_rank in every for finding in of_rank]

@@ -1,0 +1,510 @@
+"""Every op of a step, forward and backward, and which of them made an inf or NaN, of what.
+
+A dispatch mode sees the ops below autocast and autograd: casts are ops like others. It computes what it
+wants to know on the side, so that the step has the bits that it has without it. Each result that is not
+finite is an event; its parents are the events that made its inputs what they are. Tensors are told
+apart by their memory, which is forgotten once it holds finite numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
+from amp.dtypes import LOW_PRECISION
+
+_CONSTANTS = {
+    *("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where"),
+    *("scalar_tensor", "lift_fresh", "lift_fresh_copy", "constant_pad_nd"),
+}
+"""Ops that write a constant: an inf of theirs was asked for."""
+
+_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+"""Ops whose results hold whatever was there."""
+
+CASTS = frozenset(["_to_copy", "copy_", "to"])
+
+_TORCH, _AMP = (
+    str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules["amp"])
+)
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = "site-packages" + os.sep
+_EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
+
+
+class Place(NamedTuple):
+    """Where an op was called.
+
+    Attributes:
+        op: the name of the function that was called, such as `softmax`.
+        module: the name of the innermost module; empty outside of any.
+        file, line: the innermost line that is neither torch's nor the library's.
+    """
+
+    op: str
+    module: str
+    file: str
+    line: int
+
+
+class Source(NamedTuple):
+    """A tensor that is not finite and that no op of the step has made.
+
+    Attributes:
+        kind: `data`, `weight` or `buffer`.
+        name: of the argument of the model, the parameter or the buffer; empty if it is none of these.
+        at: the indices of its first element that is not finite.
+    """
+
+    kind: str
+    name: str
+    at: tuple[int, ...]
+
+
+@dataclass
+class Event:
+    """An op whose result is not finite.
+
+    Attributes:
+        number: of the op in the step.
+        place: where it was called; of a backward op, where its forward op was.
+        phase: `forward`, `backward` or `recompute`.
+        aten: the op's own name.
+        takes: the dtypes of its floating inputs.
+        gives: the dtype of the result.
+        parents: numbers of the events that its inputs come from.
+        sources: inputs that were so when the step began.
+        value: the largest magnitude of its result in FP64; None where that is not known.
+        is_constant: whether it wrote a constant that is not finite.
+        has_nan: whether there is a NaN in its result.
+        rows_of_minus_inf: a softmax: whether a row of its input is -inf throughout.
+        is_minus_inf: whether there is nothing but -inf that is not finite.
+    """
+
+    number: int
+    place: Place
+    phase: str
+    aten: str
+    takes: tuple[torch.dtype, ...]
+    gives: torch.dtype
+    parents: list[int] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    value: float | None = None
+    is_constant: bool = False
+    has_nan: bool = False
+    rows_of_minus_inf: bool = False
+    is_minus_inf: bool = False
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it made an inf or NaN of finite numbers."""
+        return not self.parents and not self.sources
+
+    @property
+    def is_benign(self) -> bool:
+        """Whether it wrote -inf because it was asked for, as into a mask."""
+        return self.is_constant and self.is_minus_inf
+
+
+class LostScalar(NamedTuple):
+    """A Python number other than 0 that is 0 in the dtype of the op that takes it."""
+
+    place: Place
+    value: float
+    dtype: torch.dtype
+
+
+class LossyCast(NamedTuple):
+    """A cast that rounded integers, or made -inf of a finite number."""
+
+    place: Place
+    kind: str
+    takes: torch.dtype
+    gives: torch.dtype
+    argument: str
+    largest: float
+
+
+class Trace:
+    """What happened in the ops that run while it is open.
+
+    Args:
+        models: whose modules, parameters and buffers have names.
+        is_scaled: tells whether the gradients in `.grad` are those of a scaled loss now.
+
+    Attributes:
+        events: results that are not finite, by the number of the op.
+        lost: scalars that became 0.
+        casts: those that changed integers or masks.
+        bad_grads: for each parameter whose gradient is not finite, the event that made it, or None.
+        bad_weights: for each parameter that the step has ruined, the event that did.
+        grads_in_place: parameters whose gradients were written to while they were scaled, and where.
+        zero_grads: the share of zeros in 16-bit gradients that backward has left.
+        loss: the event that made the loss, if it is not finite.
+        ops: how many there were.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], is_scaled: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.events: dict[int, Event] = {}
+        self.lost: list[LostScalar] = []
+        self.casts: list[LossyCast] = []
+        self.bad_grads: dict[str, int | None] = {}
+        self.bad_weights: dict[str, int] = {}
+        self.grads_in_place: dict[str, Place] = {}
+        self.zero_grads: dict[str, float] = {}
+        self.loss: int | None = None
+        self.ops = 0
+        self._models = models
+        self._is_scaled = is_scaled
+        self._made: dict[int, int] = {}  # memory that is not finite: the event
+        self._forward: dict[int, Place] = {}  # by the number of the autograd node
+        self._names: dict[int, str] = {}
+        self._owned: dict[int, tuple[str, str]] = {}
+        self._arguments: dict[int, str] = {}
+        self._stacks = threading.local()
+        self._api = threading.local()
+        self._grads: dict[int, str] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Trace:
+        with ExitStack() as stack:
+            for prefix, model in self._models.items():
+                self._know(prefix, model, stack)
+            stack.enter_context(_Names(self))
+            stack.enter_context(_Ops(self))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+        for prefix, model in self._models.items():
+            for name, parameter in model.named_parameters():
+                if (made := self._made.get(_memory(parameter))) is not None:
+                    self.bad_weights[prefix + name] = made
+
+    def _know(self, prefix: str, model: nn.Module, stack: ExitStack) -> None:
+        for name, module in model.named_modules():
+            self._names.setdefault(id(module), prefix + name)
+            before = module.register_forward_pre_hook(self._enter_module, prepend=True)
+            after = module.register_forward_hook(self._leave_module, always_call=True)
+            for handle in (before, after):
+                stack.enter_context(_handle(handle))
+        for name, parameter in model.named_parameters():
+            self._owned.setdefault(_memory(parameter), ("weight", prefix + name))
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = _accumulated(self, prefix + name)
+                register: Any = parameter.register_post_accumulate_grad_hook
+                stack.enter_context(_handle(register(hook)))
+        for name, buffer in model.named_buffers():
+            self._owned.setdefault(_memory(buffer), ("buffer", prefix + name))
+        hook = _root_hook(self)
+        stack.enter_context(
+            _handle(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        )
+
+    # What the hooks and modes tell.
+
+    @property
+    def _stack(self) -> list[str]:
+        if not hasattr(self._stacks, "names"):
+            self._stacks.names = []
+        names: list[str] = self._stacks.names
+        return names
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), ""))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def call(self, function: Callable[..., Any], run: Callable[[], Any]) -> Any:
+        """Call a function of torch; ops inside of it are called as it is."""
+        outer = getattr(self._api, "name", None)
+        if outer is None:
+            self._api.name = _name_of(function)
+        try:
+            return run()
+        finally:
+            self._api.name = outer
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Look at what a backward starts from."""
+        if loss.numel() and not is_finite(loss):
+            self.loss = self._made.get(_memory(loss), self.loss)
+
+    def _place(self, aten: str) -> tuple[Place, str]:
+        """Return where the op that runs now was called, and the phase."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        module = next((name for name in reversed(self._stack) if name), "")
+        if in_backward and not self._stack:
+            node = torch._C._current_autograd_node()
+            known = self._forward.get(node._sequence_nr()) if node is not None else None
+            return known or Place(aten, "", *_user_line()), "backward"
+        place = Place(getattr(self._api, "name", None) or aten, module, *_user_line())
+        number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+        self._forward.setdefault(number() - 1, place)
+        return place, "recompute" if in_backward else "forward"
+
+    def saw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        before: tuple[Any, Any] | None,
+    ) -> None:
+        """Look at an op that has run; `before` has copies of its arguments, if it wrote to some."""
+        self.ops += 1
+        aten = func.overloadpacket.__name__
+        place, phase = self._place(aten)
+        given_args, given_kwargs = before or (args, kwargs)
+        outputs = _written(func, args, kwargs) if before is not None else floats_in(result)
+        inputs = floats_in((given_args, given_kwargs))
+        if phase == "forward" or phase == "recompute":
+            self._note_scalars(given_args, outputs, place)
+        if aten in CASTS and outputs and inputs:
+            self._note_cast(inputs[-1], outputs[0], place)
+        if before is not None and phase != "backward":
+            self._note_write(args, place)
+        bad = [] if aten in _UNWRITTEN else [x for x in outputs if not is_finite(x)]
+        for x in outputs:
+            if all(x is not each for each in bad) and not func.is_view:
+                self._made.pop(_memory(x), None)
+        if not bad or func.is_view:
+            return
+        event = Event(
+            self.ops,
+            place,
+            phase,
+            aten,
+            tuple(x.dtype for x in inputs),
+            bad[0].dtype,
+            has_nan=any(bool(x.isnan().any()) for x in bad),
+        )
+        originals = floats_in((args, kwargs)) if before is not None else inputs
+        for x, held in zip(inputs, originals, strict=True):
+            if not is_finite(x):
+                made = self._made.get(_memory(held))
+                if made is not None:
+                    event.parents.append(made)
+                else:
+                    event.sources.append(self._source(held, x))
+        if "softmax" in aten and phase != "backward":
+            event.rows_of_minus_inf = any(
+                bool((x == -math.inf).all(-1).any()) for x in inputs if x.dim()
+            )
+        event.is_minus_inf = not event.has_nan and all(bool((x[x.isinf()] < 0).all()) for x in bad)
+        event.is_constant = aten in _CONSTANTS and not event.parents
+        if event.is_root and not event.is_constant:
+            event.value = largest_in_float64(func, given_args, given_kwargs)
+        self.events[event.number] = event
+        for x in bad:
+            self._made[_memory(x)] = event.number
+
+    def _source(self, held: Tensor, x: Tensor) -> Source:
+        memory = _memory(held)
+        index = tuple((~x.isfinite()).nonzero()[0].tolist())
+        if memory in self._owned:
+            return Source(*self._owned[memory], index)
+        return Source("data", self._arguments.get(memory, ""), index)
+
+    def _note_scalars(self, args: Any, outputs: list[Tensor], place: Place) -> None:
+        """Note numbers of the arguments that are 0 in the dtype that the op computes in."""
+        if not outputs or outputs[0].dtype is not torch.float16:
+            return
+        for value in args:
+            if isinstance(value, float) and value != 0 and abs(value) <= 2.0**-25:
+                self.lost.append(LostScalar(place, value, outputs[0].dtype))
+
+    def _note_cast(self, x: Tensor, y: Tensor, place: Place) -> None:
+        if y.dtype not in LOW_PRECISION or x.dtype not in (torch.float32, torch.float64):
+            return
+        if _memory(x) in self._owned and self._owned[_memory(x)][0] == "weight":
+            return
+        largest = torch.linalg.vector_norm(x, math.inf).item()
+        argument = self._arguments.get(_memory(x), "")
+        if not math.isfinite(largest):
+            return
+        limit = torch.finfo(y.dtype).max
+        if largest > limit and bool((y[y.isinf()] < 0).all()):
+            self.casts.append(LossyCast(place, "mask", x.dtype, y.dtype, argument, largest))
+            return
+        if not _EXACT_INTEGERS[y.dtype] < largest <= limit or torch.equal(y.to(x.dtype), x):
+            return
+        if bool((x == x.round()).all()):
+            self.casts.append(LossyCast(place, "integers", x.dtype, y.dtype, argument, largest))
+
+    def _note_write(self, args: tuple[Any, ...], place: Place) -> None:
+        """Note a scaled gradient that somebody writes to after its backward."""
+        names = list(filter(None, [self._grads.get(_memory(x)) for x in floats_in(args[:1])]))
+        if names and self._is_scaled() and not _is_called_by_amp():
+            for name in names:
+                self.grads_in_place.setdefault(name, place)
+
+    def accumulated(self, name: str, parameter: Tensor) -> None:
+        """Look at the gradient that a backward has left in a parameter."""
+        grad = parameter.grad
+        if grad is None or grad.is_sparse or not grad.numel():
+            return
+        self._grads[_memory(grad)] = name
+        if not is_finite(grad):
+            self.bad_grads[name] = self._made.get(_memory(grad))
+        elif grad.dtype is torch.float16:
+            self.zero_grads[name] = 1 - grad.count_nonzero().item() / grad.numel()
+
+    def note_arguments(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note what the tensors that a model is given are called."""
+        named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+        for name, value in named:
+            for x in floats_in(value):
+                self._arguments.setdefault(_memory(x), name)
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a trace see each op."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = None
+        if func._schema.is_mutable:
+            before = torch.utils._pytree.tree_map_only(
+                Tensor, lambda x: x.detach().clone() if x.is_floating_point() else x, (args, kwargs)
+            )
+        result = func(*args, **kwargs)
+        with torch.no_grad():
+            self._trace.saw(func, args, kwargs, result, before)
+        return result
+
+
+class _Names(TorchFunctionMode):
+    """Tells the functions of torch that are called."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            with torch.no_grad(), _disable_current_modes():
+                self._trace.note_loss(args[0])
+            with self:  # what is computed anew inside of it has names too
+                return _backward(*args, **kwargs)
+        return self._trace.call(func, lambda: func(*args, **kwargs))
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Do what `Tensor.backward` does, past function modes."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _accumulated(trace: Trace, name: str) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            trace.accumulated(name, parameter)
+
+    return hook
+
+
+def _root_hook(trace: Trace) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        trace.note_arguments(args, kwargs)
+
+    return hook
+
+
+class _handle:  # noqa: N801
+    """A handle of a hook, as a context."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.remove()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the floating tensors among the arguments that an op has written to."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [
+        x
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for x in floats_in(given.get(argument.name))
+    ]
+
+
+def _memory(x: Tensor) -> int:
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a wrapper: what it holds is seen by itself
+        return id(x)
+
+
+def _name_of(function: Any) -> str:
+    name = resolve_name(function) or getattr(function, "__name__", "")
+    return str(name).replace("torch.Tensor.", "Tensor.")
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(_PYTHON) and _PACKAGES not in file:
+        return False
+    return not file.startswith((_TORCH, _AMP, "<"))
+
+
+def _user_line() -> tuple[str, int]:
+    for frame in _frames():
+        if _is_users(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+    return "", 0
+
+
+def _is_called_by_amp() -> bool:
+    """Whether this library, and no user's line, has called torch for the op that runs now."""
+    own = ("trace.py", "wide.py")
+    files = [frame.f_code.co_filename for frame in _frames()]
+    files = [x for x in files if not (x.startswith(_AMP) and x.endswith(own))]
+    return next((x.startswith(_AMP) for x in files if not x.startswith(_TORCH)), False)

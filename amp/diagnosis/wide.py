@@ -1,0 +1,53 @@
+"""The same op in FP64: would its result be finite if the format had the range?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating tensors in arguments or results, in containers of any kind."""
+    leaves, _ = tree_flatten(value)
+    tensors = [x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided]
+    return [x for x in tensors if x.is_floating_point() and x.numel()]
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor has no inf or NaN. The host waits for the device."""
+    if x.dtype.itemsize == 1:
+        x = x.float()
+    return math.isfinite(torch.linalg.vector_norm(x.detach(), math.inf).item())
+
+
+def largest_in_float64(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """Run an op of aten in FP64, and return the largest magnitude of its results.
+
+    Returns:
+        It, inf or NaN where FP64 has none either; None for an op that cannot be run again: a random
+        one, a collective, or one that takes no FP64.
+    """
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    args64, kwargs64 = tree_unflatten([_widened(leaf) for leaf in leaves], spec)
+    try:
+        result = func(*args64, **kwargs64)
+        found = floats_in(args64[:1] if result is None else result)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    magnitudes = [torch.linalg.vector_norm(x, math.inf).item() for x in found]
+    return max(magnitudes, key=lambda x: (math.isnan(x), x), default=None)
+
+
+def _widened(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().double()
+    return torch.float64 if leaf in _HALF_OR_SINGLE and isinstance(leaf, torch.dtype) else leaf
