@@ -25,6 +25,7 @@ from amp.errors import AmpError as AmpError
 from amp.errors import AmpWarning as AmpWarning
 from amp.frontend import Stateful as Stateful
 from amp.frontend import get_session as get_session
+from amp.frontend import history as history
 from amp.frontend import initialize as initialize
 from amp.frontend import load_state_dict as load_state_dict
 from amp.frontend import loss_scale as loss_scale
@@ -58,6 +59,7 @@ __all__ = [
     "get_session",
     "get_state_dict",
     "half_function",
+    "history",
     "initialize",
     "load_profile",
     "load_state_dict",

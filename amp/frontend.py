@@ -19,6 +19,7 @@ from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.properties import OVERRIDE_KEYS
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
+from amp.training.recorder import Transition
 
 
 class _Default:
@@ -192,6 +193,26 @@ def step_was_skipped(optimizer: Any) -> bool:
     if disabled and AttachedOptimizer.of(optimizer) is None:
         return False
     return attached_to(optimizer).step_was_skipped
+
+
+def history() -> list[Transition]:
+    """Return the last 256 updates of each loss scaler of the last `initialize`, oldest first.
+
+        for row in amp.history():
+            print(row.step, row.scale, row.overflow, row.bad)
+
+    They are kept all the time, from numbers that reach the host by themselves. The host waits for the
+    device, for those that are under way.
+
+    Returns:
+        Rows with `step`, `loss_id`, `scale`, `overflow`, `in_a_row`, `next_scale`, `norm` (of a fused
+        optimizer with `max_grad_norm`) and `bad`, the names of the parameters whose gradients were
+        bad then and have not been since.
+
+    Raises:
+        AmpRuntimeError: `initialize` has not been called.
+    """
+    return _default("amp.history").history()
 
 
 def loss_scale(loss_id: int = 0) -> float:

@@ -328,7 +328,7 @@ class GradScaler(_TorchInternals):
             skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))
             self._skipped[optimizer] = skipped
         if isinstance(skipped, HostCopies):
-            arrived = skipped.arrived(wait)
+            arrived = [values for _, values in skipped.arrived(wait)]
             if not arrived:
                 return None
             skipped = self._skipped[optimizer] = any(value > 0 for value in arrived[0])
@@ -371,8 +371,8 @@ class GradScaler(_TorchInternals):
                 history.share(self._scaler.process_groups)
                 history.end()
             self._scaler.update()
-            for overflow in self._scaler.overflows():
-                self._scaler.warn_if_endless(overflow)
+            self._scaler.learn()
+            self._scaler.warn_if_endless()
         self._begin_iteration()
 
     # Saving.

@@ -21,6 +21,8 @@ from amp.casting.fp8_history import AmaxHistory
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.casting.strategies import strategies_for
 from amp.casting.strategy import Undo
+from amp.diagnosis.arming import Armed
+from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters.lean import LeanMasterWeights
@@ -31,6 +33,7 @@ from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, innermost
 from amp.training.blocks import Block
+from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
 from amp.training.synchronization import Synchronization
@@ -63,6 +66,7 @@ class Session:
     Attributes:
         properties: what the profile and the overrides resolved to.
         scalers: one loss scaler per loss.
+        last_report: of the last step that `diagnose="on_overflow"` has watched, or None.
 
     Raises:
         AmpError: whatever is wrong with the profile, the overrides or their combination.
@@ -99,6 +103,10 @@ class Session:
         self._fp8 = next((x for x in self._strategies if isinstance(x, Fp8Linears)), None)
         self.synchronization = Synchronization(self.properties, self._named_parameters)
         self._running_stats = RunningStatistics()
+        self.last_report: Report | None = None
+        self._armed = None
+        if self.properties.diagnose == "on_overflow":
+            self._armed = Armed(self._alive, self._tell)
         self._undo = ExitStack()
         if self.properties.enabled:
             self._log(
@@ -203,6 +211,8 @@ class Session:
         is recast to the parameters' dtype. The host waits for the device, to log the last overflows.
         """
         self.closed = True
+        if self._armed is not None:
+            self._armed.close()
         self._undo.close()
         for scaler in self.scalers:  # last: a warning may be an error
             self._report_overflows(scaler, wait=True)
@@ -252,6 +262,8 @@ class Session:
             else:
                 block.leave(update=not delay_overflow_check)
             self._running_stats.repair()
+            if self._armed is not None:
+                self._armed.end(block.scale.scale)
         except BaseException:
             block.abort()
             raise
@@ -289,22 +301,39 @@ class Session:
 
     def _report_overflows(self, scaler: LossScaler, wait: bool = False) -> None:
         """Log the overflows that the host has learnt of, and warn once if they do not end."""
-        for overflow in scaler.overflows(wait):
+        for row in scaler.learn(wait, -1 if self._armed is None else self._armed.until(scaler)):
+            if not row.overflow:
+                continue
             self._log(
                 logging.WARNING,
                 "Gradient overflow.  Skipping step, loss scaler %d "
                 + ("reducing loss scale to %s" if scaler.config.dynamic else "stays at %s"),
                 scaler.loss_id,
-                overflow.scale,
+                row.next_scale,
             )
-            scaler.warn_if_endless(overflow)
+        if self._armed is not None:
+            self._armed.look(scaler)
+        scaler.warn_if_endless()
+
+    def history(self) -> list[Transition]:
+        """Return the last updates of the loss scalers; see `amp.history`."""
+        for scaler in self.scalers:
+            self._report_overflows(scaler, wait=True)
+        return [row for scaler in self.scalers for row in scaler.history()]
+
+    def _tell(self, report: Report) -> None:
+        """Keep and log what was seen in a step after a streak of overflows."""
+        self.last_report = report
+        self._log(logging.WARNING, "a step after a streak of overflows was watched:\n%s", report)
+
+    def _alive(self) -> list[nn.Module]:
+        return [model for reference in self._models if (model := reference()) is not None]
 
     def _named_parameters(self) -> dict[tuple[int, str], Tensor]:
         """Return the parameters of all models, by the number of the model and their name in it."""
         return {
             (i, name): parameter
-            for i, reference in enumerate(self._models)
-            if (model := reference()) is not None
+            for i, model in enumerate(self._alive())
             for name, parameter in model.named_parameters()
         }
 

@@ -391,6 +391,7 @@ def reference(overflows: str, factor: float, window: int, scale: float) -> list[
 @pytest.mark.parametrize(
     "overflows", ["." * 12, "x" * 40, "..x....x.x......x...", "x..x...x.........."]
 )
+@pytest.mark.filterwarnings("ignore:[0-9]+ overflows in a row")
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_dynamic_scaler(overflows: str, window: int) -> None:
     scaler = DynamicLossScaler(init_scale=2.0**12, scale_factor=2.0, scale_window=window)

@@ -81,6 +81,7 @@ def test_training_is_bitwise_torchs(name: str, clip: bool) -> None:
     assert_same(mine, torchs)
 
 
+@pytest.mark.filterwarnings("ignore:[0-9]+ overflows in a row")
 @pytest.mark.parametrize("seed", range(5))
 def test_the_schedule_is_torchs_to_the_last_bit(seed: int) -> None:
     numbers = random.Random(seed)

@@ -66,7 +66,7 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
     except BaseException:
         report.findings, report.ops = findings_of(trace, scale), trace.ops
         raise
-    report.findings, report.ops = _gathered(findings_of(trace, scale)), trace.ops
+    report.findings, report.ops = gathered(findings_of(trace, scale)), trace.ops
     report.ranks = distributed.world_size()
 
 
@@ -81,7 +81,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _gathered(findings: list[Finding]) -> list[Finding]:
+def gathered(findings: list[Finding]) -> list[Finding]:
     """Return the findings of all ranks, each with its rank."""
     if distributed.world_size() == 1:
         return findings

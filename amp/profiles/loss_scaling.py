@@ -63,7 +63,7 @@ class LossScaling:
         values="true, false, auto",
     )
     overflow_patience: int = key(
-        50, parse_count, "overflows in a row, at the floor or below 1, before a warning"
+        20, parse_count, "overflows in a row before a warning; below a scale of 1, three"
     )
 
     def __post_init__(self) -> None:

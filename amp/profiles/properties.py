@@ -87,6 +87,11 @@ class Properties:
         "running statistics that an overflow has made inf or NaN get their last finite values back, "
         "where gradients are checked",
     )
+    diagnose: Literal["on_overflow"] | None = key(
+        None,
+        OneOf("on_overflow", None),
+        "a step after a streak of overflows is [watched](diagnosis.md), and what was wrong is logged",
+    )
     fp8: Fp8Recipe | None = key(
         None,
         parse_fp8,

@@ -79,6 +79,7 @@ class AttachedOptimizer:
         self.masters = masters
         self._use_masters = use_masters
         self._report = report
+        self._named_parameters = named_parameters
         self._patches = Patches()
         self._is_attached = False
         self._owned = OwnedParameters(optimizer, named_parameters)
@@ -261,10 +262,20 @@ class AttachedOptimizer:
             self.gradients.verdicts = self.stepped_by  # the step is still to be taken
             raise
         torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
+        self._note_bad()
         self.gradients.drop_stepped()
         self._end_iteration()
         self._report_all(self.stepped_by)  # last: a warning may be an error
         return result
+
+    def _note_bad(self) -> None:
+        """Note whose gradients made an overflow that the host knows of."""
+        overflows = [verdict for verdict in self.stepped_by if verdict.is_known_overflow]
+        if overflows:
+            bad = set(map(id, self.gradients.bad()))
+            names = [name for (_, name), p in self._named_parameters().items() if id(p) in bad]
+            for verdict in overflows:
+                verdict.scaler.bad_steps |= dict.fromkeys(names, verdict.step)
 
     def _end_iteration(self) -> None:
         """Move the scales of `fp8="delayed"`, if no block has done that."""

@@ -172,4 +172,5 @@ def _unscale(
         for history in histories:
             history.end(in_block=True)
         if checked or not scaler.is_identity:
-            scaler.update()
+            norms = [gradients.norm for gradients in together]
+            scaler.update(next((norm for norm in norms if norm is not None), None))

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import place_gradients, shard_like
-from amp.kernels.tensor_lists import dense
+from amp.kernels.tensor_lists import dense, local
 from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
 from amp.masters.whole import MasterWeights, check_device
@@ -309,6 +309,12 @@ class Gradients:
         """Whether there is no gradient to step on."""
         return self._held is None and all(stored_grad(p) is None for p in self.lists.stepped)
 
+    @property
+    def norm(self) -> Tensor | None:
+        """The norm of unscaled gradients, float32 of one element, where clipping has it already."""
+        norms = None if self._held is None else self._held.norms
+        return None if norms is None else norms.total
+
     def for_step(self) -> Held:
         """Return the gradients of masters, for an optimizer that unscales them itself."""
         if self._held is not None:
@@ -316,6 +322,17 @@ class Gradients:
         there = [stored_grad(master) is not None for master in self.lists.masters]
         of = self.lists.only(there)
         return Held(of, dense([master.grad for master in of.masters]), None)
+
+    def bad(self) -> list[Tensor]:
+        """Return the model's parameters whose gradients are inf or NaN. The host waits."""
+        pairs = [(p, p.grad) for p in self.lists.unmastered]
+        if self._held is not None:
+            pairs += zip(self._held.of.models, self._held.grads, strict=True)
+        else:
+            masters, models = self.lists.masters, self.lists.models
+            pairs += [(p, stored_grad(m)) for m, p in zip(masters, models, strict=True)]
+        there = [(p, local(grad)) for p, grad in pairs if grad is not None]
+        return [p for p, grad in there if not bool(_values(grad).isfinite().all())]
 
     def drop_stepped(self) -> None:
         """Free the masters' gradients after a step, so that `model.zero_grad()` is all that is left."""
@@ -341,3 +358,7 @@ class Gradients:
         self.forget()
         for parameter in (*self.lists.stepped, *self.lists.models):
             parameter.grad = None
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad

@@ -3,8 +3,8 @@
 Static scaling and no scaling are members of the same family: they never move, and no caller has to ask
 which kind it holds. Whether gradients are checked is asked for each optimizer, see `checks`.
 
-What happened reaches the host in two ways: a `Verdict` is asked, and the host waits for it; an
-`Overflow` comes by itself, late.
+What happened reaches the host in two ways: a `Verdict` is asked, and the host waits for it; a
+`Transition` comes by itself, late.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies
+from amp.training.recorder import FlightRecorder, Transition, describe_streak
 
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS = range(6)
 """Where in the state each number is; see `amp.kernels.update_scale`."""
@@ -56,18 +57,18 @@ class Verdict:
     def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
         self.scaler = scaler
         self.found_inf = found_inf
+        self.step = scaler.updates
+
+    @property
+    def is_known_overflow(self) -> bool:
+        """Whether the host knows that it was an overflow. No host sync."""
+        is_known = self.found_inf.device.type == "cpu" or "overflowed" in vars(self)
+        return is_known and self.overflowed
 
     @cached_property
     def overflowed(self) -> bool:
         """Whether it was an overflow. The host waits for the device, once, for 4 bytes."""
         return self.found_inf.item() > 0
-
-
-class Overflow(NamedTuple):
-    """What an overflow did to a scaler: the scale after it, and how many there were in a row."""
-
-    scale: float
-    in_a_row: int
 
 
 class LossScaler:
@@ -79,6 +80,9 @@ class LossScaler:
         process_groups: whose ranks skip a step together.
         version: counts the times the scale may have changed, so that two scaled losses can be told
             to share one scale without asking the device.
+        updates: how often it was updated.
+        recorder: what it did lately, as far as the host has learnt of it.
+        bad_steps: for each parameter whose gradient was bad, by its name, the last update after that.
         device: where the scale is, which is where the last loss was.
         scale_on_device: the scale, float32 `[]`; it changes with it.
     """
@@ -94,6 +98,9 @@ class LossScaler:
         self._state = torch.zeros(STATE_SIZE, dtype=torch.float32, device="cpu")
         self._keep_on(self._state.device)
         self._reports = HostCopies()
+        self.updates = 0
+        self.recorder = FlightRecorder(loss_id, config.overflow_patience, config.start)
+        self.bad_steps: dict[str, int] = {}
         self._warned = False
         self._set(config.start, 0, config.hysteresis)
 
@@ -161,7 +168,7 @@ class LossScaler:
         if isinstance(scale, Tensor):
             self.scale_on_device.copy_(scale.detach().reshape(()), non_blocking=True)
         else:
-            scale = parse_positive("scale", scale)
+            scale = self.recorder.scale = parse_positive("scale", scale)
             if not self.config.dynamic:
                 self.config = dataclasses.replace(self.config, init=scale)
             self.scale_on_device.fill_(scale)
@@ -192,8 +199,12 @@ class LossScaler:
         found_inf = self.found_inf
         return None if found_inf is None else Verdict(self, found_inf.clone())
 
-    def update(self) -> None:
-        """Move the scale by what was found since the last update. No host sync."""
+    def update(self, norm: Tensor | None = None) -> None:
+        """Move the scale by what was found since the last update. No host sync.
+
+        Args:
+            norm: of the unscaled gradients, float32 of one element, for the recorder.
+        """
         config = self.config
         self.version += 1
         kernels.update_scale.update_scale(
@@ -207,37 +218,35 @@ class LossScaler:
             ceiling=max(config.max, config.start),
         )
         if config.check:
-            self._reports.send(self._state)
+            state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
+            self._reports.send(state, self.updates)
+        self.updates += 1
 
-    def overflows(self, wait: bool = False) -> list[Overflow]:
-        """Return the overflows that the host has learnt of since the last call.
+    def learn(self, wait: bool = False, until: int = -1) -> list[Transition]:
+        """Return the updates that the host has learnt of since the last call.
 
         Args:
             wait: for those that are still under way. Otherwise there is no host sync.
+            until: wait for those up to this one.
         """
         return [
-            Overflow(state[SCALE], int(state[OVERFLOWS]))
-            for state in self._reports.arrived(wait)
-            if state[OVERFLOWS] > 0
+            self.recorder.record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
+            for step, state in self._reports.arrived(wait, until)
         ]
 
-    def warn_if_endless(self, overflow: Overflow) -> None:
-        """Warn, once, if overflows go on where scaling cannot be their cause any more."""
-        hopeless = not self.config.dynamic or overflow.scale <= max(self.config.floor, 1.0)
-        if overflow.in_a_row < self.config.overflow_patience or not hopeless or self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"{overflow.in_a_row} backward passes in a row gave inf or nan gradients, down to a loss "
-            f"scale of {overflow.scale}: scaling is not the cause. Check that the inputs and the loss "
-            "are finite (torch.isfinite). Then run the same step at opt_level O0: if the loss or a "
-            "gradient is inf or nan there too, look for the cause in the data, in a learning rate that "
-            "is too high, and in divisions, logarithms, square roots and exponentials of the model. If "
-            "all is finite there, a value is beyond 65504, the largest float16: take opt_level O4 or "
-            "O5, since bfloat16 has the range of FP32, or keep a module in FP32 by a rule.",
-            AmpWarning,
-            stacklevel=3,
-        )
+    def warn_if_endless(self) -> None:
+        """Warn, once, if overflows go on."""
+        if self.recorder.streak is not None and not self._warned:
+            self._warned = True
+            message = describe_streak(self.recorder.streak, self.recorder.rows, self.bad_steps)
+            warnings.warn(message, AmpWarning, stacklevel=3)
+
+    def history(self) -> list[Transition]:
+        """Return the last updates that the host has learnt of, oldest first. No host sync."""
+        bad: dict[int, list[str]] = {}
+        for name, step in self.bad_steps.items():
+            bad.setdefault(step, []).append(name)
+        return [row._replace(bad=tuple(bad.get(row.step, ()))) for row in self.recorder.rows]
 
     def loss_scale(self) -> float:
         """Return the current scale. The host waits for the device."""
@@ -276,4 +285,5 @@ class LossScaler:
     def _set(self, scale: float, good: int, left: int, overflows: int = 0) -> None:
         self.version += 1
         values = [scale, 1.0 / scale, good, left, 0.0, overflows]
+        self.recorder.scale = scale
         self._state.copy_(torch.tensor(values, dtype=torch.float32, device="cpu"))

@@ -1,0 +1,101 @@
+"""What a loss scaler did lately, from the copies of its state that reach the host by themselves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+KEPT = 256
+BELOW_ONE = 3
+"""How many overflows in a row at a scale below 1 are a streak, whatever the patience."""
+
+
+class Transition(NamedTuple):
+    """One update of a loss scaler.
+
+    Attributes:
+        step: its number, from 0.
+        loss_id: the scaler's.
+        scale: what the loss was multiplied by.
+        overflow: whether a gradient was inf or NaN, so that the step was skipped.
+        in_a_row: how many overflows there were in a row.
+        next_scale: the scale after it.
+        norm: of the unscaled gradients, where `max_grad_norm` has it; None elsewhere.
+        bad: names of the parameters whose gradients were bad then, and have not been since; they are
+            not known where the optimizer skips on a CUDA device by itself.
+    """
+
+    step: int
+    loss_id: int
+    scale: float
+    overflow: bool
+    in_a_row: int
+    next_scale: float
+    norm: float | None = None
+    bad: tuple[str, ...] = ()
+
+
+class FlightRecorder:
+    """The last transitions of a scaler.
+
+    Args:
+        loss_id: the scaler's.
+        patience: how many overflows in a row are a streak.
+        scale: the first scale.
+
+    Attributes:
+        rows: the last 256, oldest first.
+        streak: what there was when a streak was reached last.
+        streaks: the steps at which one was, each streak once.
+        scale: after the newest row.
+    """
+
+    def __init__(self, loss_id: int, patience: int, scale: float) -> None:
+        self.rows: deque[Transition] = deque(maxlen=KEPT)
+        self.streaks: deque[int] = deque(maxlen=KEPT)
+        self.streak: Transition | None = None
+        self.scale = scale
+        self._loss_id, self._patience = loss_id, patience
+        self._below_one = 0
+        self._is_streak = False
+
+    def record(
+        self, step: int, next_scale: float, in_a_row: float, norm: float | None = None
+    ) -> Transition:
+        """Note an update, and return it as a row."""
+        overflow = in_a_row > 0
+        row = Transition(step, self._loss_id, self.scale, overflow, int(in_a_row), next_scale, norm)
+        self.rows.append(row)
+        self._below_one = self._below_one + 1 if overflow and self.scale < 1.0 else 0
+        is_streak = in_a_row >= self._patience or self._below_one >= min(BELOW_ONE, self._patience)
+        if is_streak and not self._is_streak:
+            self.streaks.append(step)
+            self.streak = row
+        self._is_streak = overflow and (self._is_streak or is_streak)
+        self.scale = next_scale
+        return row
+
+
+def describe_streak(last: Transition, rows: Iterable[Transition], bad_steps: Mapping[str, int]) -> str:
+    """Return what is said of overflows that do not end.
+
+    Args:
+        last: the one with which they became a streak.
+        rows: the last ones.
+        bad_steps: for each parameter the last step whose gradient was bad.
+    """
+    scales = ", ".join(f"{row.scale:g}" for row in rows if last.step - 6 < row.step <= last.step)
+    names = [name for name, step in bad_steps.items() if step == last.step]
+    bad = f" The gradients of {_listed(names)} were inf or NaN." if names else ""
+    return (
+        f"{last.in_a_row} overflows in a row: gradients were inf or NaN at loss scales of {scales}, so "
+        f"scaling is not the cause.{bad} Put `with amp.diagnose(model, optimizer) as report:` around "
+        "one step and print the report, or pass diagnose='on_overflow' to amp.initialize: it names the "
+        "op that makes them, its line, and what to do. amp.history() has the last steps."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
