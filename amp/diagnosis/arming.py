@@ -41,7 +41,7 @@ class Armed:
 
     def until(self, scaler: LossScaler) -> int:
         """Return up to which update the host must have learnt of a scaler by now."""
-        return scaler.updates - 1 - (0 if scaler.device.type == "cpu" else LAG)
+        return scaler.updates - 1 - (0 if scaler.is_on_host else LAG)
 
     def look(self, scaler: LossScaler) -> None:
         """Watch the next forward, if a scaler's streak is due."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
 from amp.dtypes import LOW_PRECISION
@@ -391,7 +392,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         before = None
         if func._schema.is_mutable:
-            before = torch.utils._pytree.tree_map_only(
+            before = tree_map_only(
                 Tensor, lambda x: x.detach().clone() if x.is_floating_point() else x, (args, kwargs)
             )
         result = func(*args, **kwargs)

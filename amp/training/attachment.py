@@ -271,11 +271,13 @@ class AttachedOptimizer:
     def _note_bad(self) -> None:
         """Note whose gradients made an overflow that the host knows of."""
         overflows = [verdict for verdict in self.stepped_by if verdict.is_known_overflow]
-        if overflows:
-            bad = set(map(id, self.gradients.bad()))
-            names = [name for (_, name), p in self._named_parameters().items() if id(p) in bad]
-            for verdict in overflows:
-                verdict.scaler.bad_steps |= dict.fromkeys(names, verdict.step)
+        if not overflows:
+            return
+        name_of = {id(p): name for (_, name), p in self._named_parameters().items()}
+        parameters, flags = self.gradients.are_bad()
+        for verdict in overflows if parameters else ():
+            names = [name_of.get(id(p), "a parameter of no model") for p in parameters]
+            verdict.scaler.note_bad(verdict.step, names, flags)
 
     def _end_iteration(self) -> None:
         """Move the scales of `fp8="delayed"`, if no block has done that."""

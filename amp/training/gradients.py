@@ -323,16 +323,21 @@ class Gradients:
         of = self.lists.only(there)
         return Held(of, dense([master.grad for master in of.masters]), None)
 
-    def bad(self) -> list[Tensor]:
-        """Return the model's parameters whose gradients are inf or NaN. The host waits."""
+    def are_bad(self) -> tuple[list[Tensor], Tensor]:
+        """Return the model's parameters, and whether the gradient of each is inf or NaN. No host sync."""
         pairs = [(p, p.grad) for p in self.lists.unmastered]
         if self._held is not None:
             pairs += zip(self._held.of.models, self._held.grads, strict=True)
         else:
             masters, models = self.lists.masters, self.lists.models
             pairs += [(p, stored_grad(m)) for m, p in zip(masters, models, strict=True)]
-        there = [(p, local(grad)) for p, grad in pairs if grad is not None]
-        return [p for p, grad in there if not bool(_values(grad).isfinite().all())]
+        there = [(p, _values(local(grad))) for p, grad in pairs if grad is not None]
+        flags = [grad.isfinite().all().logical_not().to(torch.float32) for _, grad in there]
+        home = flags[0].device if flags else torch.device("cpu")
+        found = (
+            torch.stack([flag.to(home) for flag in flags]) if flags else torch.zeros(0, device="cpu")
+        )
+        return [p for p, _ in there], found
 
     def drop_stepped(self) -> None:
         """Free the masters' gradients after a step, so that `model.zero_grad()` is all that is left."""

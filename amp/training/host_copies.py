@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host reads a tensor without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 class HostCopies:
     """A queue of copies on their way from a device to the host."""
 

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from amp.errors import AmpValueError, AmpWarning
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
-from amp.training.host_copies import HostCopies
+from amp.training.host_copies import HostCopies, is_on_host
 from amp.training.recorder import FlightRecorder, Transition, describe_streak
 
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS = range(6)
@@ -62,7 +63,7 @@ class Verdict:
     @property
     def is_known_overflow(self) -> bool:
         """Whether the host knows that it was an overflow. No host sync."""
-        is_known = self.found_inf.device.type == "cpu" or "overflowed" in vars(self)
+        is_known = is_on_host(self.found_inf) or "overflowed" in vars(self)
         return is_known and self.overflowed
 
     @cached_property
@@ -97,7 +98,8 @@ class LossScaler:
         self.version = 0
         self._state = torch.zeros(STATE_SIZE, dtype=torch.float32, device="cpu")
         self._keep_on(self._state.device)
-        self._reports = HostCopies()
+        self._reports, self._bad = HostCopies(), HostCopies()
+        self._bad_names: dict[int, Sequence[str]] = {}
         self.updates = 0
         self.recorder = FlightRecorder(loss_id, config.overflow_patience, config.start)
         self.bad_steps: dict[str, int] = {}
@@ -184,6 +186,11 @@ class LossScaler:
         """Where a check reports, float32 `[1]`; None for a scaler that checks nothing."""
         return self._found_inf if self.config.check else None
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host reads the state without waiting for a device."""
+        return is_on_host(self._state)
+
     def checks(self, skips_on_device: Callable[[], bool]) -> bool:
         """Whether an optimizer's gradients are checked.
 
@@ -191,7 +198,7 @@ class LossScaler:
             skips_on_device: tells whether it skips without a word from the host.
         """
         if self.config.check == "auto":
-            return self.device.type == "cpu" or skips_on_device()
+            return self.is_on_host or skips_on_device()
         return bool(self.config.check)
 
     def verdict(self) -> Verdict | None:
@@ -229,10 +236,18 @@ class LossScaler:
             wait: for those that are still under way. Otherwise there is no host sync.
             until: wait for those up to this one.
         """
+        for step, flags in self._bad.arrived(wait, until):
+            names = compress(self._bad_names.pop(step, ()), flags)
+            self.bad_steps |= dict.fromkeys(names, step)
         return [
             self.recorder.record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
             for step, state in self._reports.arrived(wait, until)
         ]
+
+    def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
+        """Note whose gradients were bad at a step, by a flag for each name. No host sync."""
+        self._bad.send(flags, step)
+        self._bad_names[step] = names
 
     def warn_if_endless(self) -> None:
         """Warn, once, if overflows go on."""

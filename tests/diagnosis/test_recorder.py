@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import amp
 from tests.diagnosis.faults import Net, batch
@@ -37,7 +38,7 @@ def test_the_history_of_a_run(level: str, name: str) -> None:
     torch.manual_seed(0)
     model: Any = Net()
     scaling = {"init": 512.0, "growth_interval": 2}
-    overrides = {"loss_scale": scaling} if level in ("O1", "O2") else {}
+    overrides: dict[str, Any] = {"loss_scale": scaling} if level in ("O1", "O2") else {}
     model, optimizer = amp.initialize(
         model, OPTIMIZERS[name](model), opt_level=level, verbosity=0, **overrides
     )
@@ -176,7 +177,6 @@ def test_a_session_that_closes_in_a_watched_step_leaves_nothing() -> None:
         step(model, optimizer)
     model(batch())
     session.close()
-    ops = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    assert not ops
+    assert not _get_current_dispatch_mode_stack()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
