@@ -324,7 +324,7 @@ class Gradients:
         return Held(of, dense([master.grad for master in of.masters]), None)
 
     def are_bad(self) -> tuple[list[Tensor], Tensor]:
-        """Return the model's parameters, and whether the gradient of each is inf or NaN. No host sync."""
+        """Return the model's parameters, and whose gradient is inf or NaN. No host sync."""
         pairs = [(p, p.grad) for p in self.lists.unmastered]
         if self._held is not None:
             pairs += zip(self._held.of.models, self._held.grads, strict=True)
