@@ -39,6 +39,7 @@ from amp.profiles.loss_scaling import LossScaling as LossScaling
 from amp.profiles.properties import Properties as Properties
 from amp.profiles.rules import Rule as Rule
 from amp.session import Session as Session
+from amp.trials.cures import doctor as doctor
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "bfloat16_function",
     "diagnose",
     "disable_casts",
+    "doctor",
     "float_function",
     "fsdp_policy",
     "get_session",

@@ -6,7 +6,7 @@ pickle, DataParallel and DDP see an ordinary module.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -183,6 +183,27 @@ def _needed_input_dtype(
     dtype = next((gathered.get(tensor, tensor.dtype) for tensor in tensors), None)
     is_cast_norm = isinstance(module, _NormBase) and dtype is model_dtype  # a wider one takes any input
     return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
+
+
+def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Let a module cast its inputs to this dtype alone, and return what undoes that."""
+    hooks = module._forward_pre_hooks
+    before = dict(hooks)
+    ours = [i for i, hook in hooks.items() if getattr(hook, "func", None) is _cast_inputs]
+    for i in ours:
+        hooks[i] = functools.partial(_cast_inputs, dtype)
+    added = None
+    if not ours:
+        hook = functools.partial(_cast_inputs, dtype)
+        added = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def undo() -> None:
+        if added is not None:
+            added.remove()
+        for i in ours:
+            hooks[i] = before[i]
+
+    return undo
 
 
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:

@@ -149,6 +149,19 @@ class AmaxHistory:
         else:
             self.factors = factors
 
+    def keep(self) -> Callable[[], None]:
+        """Return what puts the history back to what it is now. No host sync."""
+        amaxes, loss_scale = self.amaxes.clone(), self._loss_scale.clone()
+        before = {name: getattr(self, name) for name in ("iteration", "ended_in_block", "_is_scaled")}
+
+        def restore() -> None:
+            self.amaxes.copy_(amaxes)
+            self._loss_scale.copy_(loss_scale)
+            vars(self).update(before)
+            self._refresh()
+
+        return restore
+
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:

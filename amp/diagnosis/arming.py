@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp import distributed
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import gathered
+from amp.diagnosis.diagnose import gathered, named_models
 from amp.diagnosis.findings import Report
 from amp.diagnosis.trace import Trace
 from amp.training.scaler import LossScaler
@@ -64,9 +64,7 @@ class Armed:
         if modes():  # what is entered last has to be left first
             return
         self._remove_hooks()
-        models = self._models()
-        names = [""] if len(models) == 1 else [f"model {i}: " for i in range(len(models))]
-        self._trace = Trace(dict(zip(names, models, strict=True)))
+        self._trace = Trace(named_models(self._models(), "diagnose"))
         self._trace.__enter__()
         self._trace.note_arguments(args, kwargs)
 

@@ -45,21 +45,12 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
     Raises:
         AmpTypeError: `model` is no module.
     """
-    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
-    for each in models:
-        if not isinstance(each, nn.Module):
-            raise AmpTypeError(
-                f"amp.diagnose needs a torch.nn.Module or a list of them, and got {type(each).__name__}"
-            )
-    prefixes = [""] if len(models) == 1 else [f"model {i}: " for i in range(len(models))]
+    models = named_models(model, "amp.diagnose")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
     scale = attached[0].owner.loss_scale() if attached else 1.0
     report = Report()
-    trace = Trace(
-        dict(zip(prefixes, map(unwrapped, models), strict=True)),
-        lambda: any(one.gradients.state is State.OPEN for one in attached),
-    )
+    trace = Trace(models, lambda: any(one.gradients.state is State.OPEN for one in attached))
     try:
         with trace:
             yield report
@@ -68,6 +59,22 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
         raise
     report.findings, report.ops = gathered(findings_of(trace, scale)), trace.ops
     report.ranks = distributed.world_size()
+
+
+def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
+    """Return models without what is around them, by what the names of their modules begin with.
+
+    Raises:
+        AmpTypeError: one is no module.
+    """
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    for each in models:
+        if not isinstance(each, nn.Module):
+            raise AmpTypeError(
+                f"{caller} needs a torch.nn.Module or a list of them, and got {type(each).__name__}"
+            )
+    prefixes = [""] if len(models) == 1 else [f"model {i}: " for i in range(len(models))]
+    return dict(zip(prefixes, map(unwrapped, models), strict=True))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -267,6 +267,21 @@ class LossScaler:
         """Return the current scale. The host waits for the device."""
         return float(self._state[SCALE])
 
+    def keep(self) -> Callable[[], None]:
+        """Return what puts the scale back to what it is now. No host sync."""
+        state, names = self._state.clone(), ("config", "updates", "recorder")
+        before = {name: getattr(self, name) for name in names}
+        scale = self.recorder.scale
+
+        def restore() -> None:
+            self.version += 1
+            self._keep_on(state.device)
+            self._state.copy_(state)
+            vars(self).update(before)
+            self.recorder.scale = scale
+
+        return restore
+
     def state_dict(self) -> dict[str, Any]:
         """Return apex's two entries and what an exact resume needs besides. The host waits."""
         scale, _, good, left, _, overflows = self._state.tolist()

@@ -1,0 +1,1 @@
+"""Running a step again, in other precisions, to see what helps."""

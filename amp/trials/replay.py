@@ -1,0 +1,204 @@
+"""A step that is run again and again, from the same state, and never taken.
+
+What a step reads is put back after each run: weights, buffers, gradients, optimizer state, loss scales,
+amax history, and the generators of random numbers. `optimizer.step` does nothing meanwhile, and a
+`scale_loss` block drops its gradients once they were looked at.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp.casting.by_model import CastModel, cast_inputs_to
+from amp.casting.by_op import CastOps
+from amp.casting.module_rules import run_in_float32
+from amp.casting.subclassing import restore_classes
+from amp.diagnosis.causes import findings_of
+from amp.diagnosis.findings import Finding
+from amp.diagnosis.trace import Trace
+from amp.masters.parameter import store_grad, stored_grad
+from amp.patching import Patches
+from amp.profiles.rules import Rule
+from amp.training.attachment import AttachedOptimizer
+from amp.training.blocks import Block
+from amp.training.gradients import State
+
+
+class Replay:
+    """Runs one step of a session's model again.
+
+    Args:
+        step: runs a forward, `scale_loss` and a backward, on the same batch each time.
+        models: by the prefix of their names.
+        attached: the optimizers.
+
+    Attributes:
+        models: by the prefix of their names.
+        owner: the session.
+        runs: how many there were.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        models: dict[str, nn.Module],
+        attached: Sequence[AttachedOptimizer],
+    ) -> None:
+        self._step, self.models, self._attached = step, models, attached
+        self.owner = attached[0].owner
+        self.runs = 0
+
+    def run(self, modules: Sequence[str] = (), scale: float | None = None) -> list[Finding]:
+        """Run the step with some modules in FP32, at a loss scale, and return what went wrong.
+
+        Args:
+            modules: their names; "" is all of the model.
+            scale: None is the scale as it is.
+
+        Raises:
+            Exception: whatever the step raises; all is as before then too.
+        """
+        self.runs += 1
+        with self._unchanged(), self._in_float32(modules), self._at(scale) as used:
+            trace = Trace(self.models, self._is_open)
+            with trace:
+                self._step()
+            return findings_of(trace, used)
+
+    def _is_open(self) -> bool:
+        return any(one.gradients.state is State.OPEN for one in self._attached)
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Put back whatever the block changes, and let no optimizer step."""
+        with ExitStack() as stack:
+            stack.callback(_keep_random_numbers())
+            for model in self.models.values():
+                stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
+            for one in self._attached:
+                stack.callback(_keep_optimizer(one))
+            for scaler in self.owner.scalers:
+                stack.callback(scaler.keep())
+            if (history := self.owner.amax_history) is not None:
+                stack.callback(history.keep())
+            patches = stack.enter_context(Patches())
+            patches.wrap(Block, "leave", lambda _: _drop)
+            patches.wrap(Block, "delay", lambda _: _drop)
+            for one in self._attached:
+                patches.wrap(one.optimizer, "step", lambda _: _do_nothing)
+            yield
+
+    @contextmanager
+    def _at(self, scale: float | None) -> Iterator[float]:
+        if scale is not None:
+            for scaler in self.owner.scalers:
+                scaler.set_scale(scale)
+        yield self.owner.scalers[0].loss_scale()
+
+    @contextmanager
+    def _in_float32(self, names: Sequence[str]) -> Iterator[None]:
+        """Run modules in FP32, as a rule for each would."""
+        chosen = [self._module(name) for name in names]
+        caster = next((x for x in self.owner._strategies if isinstance(x, CastOps)), None)
+        is_cast = any(isinstance(x, CastModel) for x in self.owner._strategies)
+        with ExitStack() as stack:
+            for module in chosen:
+                if is_cast:
+                    stack.enter_context(self._upcast(module))
+                if caster is not None:
+                    rule = Rule("module", "", torch.float32, "a trial")
+                    changed = run_in_float32(module, [rule], caster)
+                    stack.callback(restore_classes, changed)
+            yield
+
+    @contextmanager
+    def _upcast(self, module: nn.Module) -> Iterator[None]:
+        """Give a module's weights the values of their masters, and its inputs FP32."""
+        masters = self.owner._masters
+        with ExitStack() as stack:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.dtype in (torch.float16, torch.bfloat16):
+                    master = masters.master(tensor)
+                    wide = tensor.data.float() if master is None else masters.values(master).detach()
+                    stack.callback(setattr, tensor, "data", tensor.data)
+                    tensor.data = wide.to(torch.float32, copy=True)
+            for inner in module.modules():
+                stack.callback(cast_inputs_to(inner, torch.float32))
+            yield
+
+    def _module(self, name: str) -> nn.Module:
+        for prefix, model in self.models.items():
+            if name.startswith(prefix):
+                try:
+                    return model.get_submodule(name.removeprefix(prefix))
+                except AttributeError:
+                    continue
+        raise KeyError(name)
+
+
+def _drop(block: Block, *args: Any, **kwargs: Any) -> None:
+    block.abort()
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _keep_random_numbers() -> Callable[[], None]:
+    on_cpu, python = torch.get_rng_state(), random.getstate()
+    has_cuda: Any = torch.cuda.is_initialized
+    on_cuda = torch.cuda.get_rng_state_all() if has_cuda() else None
+    numpy: Any = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+
+    def restore() -> None:
+        torch.set_rng_state(on_cpu)
+        random.setstate(python)
+        if on_cuda is not None:
+            torch.cuda.set_rng_state_all(on_cuda)
+        if numpy is not None:
+            numpy.random.set_state(state)
+
+    return restore
+
+
+def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Keep the values and gradients of tensors; not those of a trial's own, which go."""
+    held = [(x, x.data, x.detach().clone(), x.grad) for x in tensors]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for x, data, values, grad in held:
+            x.grad = None
+            x.data = data
+            if not torch.equal(x, values):
+                x.copy_(values)
+            x.grad = grad
+
+    return restore
+
+
+def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
+    """Keep the gradients of masters, what is held of them, and the numbers of the groups."""
+    optimizer: Optimizer = attached.optimizer
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    masters = [(master, stored_grad(master)) for master in attached.gradients.lists.masters]
+    gradients = dict(vars(attached.gradients))
+    verdicts, aside = list(attached.gradients.verdicts), list(attached.gradients._aside)
+
+    def restore() -> None:
+        for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+            group.update(numbers)
+        vars(attached.gradients).update(gradients, verdicts=verdicts, _aside=aside)
+        for master, grad in masters:
+            store_grad(master, grad)
+
+    return restore
