@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from amp.casting.containers import cast_tensors
+from amp.casting.model_inputs import ModelInputs, check_names, matches
 from amp.casting.sharded import (
     ShardPolicies,
     casts_by_its_own_policy,
@@ -102,6 +103,7 @@ class CastModel(Strategy):
         `ShardPolicies` refuses.
         """
         dtype = self.properties.cast_model_type
+        check_names(model, self.properties.cast_model_inputs)
         if dtype in LOW_PRECISION and fsdp1_modules(model):
             raise AmpRuntimeError(
                 "the model is wrapped in FullyShardedDataParallel, whose flat shards cannot be cast to "
@@ -158,14 +160,18 @@ class CastModel(Strategy):
             outputs = outputs or torch.float32
             ruled = _ruled_modules(model, self.properties.rules)
             gathered = gathered_dtypes(model)
+            which = self.properties.cast_model_inputs
+            names = {module: name for name, module in model.named_modules()}
             leaves_it_to_fsdp = dtype is torch.float32 and casts_by_its_own_policy(model)
             for module in () if leaves_it_to_fsdp else model.modules():
                 needed = ruled.get(module) or _needed_input_dtype(module, dtype, gathered)
-                if needed is None and module is model:
-                    needed = dtype
-                if needed is not None:
-                    hook = functools.partial(_cast_inputs, needed)
+                if module is model:
+                    hook = ModelInputs(model, needed or dtype, which)
                     yield module.register_forward_pre_hook(hook, with_kwargs=True)
+                elif needed is not None and not matches(which, names[module]):
+                    yield module.register_forward_pre_hook(
+                        functools.partial(_cast_inputs, needed), with_kwargs=True
+                    )
                 if needed not in (None, dtype) and module is not model and module not in ruled:
                     yield _cast_outputs(module, dtype)
         if outputs is not None:
@@ -189,7 +195,11 @@ def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Let a module cast its inputs to this dtype alone, and return what undoes that."""
     hooks = module._forward_pre_hooks
     before = dict(hooks)
-    ours = [i for i, hook in hooks.items() if getattr(hook, "func", None) is _cast_inputs]
+    ours = [
+        i
+        for i, hook in hooks.items()
+        if isinstance(hook, ModelInputs) or getattr(hook, "func", None) is _cast_inputs
+    ]
     for i in ours:
         hooks[i] = functools.partial(_cast_inputs, dtype)
     added = None

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from amp.casting.model_inputs import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
 from amp.dtypes import LOW_PRECISION
 
@@ -45,7 +46,6 @@ _TORCH, _AMP = (
 )
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = "site-packages" + os.sep
-_EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
 
 
 class Place(NamedTuple):
@@ -348,7 +348,8 @@ class Trace:
         if largest > limit and bool((y[y.isinf()] < 0).all()):
             self.casts.append(LossyCast(place, "mask", x.dtype, y.dtype, argument, largest))
             return
-        if not _EXACT_INTEGERS[y.dtype] < largest <= limit or torch.equal(y.to(x.dtype), x):
+        most = min(limit, EXACT_IN_FP32)
+        if not EXACT_INTEGERS[y.dtype] < largest <= most or torch.equal(y.to(x.dtype), x):
             return
         if bool((x == x.round()).all()):
             self.casts.append(LossyCast(place, "integers", x.dtype, y.dtype, argument, largest))

@@ -1,11 +1,12 @@
 """What a profile and the overrides on top of it resolve to: one frozen value."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 
-from amp.errors import AmpAssertionError, AmpValueError
+from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
 from amp.profiles.keys import Key, OneOf, key, keys_of, shown
 from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scale
@@ -13,6 +14,23 @@ from amp.profiles.rules import Rule, parse_rules
 
 LeanMasters = Literal["split16", "kahan"]
 """How FP32 masters may be kept in 16 bits beside the weights; see `amp.kernels.split`."""
+
+CastInputs = bool | tuple[str, ...]
+"""Whether a cast model casts what it is given; names are those of what it leaves alone."""
+
+
+def _parse_cast_inputs(name: str, value: object) -> CastInputs:
+    if isinstance(value, bool):
+        return value
+    names = value.get("except") if isinstance(value, Mapping) and len(value) == 1 else value
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) and x for x in names):
+        raise AmpTypeError(
+            f"{name}={value!r} is not true, false, or {{except: [...]}} with names of arguments and "
+            "modules"
+        )
+    return tuple(names) or True
+
 
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -97,6 +115,13 @@ class Properties:
         parse_fp8,
         "linear layers run in [FP8](fp8.md), on top of a half-precision level",
         values="a recipe's name, a mapping, none",
+    )
+    cast_model_inputs: CastInputs = key(
+        True,
+        _parse_cast_inputs,
+        "a cast model casts floating inputs; `{except: [positions, rope.*]}` leaves arguments and "
+        "modules of these names alone",
+        values="true, false, a mapping",
     )
     cast_model_outputs: torch.dtype | None = key(
         None,

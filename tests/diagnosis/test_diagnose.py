@@ -18,6 +18,8 @@ import amp
 from amp.diagnosis.findings import CAUSES, Report
 from tests.diagnosis.faults import EpsNorm, Net, SquaringNorm, T, batch
 
+pytestmark = pytest.mark.filterwarnings("ignore:the argument")
+
 ALL_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7")
 
 

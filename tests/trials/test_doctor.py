@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, Any] = {
     "FusedAdam": lambda p: amp.optimizers.FusedAdam(p, 1e-3),
 }
 
+pytestmark = pytest.mark.filterwarnings("ignore:the argument")
+
 
 def mean_square(y: Tensor) -> Tensor:
     return y.float().square().mean()

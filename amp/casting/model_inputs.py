@@ -1,0 +1,127 @@
+"""What a cast model is given: floating arguments go in as its dtype, unless a profile says otherwise.
+
+Positions, tables and masks are numbers that a cast may ruin: a 16-bit float rounds large integers, and
+-1e9 becomes -inf in float16. Who passes them is told so, once for each argument.
+"""
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp.casting.containers import cast_tensors, map_tensors
+from amp.dtypes import SCALABLE, dtype_name
+from amp.errors import AmpTypeError, AmpWarning
+from amp.profiles.properties import CastInputs
+
+EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
+"""Up to where all integers are numbers of the format."""
+EXACT_IN_FP32 = 2**24
+_LOOKS = 8
+"""For how many shapes an argument is looked at: each look may make the host wait for the device."""
+
+
+class ModelInputs:
+    """A forward pre-hook on a model. It can be copied and pickled.
+
+    Args:
+        model: the model, whose forward names its arguments.
+        dtype: what floating arguments, float64 included, go in as.
+        which: False leaves all alone, and a tuple those that a glob in it names.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, which: CastInputs) -> None:
+        self.dtype, self.which = dtype, which
+        self._names = _names_of(model)
+        self._seen: dict[str, set[torch.Size]] = {}
+        self._warned: set[str] = set()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast the arguments."""
+        if self.which is True:
+            if not torch.compiler.is_compiling():
+                for name, value in (*self._named(args), *kwargs.items()):
+                    map_tensors(lambda x, name=name: self._look(name, x), value)  # type: ignore[misc]
+            return cast_tensors(args, SCALABLE, self.dtype), cast_tensors(kwargs, SCALABLE, self.dtype)
+        positional = tuple(self._cast(name, value) for name, value in self._named(args))
+        return positional, {name: self._cast(name, value) for name, value in kwargs.items()}
+
+    def _named(self, args: Any) -> list[tuple[str, Any]]:
+        names = [*self._names, *(f"argument {i}" for i in range(len(self._names), len(args)))]
+        return list(zip(names, args, strict=False))
+
+    def _cast(self, name: str, value: Any) -> Any:
+        if self.which is False or matches(self.which, name):
+            return value
+        if not torch.compiler.is_compiling():
+            map_tensors(lambda x: self._look(name, x), value)
+        return cast_tensors(value, SCALABLE, self.dtype)
+
+    @torch.no_grad()
+    def _look(self, name: str, x: Tensor) -> Tensor:
+        """Warn if a cast would change what an argument means, and return it as it is."""
+        limit = EXACT_INTEGERS.get(self.dtype)
+        seen = self._seen.setdefault(name, set())
+        is_wide = x.dtype in (torch.float32, torch.float64) and x.layout is torch.strided
+        if not (limit and is_wide and x.numel()) or name in self._warned or x.is_meta:
+            return x
+        if x.shape in seen or len(seen) == _LOOKS:
+            return x
+        seen.add(x.shape)
+        dtype = dtype_name(self.dtype)
+        found = ""
+        with _disable_current_modes():  # what watches the model watches its own ops
+            cast = x.to(self.dtype)
+            low, largest = float(x.amin()), float(x.abs().amax())
+            if -torch.inf < low < -torch.finfo(self.dtype).max:
+                found = f"{low:g}, which becomes -inf: a row that is masked entirely gives NaN"
+            elif limit < largest <= EXACT_IN_FP32 and _are_integers(x) and bool((x != cast).any()):
+                found = f"integers up to {largest:g}, and {dtype} rounds those above {limit}"
+        if found:
+            self._warned.add(name)
+            warnings.warn(
+                f"the argument '{name}' of the model is cast to {dtype}, and holds {found}. Give "
+                "integers as torch.long and masks as bools, or leave the argument alone: "
+                f"cast_model_inputs: {{except: [{name}]}} in a profile",
+                AmpWarning,
+                stacklevel=2,
+            )
+        return x
+
+
+def _are_integers(x: Tensor) -> bool:
+    return bool((x == x.round()).all())
+
+
+def matches(which: CastInputs, name: str) -> bool:
+    """Whether a name is of those that a profile leaves alone."""
+    return isinstance(which, tuple) and any(fnmatchcase(name, pattern) for pattern in which)
+
+
+def check_names(model: nn.Module, which: CastInputs) -> None:
+    """Raise AmpTypeError for a name that is no argument of the model and none of its modules."""
+    known = [*_names_of(model), *(name for name, _ in model.named_modules())]
+    takes_any = inspect.signature(model.forward).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes_any):
+        return
+    for pattern in which if isinstance(which, tuple) else ():
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise AmpTypeError(
+                f"cast_model_inputs has '{pattern}', which is no argument of {type(model).__name__}'s "
+                f"forward ({', '.join(_names_of(model))}) and the name of no module in it"
+            )
+
+
+def _names_of(model: nn.Module) -> list[str]:
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    keyword = (*by_position, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, each in parameters.items() if each.kind in keyword]
