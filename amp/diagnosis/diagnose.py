@@ -95,4 +95,6 @@ def gathered(findings: list[Finding]) -> list[Finding]:
     mine = [replace(finding, rank=distributed.rank()) for finding in findings]
     every: list[Any] = [None] * distributed.world_size()
     torch.distributed.all_gather_object(every, mine)
-    return [finding for of_rank in every for finding in of_rank]
+    found = [finding for of_rank in every for finding in of_rank]
+    # Where gradients are summed over the ranks, those of one ruin those of all.
+    return [finding for finding in found if finding.op] or found

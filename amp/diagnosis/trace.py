@@ -22,8 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_map_only
 
 from amp.casting.model_inputs import EXACT_IN_FP32, EXACT_INTEGERS
@@ -391,6 +396,10 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **kwargs)  # no numbers
+        if any(is_traceable_wrapper_subclass_type(each) for each in types):
+            return NotImplemented  # it calls the op on what it holds, which is seen
         before = None
         if func._schema.is_mutable:
             before = tree_map_only(
