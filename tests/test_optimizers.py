@@ -358,7 +358,7 @@ def test_a_closure_that_always_overflows_is_an_error() -> None:
         return loss
 
     with (
-        pytest.warns(amp.AmpWarning, match="in a row gave inf or nan"),
+        pytest.warns(amp.AmpWarning, match="overflows in a row: gradients were inf or NaN"),
         pytest.raises(RuntimeError, match="inf or nan without scaling too"),
     ):
         optimizer.step(closure)
