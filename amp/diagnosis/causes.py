@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import torch
 
+from amp.diagnosis.events import Event, LossyCast
 from amp.diagnosis.findings import Finding
-from amp.diagnosis.trace import CASTS, Event, LossyCast, Trace
+from amp.diagnosis.trace import CASTS, Trace
 from amp.dtypes import dtype_name
 
 _DIVISIONS = {

@@ -9,21 +9,13 @@ apart by their memory, which is forgotten once it holds finite numbers.
 from __future__ import annotations
 
 import math
-import os
-import sys
-import sysconfig
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -32,6 +24,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map_only
 
 from amp.casting.model_inputs import EXACT_IN_FP32, EXACT_INTEGERS
+from amp.diagnosis.events import Event, LossyCast, LostScalar, Source
+from amp.diagnosis.places import Place, Places, is_called_by_amp
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
 from amp.dtypes import LOW_PRECISION
 
@@ -45,105 +39,6 @@ _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 """Ops whose results hold whatever was there."""
 
 CASTS = frozenset(["_to_copy", "copy_", "to"])
-
-_TORCH, _AMP = (
-    str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules["amp"])
-)
-_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
-_PACKAGES = "site-packages" + os.sep
-
-
-class Place(NamedTuple):
-    """Where an op was called.
-
-    Attributes:
-        op: the name of the function that was called, such as `softmax`.
-        module: the name of the innermost module; empty outside of any.
-        file, line: the innermost line that is neither torch's nor the library's.
-    """
-
-    op: str
-    module: str
-    file: str
-    line: int
-
-
-class Source(NamedTuple):
-    """A tensor that is not finite and that no op of the step has made.
-
-    Attributes:
-        kind: `data`, `weight` or `buffer`.
-        name: of the argument of the model, the parameter or the buffer; empty if it is none of these.
-        at: the indices of its first element that is not finite.
-    """
-
-    kind: str
-    name: str
-    at: tuple[int, ...]
-
-
-@dataclass
-class Event:
-    """An op whose result is not finite.
-
-    Attributes:
-        number: of the op in the step.
-        place: where it was called; of a backward op, where its forward op was.
-        phase: `forward`, `backward` or `recompute`.
-        aten: the op's own name.
-        takes: the dtypes of its floating inputs.
-        gives: the dtype of the result.
-        parents: numbers of the events that its inputs come from.
-        sources: inputs that were so when the step began.
-        value: the largest magnitude of its result in FP64; None where that is not known.
-        is_constant: whether it wrote a constant that is not finite.
-        has_nan: whether there is a NaN in its result.
-        rows_of_minus_inf: a softmax: whether a row of its input is -inf throughout.
-        is_minus_inf: whether there is nothing but -inf that is not finite.
-    """
-
-    number: int
-    place: Place
-    phase: str
-    aten: str
-    takes: tuple[torch.dtype, ...]
-    gives: torch.dtype
-    parents: list[int] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
-    value: float | None = None
-    is_constant: bool = False
-    has_nan: bool = False
-    rows_of_minus_inf: bool = False
-    is_minus_inf: bool = False
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it made an inf or NaN of finite numbers."""
-        return not self.parents and not self.sources
-
-    @property
-    def is_benign(self) -> bool:
-        """Whether it wrote -inf because it was asked for, as into a mask."""
-        return self.is_constant and self.is_minus_inf
-
-
-class LostScalar(NamedTuple):
-    """A Python number other than 0 that is 0 in the dtype of the op that takes it."""
-
-    place: Place
-    value: float
-    dtype: torch.dtype
-
-
-class LossyCast(NamedTuple):
-    """A cast that rounded integers, or made -inf of a finite number."""
-
-    place: Place
-    kind: str
-    takes: torch.dtype
-    gives: torch.dtype
-    argument: str
-    largest: float
 
 
 class Trace:
@@ -179,13 +74,10 @@ class Trace:
         self.ops = 0
         self._models = models
         self._is_scaled = is_scaled
+        self._places = Places(models, self._note_loss)
         self._made: dict[int, int] = {}  # memory that is not finite: the event
-        self._forward: dict[int, Place] = {}  # by the number of the autograd node
-        self._names: dict[int, str] = {}
         self._owned: dict[int, tuple[str, str]] = {}
         self._arguments: dict[int, str] = {}
-        self._stacks = threading.local()
-        self._api = threading.local()
         self._grads: dict[int, str] = {}
         self._open = ExitStack()
 
@@ -193,7 +85,7 @@ class Trace:
         with ExitStack() as stack:
             for prefix, model in self._models.items():
                 self._know(prefix, model, stack)
-            stack.enter_context(_Names(self))
+            stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             self._open = stack.pop_all()
         return self
@@ -206,68 +98,24 @@ class Trace:
                     self.bad_weights[prefix + name] = made
 
     def _know(self, prefix: str, model: nn.Module, stack: ExitStack) -> None:
-        for name, module in model.named_modules():
-            self._names.setdefault(id(module), prefix + name)
-            before = module.register_forward_pre_hook(self._enter_module, prepend=True)
-            after = module.register_forward_hook(self._leave_module, always_call=True)
-            for handle in (before, after):
-                stack.enter_context(_handle(handle))
         for name, parameter in model.named_parameters():
             self._owned.setdefault(_memory(parameter), ("weight", prefix + name))
             if parameter.requires_grad and parameter.is_leaf:
                 hook = _accumulated(self, prefix + name)
                 register: Any = parameter.register_post_accumulate_grad_hook
-                stack.enter_context(_handle(register(hook)))
+                stack.callback(register(hook).remove)
         for name, buffer in model.named_buffers():
             self._owned.setdefault(_memory(buffer), ("buffer", prefix + name))
         hook = _root_hook(self)
-        stack.enter_context(
-            _handle(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        )
+        handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        stack.callback(handle.remove)
 
     # What the hooks and modes tell.
 
-    @property
-    def _stack(self) -> list[str]:
-        if not hasattr(self._stacks, "names"):
-            self._stacks.names = []
-        names: list[str] = self._stacks.names
-        return names
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), ""))
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
-
-    def call(self, function: Callable[..., Any], run: Callable[[], Any]) -> Any:
-        """Call a function of torch; ops inside of it are called as it is."""
-        outer = getattr(self._api, "name", None)
-        if outer is None:
-            self._api.name = _name_of(function)
-        try:
-            return run()
-        finally:
-            self._api.name = outer
-
-    def note_loss(self, loss: Tensor) -> None:
+    def _note_loss(self, loss: Tensor) -> None:
         """Look at what a backward starts from."""
         if loss.numel() and not is_finite(loss):
             self.loss = self._made.get(_memory(loss), self.loss)
-
-    def _place(self, aten: str) -> tuple[Place, str]:
-        """Return where the op that runs now was called, and the phase."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        module = next((name for name in reversed(self._stack) if name), "")
-        if in_backward and not self._stack:
-            node = torch._C._current_autograd_node()
-            known = self._forward.get(node._sequence_nr()) if node is not None else None
-            return known or Place(aten, "", *_user_line()), "backward"
-        place = Place(getattr(self._api, "name", None) or aten, module, *_user_line())
-        number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-        self._forward.setdefault(number() - 1, place)
-        return place, "recompute" if in_backward else "forward"
 
     def saw(
         self,
@@ -280,7 +128,7 @@ class Trace:
         """Look at an op that has run; `before` has copies of its arguments, if it wrote to some."""
         self.ops += 1
         aten = func.overloadpacket.__name__
-        place, phase = self._place(aten)
+        place, phase = self._places.here(aten)
         given_args, given_kwargs = before or (args, kwargs)
         outputs = _written(func, args, kwargs) if before is not None else floats_in(result)
         inputs = floats_in((given_args, given_kwargs))
@@ -362,7 +210,7 @@ class Trace:
     def _note_write(self, args: tuple[Any, ...], place: Place) -> None:
         """Note a scaled gradient that somebody writes to after its backward."""
         names = list(filter(None, [self._grads.get(_memory(x)) for x in floats_in(args[:1])]))
-        if names and self._is_scaled() and not _is_called_by_amp():
+        if names and self._is_scaled() and not is_called_by_amp():
             for name in names:
                 self.grads_in_place.setdefault(name, place)
 
@@ -411,36 +259,6 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Names(TorchFunctionMode):
-    """Tells the functions of torch that are called."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self._trace = trace
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.backward:
-            with torch.no_grad(), _disable_current_modes():
-                self._trace.note_loss(args[0])
-            with self:  # what is computed anew inside of it has names too
-                return _backward(*args, **kwargs)
-        return self._trace.call(func, lambda: func(*args, **kwargs))
-
-
-def _backward(
-    loss: Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Do what `Tensor.backward` does, past function modes."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
-
-
 def _accumulated(trace: Trace, name: str) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         with torch.no_grad(), _disable_current_modes():
@@ -454,19 +272,6 @@ def _root_hook(trace: Trace) -> Callable[..., None]:
         trace.note_arguments(args, kwargs)
 
     return hook
-
-
-class _handle:  # noqa: N801
-    """A handle of a hook, as a context."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        self._handle.remove()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -486,36 +291,3 @@ def _memory(x: Tensor) -> int:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # of a wrapper: what it holds is seen by itself
         return id(x)
-
-
-def _name_of(function: Any) -> str:
-    name = resolve_name(function) or getattr(function, "__name__", "")
-    return str(name).replace("torch.Tensor.", "Tensor.")
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith(_PYTHON) and _PACKAGES not in file:
-        return False
-    return not file.startswith((_TORCH, _AMP, "<"))
-
-
-def _user_line() -> tuple[str, int]:
-    for frame in _frames():
-        if _is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-    return "", 0
-
-
-def _is_called_by_amp() -> bool:
-    """Whether this library, and no user's line, has called torch for the op that runs now."""
-    own = ("trace.py", "wide.py")
-    files = [frame.f_code.co_filename for frame in _frames()]
-    files = [x for x in files if not (x.startswith(_AMP) and x.endswith(own))]
-    return next((x.startswith(_AMP) for x in files if not x.startswith(_TORCH)), False)
