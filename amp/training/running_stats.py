@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp.kernels.tensor_lists import are_plain
+from amp.training.host_copies import is_on_host
 
 _NAMES = ("running_mean", "running_var")
 
@@ -51,7 +52,11 @@ class RunningStatistics:
             if finite is None or finite.shape != values.shape:  # the model has moved since
                 self._finite[key] = values
                 continue
-            self._finite[key] = finite = torch.where(values.isfinite(), values, finite)
+            is_finite = values.isfinite()
+            if is_on_host(values) and bool(is_finite.all()):
+                self._finite[key] = values
+                continue
+            self._finite[key] = finite = torch.where(is_finite, values, finite)
             pieces = torch.split(finite, [buffer.numel() for buffer in buffers])
             # Through `.data`: a graph that has saved finite values has not lost them.
             targets = [buffer.data.view(-1) for buffer in buffers]
