@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import amp
 from amp.trials.cures import Prescription
+from tests.covering import covering
 from tests.diagnosis.faults import EpsNorm, Net, SquaringNorm, T, batch
 
 OPTIMIZERS: dict[str, Any] = {
@@ -140,9 +141,10 @@ class Noisy(nn.Module):
         return self.net(self.drop(self.norm(x)))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O5", "O7"])
-@pytest.mark.parametrize("gain", [1.0, 500.0])
+@pytest.mark.parametrize(
+    ("level", "optimizer", "gain"),
+    covering(["O1", "O2", "O5", "O7"], list(OPTIMIZERS), [1.0, 500.0], strength=1),
+)
 def test_nothing_is_changed(level: str, optimizer: str, gain: float) -> None:
     """A run with a doctor's visit ends with the bits of one without."""
     ends = []
