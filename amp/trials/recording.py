@@ -1,0 +1,414 @@
+"""One training run, watched from outside: its losses, gradients, skipped steps, time and memory.
+
+A `Recorder` looks on where a session scales a loss and where an optimizer steps. It changes no number
+of the run, and what it does itself is not counted as the run's time.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from amp.arguments import as_models, attached_of_a_loss
+from amp.casting.containers import cast_tensors
+from amp.dtypes import CASTABLE
+from amp.patching import Patches
+from amp.session import Session
+from amp.training.attachment import AttachedOptimizer
+from amp.training.gradients import State
+from amp.trials.memory import Activations, size_of, tensors_in
+
+ModuleGradients = dict[str, list[Tensor]]
+"""The gradients of the parameters that a module owns, unscaled, on the host, by its name."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run that is to be made.
+
+    Attributes:
+        level: a level, an alias, or a path to a YAML profile.
+        steps: after how many optimizer steps it ends.
+        seed: of every generator of random numbers.
+        in_float64: whether the model and its inputs are widened, as a reference.
+        scales: where the loss scales start, for each session in its turn; empty is where they say.
+    """
+
+    level: str
+    steps: int
+    seed: int = 0
+    in_float64: bool = False
+    scales: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass
+class Record:
+    """What a run left behind.
+
+    Attributes:
+        device: where its weights were: `cpu`, `cuda`.
+        has_bfloat16: whether that device computes in bfloat16, and does not emulate it.
+        losses: by the name of the loss, for each step the sum over its `scale_loss` blocks.
+        skipped: for each step, whether an optimizer skipped it.
+        first: the gradients of the first step, after clipping.
+        last: those of step `steps - 1`.
+        still: for each step that was taken and looked at, the share of weights that it left as they
+            were although their gradient is not 0. Masters are looked at where there are any.
+        seconds: for each step but the first, without what the recorder did.
+        memory: bytes: `weights` with masters, `gradients`, `optimizer_state`, `activations` (the most
+            that autograd kept in the first step, on the CPU) and `peak` (of the second, on a GPU).
+        scales: the loss scales at which every optimizer had taken a step; see `Trial`.
+    """
+
+    device: str = "cpu"
+    has_bfloat16: bool = False
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    skipped: list[bool] = field(default_factory=list)
+    first: ModuleGradients = field(default_factory=dict)
+    last: ModuleGradients = field(default_factory=dict)
+    still: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    scales: tuple[tuple[float, ...], ...] = ()
+
+
+class _Log:
+    """What is noted of one optimizer."""
+
+    def __init__(self, attached: AttachedOptimizer) -> None:
+        self.attached = attached
+        self.sums: dict[int, Tensor] = {}
+        """By `loss_id`, of the blocks since the last step."""
+        self.losses: dict[int, list[Tensor]] = {}
+        self.skipped: list[bool] = []
+
+    @property
+    def steps(self) -> int:
+        return len(self.skipped)
+
+
+class Recorder(AbstractContextManager["Recorder"]):
+    """Watches the sessions of this process, from `with` to its end.
+
+    Steps are counted by the first optimizer that is given to `initialize`. The run is complete when
+    all optimizers that step have made enough, or when the first one is about to make one too many.
+
+    Args:
+        trial: the run.
+        when_complete: called once the run is complete; what it raises comes out of `optimizer.step`.
+    """
+
+    def __init__(self, trial: Trial, when_complete: Callable[[], None] = lambda: None) -> None:
+        self.trial = trial
+        self.is_complete = False
+        self._when_complete = when_complete
+        self._patches = Patches()
+        self._undo = ExitStack()
+        self._measuring = ExitStack()
+        self._sessions: list[Session] = []
+        self._logs: dict[int, _Log] = {}
+        self._record = Record()
+        self._counts: list[tuple[Tensor, Tensor]] = []
+        """For each step that was looked at, how many weights stood still, and of how many."""
+        self._activations: Activations | None = None
+        self._step_began = 0.0
+        self._apart_since = 0.0
+
+    def __enter__(self) -> Recorder:
+        self._patches.surround(Session, "initialize", self._around_initialize)
+        self._patches.surround(Session, "scale_loss", self._around_scale_loss)
+        self._patches.surround(AttachedOptimizer, "_step", self._around_step)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._measuring.close()
+        self._patches.undo()
+        self._undo.close()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `initialize` was given an optimizer, and is enabled."""
+        return bool(self._logs)
+
+    def record(self) -> Record:
+        """Return what was seen so far. The host waits for the device."""
+        logs = self._logs.values()
+        steps = min(self.trial.steps, max((log.steps for log in logs), default=0))
+        record = self._record
+        record.losses = {
+            name: [loss.item() for loss in losses[:steps]] for name, losses in self._named_losses()
+        }
+        record.skipped = [any(log.skipped[i : i + 1] == [True] for log in logs) for i in range(steps)]
+        record.still = [still.item() / max(of.item(), 1) for still, of in self._counts]
+        if self._activations is not None:
+            record.memory["activations"] = self._activations.most
+        return record
+
+    def _named_losses(self) -> Iterator[tuple[str, list[Tensor]]]:
+        found = [(i, loss_id) for i, log in enumerate(self._logs.values()) for loss_id in log.losses]
+        ids = [loss_id for _, loss_id in found]
+        logs = list(self._logs.values())
+        for i, loss_id in found:
+            name = "loss" if len(found) == 1 else f"loss {loss_id}"
+            unique = ids.count(loss_id) == 1
+            yield (name if unique else f"{name} of optimizer {i}"), logs[i].losses[loss_id]
+
+    # Where it looks on.
+
+    def _around_initialize(
+        self, original: Callable[..., Any], session: Session, models: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        for model in as_models(models) if self.trial.in_float64 else ():
+            model.double()
+            hook = model.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
+            self._undo.callback(hook.remove)
+        result = original(session, models, *args, **kwargs)
+        if session not in self._sessions:
+            self._sessions.append(session)
+            place = len(self._sessions) - 1
+            for scales in self.trial.scales[place : place + 1]:
+                for scaler, scale in zip(session.scalers, scales, strict=True):
+                    scaler.set_scale(scale)
+        optimizers = args[0] if args else kwargs.get("optimizers")
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            attached = AttachedOptimizer.of(optimizer)
+            if attached is not None:
+                self._logs.setdefault(id(attached), _Log(attached))
+        if self.has_begun and not self._step_began:
+            self._begin(list(session._named_parameters().values()))
+        return result
+
+    def _begin(self, parameters: list[Tensor]) -> None:
+        self._record.device = parameters[0].device.type if parameters else "cpu"
+        if self._record.device == "cuda":
+            self._record.has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            self._activations = Activations(parameters)
+            hooks = saved_tensors_hooks(self._activations.pack, self._activations.unpack)
+            self._measuring.enter_context(hooks)
+        self._step_began = self._now()
+
+    def _around_scale_loss(
+        self,
+        original: Callable[..., Any],
+        session: Session,
+        loss: Any,
+        optimizers: Any,
+        loss_id: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(loss, Tensor) and session.properties.enabled:
+            log = self._logs.get(id(attached_of_a_loss(optimizers)[0]))
+            if log is not None:
+                value = loss.detach().double().sum()
+                log.sums[loss_id] = log.sums[loss_id] + value if loss_id in log.sums else value
+        return original(session, loss, optimizers, loss_id, *args, **kwargs)
+
+    def _around_step(
+        self,
+        original: Callable[..., Any],
+        attached: AttachedOptimizer,
+        step: Callable[..., Any],
+        closure: Callable[[], Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        log = self._logs.get(id(attached))
+        if log is None or attached.gradients.state is State.OPEN:  # a call that is refused
+            return original(attached, step, closure, *args, **kwargs)
+        is_first = log is next(iter(self._logs.values()))
+        if self.is_complete or (is_first and log.steps == self.trial.steps):
+            self._complete()
+        weights = None
+        if closure is None:
+            with self._apart():
+                weights = self._look_before(log)
+        else:
+            closure = self._look_into(closure, log)
+        result = original(attached, step, closure, *args, **kwargs)
+        if is_first:
+            self._end_step(log)
+        with self._apart():
+            self._look_after(log, weights)
+        if all(each.steps >= self.trial.steps for each in self._logs.values() if each.steps):
+            self._complete()
+        return result
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._when_complete()
+
+    # What is noted.
+
+    def _look_before(self, log: _Log) -> _Weights | None:
+        """Note the gradients of this step, as they are after unscaling and clipping."""
+        gradients = log.attached.gradients
+        gradients.look_at_groups()
+        gradients.finish_delayed()
+        gradients.gather_strays()
+        trained = list(_trained(log.attached))
+        if log.steps == 0:
+            self._add_memory("gradients", size_of(grad for _, grad in trained))
+        self._note_gradients(log)
+        if self._record.device == "cuda" and log.steps == 1:  # whose peak is measured
+            return None
+        return _Weights(log.attached, trained)
+
+    def _look_into(self, closure: Callable[[], Any], log: _Log) -> Callable[[], Any]:
+        """Return a closure whose first evaluation in a step is looked at, and no other."""
+        evaluated = False
+
+        @functools.wraps(closure)
+        def watched() -> Any:
+            nonlocal evaluated
+            sums = dict(log.sums)
+            result = closure()
+            if evaluated:
+                log.sums = sums
+            elif log.attached.gradients.state is not State.OPEN:
+                with self._apart():
+                    log.attached.gradients.finish_delayed()
+                    log.attached.gradients.gather_strays()
+                    self._note_gradients(log)
+            evaluated = True
+            return result
+
+        return watched
+
+    def _note_gradients(self, log: _Log) -> None:
+        """Keep the gradients of the first step and of the last."""
+        kept = {0: self._record.first, self.trial.steps - 1: self._record.last}
+        if self.trial.steps == 1:
+            kept[0] = self._record.first
+        if log.steps not in kept:
+            return
+        held = log.attached.gradients.for_step().copied()
+        grads = {id(model): grad for model, grad in zip(held.of.models, held.grads, strict=True)}
+        grads |= {id(p): p.grad for p in log.attached.gradients.lists.unmastered if p.grad is not None}
+        for parameter, name in self._names(log.attached.owner):
+            if id(parameter) in grads:
+                kept[log.steps].setdefault(name, []).append(_on_host(grads[id(parameter)]))
+
+    def _names(self, session: Session) -> Iterator[tuple[Tensor, str]]:
+        """Yield the parameters of a session, each with the name of the module that owns it."""
+        counts = [len(each._models) for each in self._sessions]
+        before = sum(counts[: self._sessions.index(session)])
+        for (i, name), parameter in session._named_parameters().items():
+            module = name.removeprefix("_orig_mod.").rpartition(".")[0]
+            model = f"models[{before + i}]" if sum(counts) > 1 else ""
+            whole = type(session._models[i]()).__name__
+            yield parameter, ".".join(filter(None, (model, module))) or whole
+
+    def _look_after(self, log: _Log, weights: _Weights | None) -> None:
+        """Note what the step did."""
+        if log.steps == 0:
+            self._measuring.close()
+            self._note_weights(log)
+        for loss_id, value in log.sums.items():
+            log.losses.setdefault(loss_id, []).append(value)
+        log.sums = {}
+        log.skipped.append(log.attached.step_was_skipped)
+        if weights is not None and not log.skipped[-1]:
+            self._counts.append(weights.count_still(log.attached))
+        if self._record.device == "cuda" and log.steps == 1:
+            torch.cuda.reset_peak_memory_stats()
+        if not self._record.scales and all(False in each.skipped for each in self._logs.values()):
+            self._record.scales = tuple(
+                tuple(scaler.loss_scale() for scaler in session.scalers) for session in self._sessions
+            )
+
+    def _note_weights(self, log: _Log) -> None:
+        """Note the bytes of what lasts from step to step."""
+        attached = log.attached
+        if log is next(iter(self._logs.values())):
+            models = filter(None, [reference() for reference in attached.owner._models])
+            tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+            self._add_memory("weights", size_of(tensors))
+        masters = attached.gradients.lists.masters
+        halves = attached.masters.low_halves(masters) or []
+        self._add_memory("weights", size_of([*masters, *halves]))
+        state = [t for entry in attached.optimizer.state.values() for t in tensors_in(entry)]
+        self._add_memory("optimizer_state", size_of(state))
+
+    def _add_memory(self, part: str, size: int) -> None:
+        self._record.memory[part] = self._record.memory.get(part, 0) + size
+
+    # Time.
+
+    def _end_step(self, log: _Log) -> None:
+        now = self._now()
+        if log.steps:
+            self._record.seconds.append(now - self._step_began - self._apart_since)
+        if log.steps == 1 and self._record.device == "cuda":
+            self._record.memory["peak"] = torch.cuda.max_memory_allocated()
+        self._step_began, self._apart_since = now, 0.0
+
+    def _now(self) -> float:
+        if self._record.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Run the block in time that is not the run's."""
+        began = self._now()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._apart_since += self._now() - began
+
+
+class _Weights:
+    """The weights of an optimizer before a step, and which of them have a gradient."""
+
+    def __init__(self, attached: AttachedOptimizer, trained: list[tuple[Tensor, Tensor]]) -> None:
+        self._parts = [
+            (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
+            for parameter, grad in trained
+        ]
+
+    def count_still(self, attached: AttachedOptimizer) -> tuple[Tensor, Tensor]:
+        """Return how many weights are as they were although they have a gradient, and of how many."""
+        still, of = torch.zeros(2, dtype=torch.int64, device="cpu")
+        for parameter, before, has_gradient in self._parts:
+            same = (_value(attached, parameter) == before) & has_gradient
+            still, of = still + same.sum().cpu(), of + has_gradient.sum().cpu()
+        return still, of
+
+
+def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what an optimizer is about to step, and its gradient, perhaps scaled."""
+    held = attached.gradients.for_step()
+    yield from zip(held.of.masters, held.grads, strict=True)
+    for parameter in attached.gradients.lists.unmastered:
+        if parameter.grad is not None:
+            yield parameter, _dense(parameter.grad)
+
+
+def _value(attached: AttachedOptimizer, stepped: Tensor) -> Tensor:
+    """Return what a master stands for, or a parameter that has none."""
+    has_model = attached.masters.model(stepped) is not None
+    return attached.masters.values(stepped) if has_model else stepped.detach()
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def _on_host(grad: Tensor) -> Tensor:
+    return _dense(grad.detach()).cpu().clone()
+
+
+def _widen_inputs(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A forward pre-hook: floating inputs go in as float64."""
+    return cast_tensors(args, CASTABLE, torch.float64), cast_tensors(kwargs, CASTABLE, torch.float64)
