@@ -286,9 +286,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _note_gradients(self, log: _Log) -> None:
         """Keep the gradients of the first step and of the last."""
-        kept = {0: self._record.first, self.trial.steps - 1: self._record.last}
-        if self.trial.steps == 1:
-            kept[0] = self._record.first
+        kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
         if log.steps not in kept:
             return
         held = log.attached.gradients.for_step().copied()
