@@ -6,7 +6,7 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp.casting.regions import disable_casts as disable_casts
 from amp.casting.registry import bfloat16_function as bfloat16_function
@@ -41,6 +41,9 @@ from amp.profiles.rules import Rule as Rule
 from amp.session import Session as Session
 from amp.trials.cures import doctor as doctor
 
+if TYPE_CHECKING:
+    from amp.trials.comparing import compare as compare
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "Session",
     "Stateful",
     "bfloat16_function",
+    "compare",
     "diagnose",
     "disable_casts",
     "doctor",
@@ -82,7 +86,9 @@ _PACKAGES = ("compat", "fp16_utils", "numerics", "optimizers")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a package of this one when it is first asked for: `amp.numerics` after `import amp`."""
+    """Import what is slow to load when it is first asked for: `amp.numerics` after `import amp`."""
     if name in _PACKAGES:
         return importlib.import_module(f"amp.{name}")
+    if name == "compare":  # brings all of amp.numerics with it
+        return importlib.import_module("amp.trials.comparing").compare
     raise AttributeError(f"module 'amp' has no attribute '{name}'")

@@ -20,15 +20,19 @@ from amp.profiles.properties import Properties
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
-    script = None
+    script, status = None, 0
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
         else:
-            arguments = _parser().parse_args(given)
+            own, after = given, []
+            if given[:1] == ["compare"] and "--" in given:
+                cut = given.index("--")
+                own, after = given[:cut], given[cut + 1 :]
+            arguments = _parser().parse_args(own, argparse.Namespace(for_the_script=after))
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")  # characters that it cannot show
-            arguments.run(arguments)
+            status = arguments.run(arguments) or 0
             sys.stdout.flush()
     except AmpError as error:
         print(f"reamp: {error}", file=sys.stderr)
@@ -43,11 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if script is not None:
         script()  # its errors are its own
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    from amp.numerics.commands import add_commands  # slow to load, and no script waits for it
+    from amp.numerics import commands as of_numerics  # slow to load, and no script waits for it
+    from amp.trials import commands as of_trials
 
     parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -62,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script that imports apex, unchanged",
         usage="reamp run [-h] [--] script.py ... | -m package.module ...",
     )
-    add_commands(commands)
+    of_numerics.add_commands(commands)
+    of_trials.add_commands(commands)
     return parser
 
 

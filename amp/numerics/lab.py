@@ -49,13 +49,18 @@ def page() -> str:
     }
     text = (_HERE / "lab.html").read_text(encoding="utf-8")
     for mark, content in (
-        ("/*CSS*/", (_HERE / "lab.css").read_text(encoding="utf-8")),
+        ("/*CSS*/", style()),
         ("/*VERSION*/", amp.__version__),
         ("/*DATA*/", json.dumps(plain(data, mark="#"), separators=(",", ":"))),
         ("/*JS*/", (_HERE / "lab.js").read_text(encoding="utf-8")),
     ):
         text = text.replace(mark, content)
     return text
+
+
+def style() -> str:
+    """Return the style sheet, which other pages share."""
+    return (_HERE / "lab.css").read_text(encoding="utf-8")
 
 
 def write(path: str | Path) -> Path:

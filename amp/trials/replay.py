@@ -7,8 +7,6 @@ amax history, and the generators of random numbers. `optimizer.step` does nothin
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,6 +28,7 @@ from amp.profiles.rules import Rule
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
+from amp.trials.random_numbers import keep_random_numbers
 
 
 class Replay:
@@ -80,7 +79,7 @@ class Replay:
     def _unchanged(self) -> Iterator[None]:
         """Put back whatever the block changes, and let no optimizer step."""
         with ExitStack() as stack:
-            stack.callback(_keep_random_numbers())
+            stack.callback(keep_random_numbers())
             for model in self.models.values():
                 stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
             for one in self._attached:
@@ -150,24 +149,6 @@ def _drop(block: Block, *args: Any, **kwargs: Any) -> None:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _keep_random_numbers() -> Callable[[], None]:
-    on_cpu, python = torch.get_rng_state(), random.getstate()
-    has_cuda: Any = torch.cuda.is_initialized
-    on_cuda = torch.cuda.get_rng_state_all() if has_cuda() else None
-    numpy: Any = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-
-    def restore() -> None:
-        torch.set_rng_state(on_cpu)
-        random.setstate(python)
-        if on_cuda is not None:
-            torch.cuda.set_rng_state_all(on_cuda)
-        if numpy is not None:
-            numpy.random.set_state(state)
-
-    return restore
 
 
 def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:

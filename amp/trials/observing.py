@@ -1,6 +1,6 @@
 """One training run, watched from outside: its losses, gradients, skipped steps, time and memory.
 
-A `Recorder` looks on where a session scales a loss and where an optimizer steps. It changes no number
+An `Observer` looks on where a session scales a loss and where an optimizer steps. It changes no number
 of the run, and what it does itself is not counted as the run's time.
 """
 
@@ -62,7 +62,7 @@ class Record:
         last: those of step `steps - 1`.
         still: for each step that was taken and looked at, the share of weights that it left as they
             were although their gradient is not 0. Masters are looked at where there are any.
-        seconds: for each step but the first, without what the recorder did.
+        seconds: for each step but the first, without what the observer did.
         memory: bytes: `weights` with masters, `gradients`, `optimizer_state`, `activations` (the most
             that autograd kept in the first step, on the CPU) and `peak` (of the second, on a GPU).
         scales: the loss scales at which every optimizer had taken a step; see `Trial`.
@@ -95,7 +95,7 @@ class _Log:
         return len(self.skipped)
 
 
-class Recorder(AbstractContextManager["Recorder"]):
+class Observer(AbstractContextManager["Observer"]):
     """Watches the sessions of this process, from `with` to its end.
 
     Steps are counted by the first optimizer that is given to `initialize`. The run is complete when
@@ -122,7 +122,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._step_began = 0.0
         self._apart_since = 0.0
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Observer:
         self._patches.surround(Session, "initialize", self._around_initialize)
         self._patches.surround(Session, "scale_loss", self._around_scale_loss)
         self._patches.surround(AttachedOptimizer, "_step", self._around_step)
@@ -138,10 +138,15 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Whether `initialize` was given an optimizer, and is enabled."""
         return bool(self._logs)
 
+    @property
+    def steps(self) -> int:
+        """How many steps any optimizer has made."""
+        return max((log.steps for log in self._logs.values()), default=0)
+
     def record(self) -> Record:
         """Return what was seen so far. The host waits for the device."""
         logs = self._logs.values()
-        steps = min(self.trial.steps, max((log.steps for log in logs), default=0))
+        steps = min(self.trial.steps, self.steps)
         record = self._record
         record.losses = {
             name: [loss.item() for loss in losses[:steps]] for name, losses in self._named_losses()
@@ -176,7 +181,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             place = len(self._sessions) - 1
             for scales in self.trial.scales[place : place + 1]:
                 for scaler, scale in zip(session.scalers, scales, strict=True):
-                    scaler.set_scale(scale)
+                    if scaler.config.dynamic:
+                        scaler.set_scale(scale)
         optimizers = args[0] if args else kwargs.get("optimizers")
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             attached = AttachedOptimizer.of(optimizer)
@@ -289,8 +295,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
         if log.steps not in kept:
             return
-        held = log.attached.gradients.for_step().copied()
-        grads = {id(model): grad for model, grad in zip(held.of.models, held.grads, strict=True)}
+        held = log.attached.gradients.for_step()
+        unscaled = held.copied().grads if held.grads else ()
+        grads = {id(model): grad for model, grad in zip(held.of.models, unscaled, strict=True)}
         grads |= {id(p): p.grad for p in log.attached.gradients.lists.unmastered if p.grad is not None}
         for parameter, name in self._names(log.attached.owner):
             if id(parameter) in grads:
@@ -298,13 +305,12 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _names(self, session: Session) -> Iterator[tuple[Tensor, str]]:
         """Yield the parameters of a session, each with the name of the module that owns it."""
-        counts = [len(each._models) for each in self._sessions]
+        counts = [len(each._alive()) for each in self._sessions]
         before = sum(counts[: self._sessions.index(session)])
+        models = session._alive()
         for (i, name), parameter in session._named_parameters().items():
-            module = name.removeprefix("_orig_mod.").rpartition(".")[0]
-            model = f"models[{before + i}]" if sum(counts) > 1 else ""
-            whole = type(session._models[i]()).__name__
-            yield parameter, ".".join(filter(None, (model, module))) or whole
+            module = name.removeprefix("_orig_mod.").rpartition(".")[0] or type(models[i]).__name__
+            yield parameter, f"model {before + i}: {module}" if sum(counts) > 1 else module
 
     def _look_after(self, log: _Log, weights: _Weights | None) -> None:
         """Note what the step did."""
@@ -328,8 +334,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Note the bytes of what lasts from step to step."""
         attached = log.attached
         if log is next(iter(self._logs.values())):
-            models = filter(None, [reference() for reference in attached.owner._models])
-            tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+            tensors = [
+                tensor
+                for model in attached.owner._alive()
+                for tensor in (*model.parameters(), *model.buffers())
+            ]
             self._add_memory("weights", size_of(tensors))
         masters = attached.gradients.lists.masters
         halves = attached.masters.low_halves(masters) or []

@@ -1,0 +1,90 @@
+"""One run of a script that nobody has edited, in a process of its own: `python -m amp.trials.child`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp.compat.run import runner
+from amp.patching import Patches
+from amp.session import Session
+from amp.trials.observing import Observer, Trial
+from amp.trials.random_numbers import seed_random_numbers
+
+KEPT_AT_O0 = frozenset({"enabled", "num_losses", "verbosity", "process_group"})
+"""What a script says to `initialize` that is no property of a level."""
+
+
+class _EnoughError(BaseException):
+    """The run is complete. Scripts catch exceptions, and seldom this."""
+
+
+def main(job: str) -> None:
+    """Make a run, and write what was seen to a file.
+
+    Args:
+        job: JSON: `arguments` as `python -m amp run` takes them, `trial`, and `result`, the file.
+    """
+    given = json.loads(job)
+    trial = Trial(**given["trial"])
+    found: dict[str, Any] = {"error": ""}
+
+    def save() -> None:
+        found["has_begun"] = observer.has_begun
+        found["record"] = vars(observer.record())
+        torch.save(found, given["result"])
+
+    def end() -> None:
+        save()
+        raise _EnoughError
+
+    run = runner(given["arguments"])
+    seed_random_numbers(trial.seed)
+    with Observer(trial, end) as observer, Patches() as patches:
+        patches.surround(Session, "__init__", functools.partial(_begin_at_level, trial))
+        error = _error_of(run)
+    if not observer.is_complete:
+        found["error"] = error
+        save()
+    # What the script has left running, such as a logger's threads, has nothing to wait for.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def _error_of(run: Callable[[], object]) -> str:
+    """Run a script, and return how it failed, in a line; nothing if it did not."""
+    try:
+        run()
+    except _EnoughError:
+        return ""
+    except SystemExit as end:
+        return f"it ended with exit status {end.code}" if end.code else ""
+    except BaseException as error:
+        traceback.print_exc()
+        line = str(error).partition("\n")[0]
+        return f"{type(error).__name__}: {line}".removesuffix(": ")
+    return ""
+
+
+def _begin_at_level(
+    trial: Trial, original: Callable[..., None], session: Session, opt_level: Any = "O1", **kwargs: Any
+) -> None:
+    """Make a session at the level of the trial, with what else the script says.
+
+    O0 is the baseline, to which overrides of another level do not apply.
+    """
+    if trial.level == "O0":
+        kwargs = {key: value for key, value in kwargs.items() if key in KEPT_AT_O0}
+    original(session, trial.level, **kwargs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,315 @@
+"""`amp.compare`: the same training at several levels, side by side."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from amp import frontend
+from amp.casting import regions
+from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning, did_you_mean
+from amp.session import Session
+from amp.trials.measuring import (
+    errors_of,
+    mean_of,
+    median_of,
+    total_error_of,
+    vanishing_modules,
+)
+from amp.trials.observing import Observer, Record, Trial
+from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
+from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
+from amp.trials.verdicts import outstanding, problems_of, recommend, worst_gap
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+REFERENCES = ("fp64", "fp32")
+_PATIENCE = 1000
+"""How many calls of `step` may pass without a step of the optimizer."""
+_UNLIKE = 1e-2
+"""A larger error of FP32 gradients is not of rounding: the runs were different ones."""
+_ZERO = {"FP64": 1e-12, "FP32": 1e-6}
+"""A gradient smaller than this, beside the median of all modules, is 0 but for rounding."""
+
+Run = Callable[[Trial], Record]
+"""Makes a run, or raises what went wrong in it."""
+
+
+def compare(
+    build: Callable[[], tuple[Any, Any]],
+    step: Callable[[Any, Any, int], Any],
+    levels: Sequence[str] = LEVELS,
+    steps: int = 25,
+    seed: int = 0,
+    reference: str = "fp64",
+    *,
+    num_losses: int = 1,
+) -> Comparison:
+    """Train the same model at several levels, and say which of them are as good as FP32.
+
+        def build():
+            model = Net().to(device)
+            return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def step(model, optimizer, i):
+            optimizer.zero_grad()
+            loss = loss_of(model, batches[i])
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+        print(amp.compare(build, step))
+
+    Each run starts from the same seed, so that weights, data and dropout are the same; `step` must take
+    its data from `i`, from random numbers or from what `build` made, not from an iterator that goes on
+    from run to run. Losses, gradients, skipped steps, weights, time and memory are looked at from
+    outside. Random numbers, the default session and dtype are as before when it returns. O0 is always
+    run: its distance from the reference is the noise that other levels are judged by.
+
+    Args:
+        build: returns an FP32 model and its optimizer, or lists of them, on their device.
+        step: one iteration. It is called until the optimizer has made `steps` steps; what it returns is
+            not looked at.
+        levels: levels, aliases or YAML profiles.
+        steps: how many optimizer steps to compare.
+        seed: of torch, Python and NumPy.
+        reference: `fp64` compares with a run of the model in FP64, or in FP32 if that fails; `fp32`
+            with O0, run twice.
+        num_losses: as in `amp.initialize`.
+
+    Raises:
+        AmpValueError: a level, `steps` or `reference` is none.
+        AmpRuntimeError: a session that casts functions is open, or two runs at O0 differ.
+        Exception: whatever the run at O0 raises. What another level raises is in its result.
+    """
+    if regions.newest_caster() is not None:
+        raise AmpRuntimeError(
+            "a session that casts torch's functions is open, at O0 too: close it before amp.compare, "
+            "by amp.get_session().close()"
+        )
+    return compare_runs(_InProcess(build, step, num_losses), levels, steps, seed, reference)
+
+
+def check_request(levels: Sequence[str], steps: int, reference: str) -> None:
+    """Raise AmpError unless these levels can be resolved, and the others are what they may be."""
+    if isinstance(levels, str) or not levels:
+        raise AmpValueError(f"levels={levels!r} is not a list of levels, such as {list(LEVELS)}")
+    for level in levels:
+        Session(level, verbosity=0).close()
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise AmpValueError(f"steps={steps!r} must be an integer of at least 1")
+    if reference not in REFERENCES:
+        hint = did_you_mean(str(reference), REFERENCES)
+        raise AmpValueError(f"reference={reference!r} is not one of {', '.join(REFERENCES)}{hint}")
+
+
+class _InProcess:
+    """Makes runs of `build` and `step` in this process."""
+
+    def __init__(self, build: Callable[[], Any], step: Callable[..., Any], num_losses: int) -> None:
+        self._build, self._step, self._num_losses = build, step, num_losses
+
+    def __call__(self, trial: Trial) -> Record:
+        """Make a run, and leave everything as it was."""
+        with (
+            _everything_kept(),
+            Observer(trial) as observer,
+            Session(trial.level, num_losses=self._num_losses, verbosity=0) as session,
+        ):
+            frontend._Default.session = session
+            seed_random_numbers(trial.seed)
+            built = self._build()
+            if not isinstance(built, tuple) or len(built) != 2:
+                raise AmpTypeError(
+                    f"build must return (model, optimizer), and returned {type(built).__name__}"
+                )
+            model, optimizer = session.initialize(*built)
+            idle = 0
+            for i in itertools.count():
+                before = observer.steps
+                self._step(model, optimizer, i)
+                if observer.is_complete:
+                    break
+                idle = 0 if observer.steps > before else idle + 1
+                if idle == _PATIENCE:
+                    raise AmpRuntimeError(f"{_PATIENCE} calls of step made no optimizer.step()")
+            return observer.record()
+
+
+@contextmanager
+def _everything_kept() -> Iterator[None]:
+    """Put random numbers, the default session and dtype, and the grad mode back after the block."""
+    restore, session = keep_random_numbers(), frontend._Default.session
+    dtype, grad_mode = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AmpWarning)  # what they warn of is in the results
+            yield
+    finally:
+        frontend._Default.session = session
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad_mode)
+        restore()
+
+
+def compare_runs(
+    run: Run, levels: Sequence[str], steps: int, seed: int = 0, reference: str = "fp64"
+) -> Comparison:
+    """Compare levels, whatever it takes to make a run; see `compare`."""
+    check_request(levels, steps, reference)
+    base = Trial("O0", steps, seed)
+    floor = run(base)
+    if not floor.losses:
+        raise AmpRuntimeError("the run made no step after a loss that was scaled: use amp.scale_loss")
+    basis = _basis(run, base, floor, reference)
+    results = [_measured("O0", basis.floor, basis)]
+    for level in dict.fromkeys(levels):
+        if level != "O0":
+            try:
+                record, searched = _settled(run, replace(base, level=level))
+            except Exception as error:  # of the script, at this level: that is a result
+                results.append(LevelResult(level, (Problem("not_run", f"not run: {_short(error)}"),)))
+            else:
+                results.append(_measured(level, record, basis, searched))
+    judged = _judged(results, basis)
+    made = len(floor.skipped)
+    notes = list(basis.notes)
+    if made < steps:
+        notes.append(f"the run ended after {made} of {steps} steps: nothing is known of its last gradients")
+    chosen, reason = recommend(judged, floor.device, floor.has_bfloat16)
+    return Comparison(
+        levels=tuple(judged),
+        recommended=chosen,
+        reason=reason,
+        reference=basis.name,
+        reference_losses=basis.record.losses,
+        steps=made,
+        seed=seed,
+        device=floor.device,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What levels are compared with.
+
+    Attributes:
+        name: of the precision of the reference.
+        record: the reference.
+        floor: a run at O0, whose distance from the reference is noise.
+        notes: what there is to say of them.
+    """
+
+    name: str
+    record: Record
+    floor: Record
+    notes: tuple[str, ...] = ()
+
+
+def _basis(run: Run, base: Trial, floor: Record, reference: str) -> _Basis:
+    notes = []
+    if reference == "fp64":
+        try:
+            wide = run(replace(base, in_float64=True))
+        except Exception as error:  # an op or an optimizer that has no FP64
+            notes.append(f"compared with FP32, since the run in FP64 failed: {_short(error)}")
+        else:
+            error = median_of(each.relative for each in errors_of(floor.first, wide.first).values())
+            if wide.losses.keys() == floor.losses.keys() and error <= _UNLIKE:
+                return _Basis("FP64", wide, floor)
+            notes.append(
+                f"compared with FP32, since the first gradients in FP64 are {error:.1%} off: the run "
+                "draws other random numbers there (dropout on a GPU), or casts by itself"
+            )
+    again = run(base)
+    error = median_of(each.relative for each in errors_of(again.first, floor.first).values())
+    if error > _UNLIKE:
+        raise AmpRuntimeError(
+            f"two runs at O0 differ: their first gradients are {error:.1%} apart. Take data by the "
+            "number of the step, by random numbers that follow the seed, or from what build makes"
+        )
+    return _Basis("FP32", floor, again, tuple(notes))
+
+
+def _settled(run: Run, trial: Trial) -> tuple[Record, int]:
+    """Make a run whose loss scale fits from the start, and say how many steps the search for it took.
+
+    A first step that is skipped has no gradients to compare, and a run that is behind by some steps
+    no losses: if a run begins like that, it is made again from the scale that it found.
+    """
+    record = run(trial)
+    searched = next((i for i, skipped in enumerate(record.skipped) if not skipped), 0)
+    if not searched or not record.scales:
+        return record, 0
+    return run(replace(trial, scales=record.scales)), searched
+
+
+def _short(error: Exception) -> str:
+    """Return the first line of an error, with its class unless it is one of ours."""
+    line = str(error).partition("\n")[0]
+    return line if isinstance(error, AmpError) else f"{type(error).__name__}: {line}".removesuffix(": ")
+
+
+def _measured(level: str, record: Record, basis: _Basis, searched: int = 0) -> LevelResult:
+    """Return how far a run is from the reference, without a verdict."""
+    exact = basis.record
+    if not record.losses:
+        return LevelResult(level, (Problem("not_run", "not run: it made no step"),))
+    vanishing = vanishing_modules(exact.first, _ZERO[basis.name])
+    errors = errors_of(record.first, exact.first)
+    telling = {name: error for name, error in errors.items() if name not in vanishing}
+    floor = errors_of(basis.floor.first, exact.first)
+    later = errors_of(record.last, exact.last)
+    first, last = total_error_of(record.first, exact.first), total_error_of(record.last, exact.last)
+    out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, first.relative)
+    gap = worst_gap(record.losses, exact.losses, basis.floor.losses)
+    return LevelResult(
+        level,
+        losses=record.losses,
+        loss_gap=gap.size if gap else None,
+        loss_gap_allowed=gap.allowed if gap else None,
+        gradient_error=first.relative if telling else None,
+        gradient_cosine=first.cosine if telling else None,
+        median_error=median_of(error.relative for error in telling.values()) if telling else None,
+        later_error=last.relative if later else None,
+        later_cosine=last.cosine if later else None,
+        modules=tuple(
+            ModuleError(
+                name,
+                error=None if name in vanishing else error.relative,
+                cosine=None if name in vanishing else error.cosine,
+                later_error=later[name].relative if name in later else None,
+                later_cosine=later[name].cosine if name in later else None,
+                stands_out=name in out,
+            )
+            for name, error in errors.items()
+        ),
+        skipped=sum(record.skipped),
+        scale_search=searched,
+        still=mean_of(record.still) if record.still else None,
+        seconds=statistics.median(record.seconds) if record.seconds else None,
+        memory=record.memory | {"total": _total(record)},
+    )
+
+
+def _total(record: Record) -> int:
+    """Return the bytes in all: what a GPU says, or the sum of the parts."""
+    parts = (size for part, size in record.memory.items() if part != "peak")
+    return record.memory.get("peak") or sum(parts)
+
+
+def _judged(results: Sequence[LevelResult], basis: _Basis) -> list[LevelResult]:
+    still = results[0].still
+    return [
+        replace(result, problems=tuple(problems_of(result, basis.name, still if i else None)))
+        if result.was_run
+        else result
+        for i, result in enumerate(results)
+    ]

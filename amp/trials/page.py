@@ -1,0 +1,41 @@
+"""A comparison as one HTML file, self-contained, in the style of the lab."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import amp
+from amp.errors import AmpValueError
+from amp.numerics import lab
+
+_HERE = Path(__file__).parent
+
+
+def page(comparison: dict[str, Any]) -> str:
+    """Return the page, of what `Comparison.to_json` returned."""
+    data = json.dumps(comparison, separators=(",", ":"))
+    text = (_HERE / "compare.html").read_text(encoding="utf-8")
+    for mark, content in (
+        ("/*CSS*/", lab.style() + (_HERE / "compare.css").read_text(encoding="utf-8")),
+        ("/*VERSION*/", amp.__version__),
+        ("/*JS*/", (_HERE / "compare.js").read_text(encoding="utf-8")),
+        ("/*DATA*/", data.replace("<", "\\u003c")),  # names may hold anything; last: no mark in them
+    ):
+        text = text.replace(mark, content)
+    return text
+
+
+def write(comparison: dict[str, Any], path: str | Path) -> Path:
+    """Write the page to a file, and return its path.
+
+    Raises:
+        AmpValueError: there is no such folder, or it cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.write_text(page(comparison), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
+    return path
