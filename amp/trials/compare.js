@@ -11,7 +11,8 @@ function short(x, digits = 2) {
   const value = number(x);
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return String(value).replace("Infinity", "inf");
-  return String(Number(value.toPrecision(digits)));
+  const rounded = Number(value.toPrecision(digits));
+  return rounded && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
 }
 
 const percent = (x) => (x === null ? "–" : `${(100 * number(x)).toFixed(1)} %`);
@@ -49,7 +50,8 @@ table(
   byId("levels-table"),
   ["level", "", "loss gap", "allowed", "gradient error", "cosine", "median of modules", "skipped", "stand still"],
   data.levels.map((level) => {
-    const verdict = level.healthy ? ["healthy", "good"] : [level.losses && run.includes(level) ? "worse" : "not run", "bad"];
+    const found = run.includes(level) ? "worse" : "not run";
+    const verdict = level.healthy ? ["healthy", "good"] : [found, "bad"];
     const skipped = level.scale_search ? `${level.skipped}, and ${level.scale_search} for the scale` : `${level.skipped}`;
     return [
       level.level, element("td", { class: verdict[1] }, verdict[0]), short(level.loss_gap), short(level.loss_gap_allowed),
@@ -116,10 +118,10 @@ function drawLoss() {
   }
   const { y, ticks } = scaleOf(values, log);
   const last = Math.max(data.steps - 1, 1);
-  const x = (step) => 70 + (630 * step) / last;
+  const x = (step) => 120 + (560 * step) / last;
   for (const tick of ticks) {
-    chart.append(drawn("line", { x1: 70, x2: 700, y1: y(tick), y2: y(tick), style: "stroke: var(--line)" }));
-    chart.append(drawn("text", { x: 64, y: y(tick) + 4, "text-anchor": "end", class: "dim small" }, short(tick, 3)));
+    chart.append(drawn("line", { x1: 120, x2: 680, y1: y(tick), y2: y(tick), style: "stroke: var(--line)" }));
+    chart.append(drawn("text", { x: 112, y: y(tick) + 4, "text-anchor": "end", class: "dim small" }, short(tick, log ? 1 : 3)));
   }
   for (const step of [0, Math.round(last / 2), last]) {
     chart.append(drawn("text", { x: x(step), y: 300, "text-anchor": "middle", class: "dim small" }, `step ${step}`));

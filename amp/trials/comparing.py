@@ -181,7 +181,9 @@ def compare_runs(
     made = len(floor.skipped)
     notes = list(basis.notes)
     if made < steps:
-        notes.append(f"the run ended after {made} of {steps} steps: nothing is known of its last gradients")
+        notes.append(
+            f"the run ended after {made} of {steps} steps: nothing is known of its last gradients"
+        )
     chosen, reason = recommend(judged, floor.device, floor.has_bfloat16)
     return Comparison(
         levels=tuple(judged),
@@ -221,21 +223,25 @@ def _basis(run: Run, base: Trial, floor: Record, reference: str) -> _Basis:
         except Exception as error:  # an op or an optimizer that has no FP64
             notes.append(f"compared with FP32, since the run in FP64 failed: {_short(error)}")
         else:
-            error = median_of(each.relative for each in errors_of(floor.first, wide.first).values())
-            if wide.losses.keys() == floor.losses.keys() and error <= _UNLIKE:
+            apart = _median_error(floor, wide)
+            if wide.losses.keys() == floor.losses.keys() and apart <= _UNLIKE:
                 return _Basis("FP64", wide, floor)
             notes.append(
-                f"compared with FP32, since the first gradients in FP64 are {error:.1%} off: the run "
+                f"compared with FP32, since the first gradients in FP64 are {apart:.1%} off: the run "
                 "draws other random numbers there (dropout on a GPU), or casts by itself"
             )
     again = run(base)
-    error = median_of(each.relative for each in errors_of(again.first, floor.first).values())
-    if error > _UNLIKE:
+    apart = _median_error(again, floor)
+    if apart > _UNLIKE:
         raise AmpRuntimeError(
-            f"two runs at O0 differ: their first gradients are {error:.1%} apart. Take data by the "
+            f"two runs at O0 differ: their first gradients are {apart:.1%} apart. Take data by the "
             "number of the step, by random numbers that follow the seed, or from what build makes"
         )
     return _Basis("FP32", floor, again, tuple(notes))
+
+
+def _median_error(record: Record, reference: Record) -> float:
+    return median_of(error.relative for error in errors_of(record.first, reference.first).values())
 
 
 def _settled(run: Run, trial: Trial) -> tuple[Record, int]:

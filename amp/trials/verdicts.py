@@ -91,27 +91,22 @@ def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: flo
 def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) -> Iterator[Problem]:
     """Yield what is wrong with a level that was run."""
     steps = max(map(len, result.losses.values()), default=0)
-    bad = [
-        (i, loss)
-        for losses in result.losses.values()
-        for i, loss in enumerate(losses)
-        if not math.isfinite(loss)
-    ]
+    lists = result.losses.values()
+    bad = [(i, x) for losses in lists for i, x in enumerate(losses) if not math.isfinite(x)]
     if bad:
         step, loss = min(bad)
-        yield Problem("loss_not_finite", f"the loss is {loss} from step {step} on")
+        yield Problem("loss_not_finite", f"the loss is {loss}, first at step {step}")
     if result.skipped > SKIPPED * steps:
         yield Problem("steps_skipped", f"{result.skipped} of {steps} steps were skipped")
-    elif not bad and result.loss_gap is not None and result.loss_gap_allowed is not None:
-        gap, allowed = result.loss_gap, result.loss_gap_allowed
-        if gap > allowed:
-            what = f"the loss is {gap:.2g} above that of {reference} at the end; {allowed:.2g} is noise"
-            yield Problem("loss_gap", what)
-    yield from _problems_of_gradients(result)
+    elif not bad and (result.loss_gap or 0.0) > (result.loss_gap_allowed or 0.0):
+        above = f"the loss is {result.loss_gap:.2g} above that of {reference} at the end"
+        yield Problem("loss_gap", f"{above}; {result.loss_gap_allowed:.2g} is within noise")
+    if all(math.isfinite(losses[0]) for losses in lists if losses):  # else gradients are not either
+        yield from _problems_of_gradients(result)
     if result.still is not None and result.still > (still_at_o0 or 0.0) + STILL:
-        before = "" if still_at_o0 is None else f", {percent(still_at_o0)} at O0"
-        what = f"{percent(result.still)} of the weights stand still in a step{before}: updates are rounded away"
-        yield Problem("weights_stand_still", what)
+        at_o0 = "" if still_at_o0 is None else f", {percent(still_at_o0)} at O0"
+        what = f"{percent(result.still)} of the weights stand still in a step{at_o0}"
+        yield Problem("weights_stand_still", f"{what}: their updates are rounded away")
 
 
 def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
@@ -120,13 +115,16 @@ def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
         return
     worst = max(out, key=lambda module: module.error or 0.0)
     what = f"the gradient of {worst.module} is off by {percent(worst.error)}"
-    if result.gradient_error is not None and not result.gradient_error <= LARGEST_ERROR:
-        together = f"all together are off by {percent(result.gradient_error)}"
-        yield Problem("gradient_error", f"{what}, and {together}")
-        return
-    if len(out) > 1:
-        what += f", and {len(out) - 1} more modules stand out"
-    yield Problem("module_stands_out", f"{what}; the median is {percent(result.median_error)}")
+    together = result.gradient_error or 0.0
+    if worst.error == math.inf:
+        yield Problem("gradient_error", f"the first gradient of {worst.module} is not finite")
+    elif together > LARGEST_ERROR:
+        yield Problem("gradient_error", f"{what}, and all together are off by {percent(together)}")
+    else:
+        more = f", and {len(out) - 1} more modules stand out" if len(out) > 1 else ""
+        yield Problem(
+            "module_stands_out", f"{what}{more}; the median is {percent(result.median_error)}"
+        )
 
 
 def percent(value: float | None) -> str:
