@@ -60,8 +60,9 @@ table(
   }),
 );
 for (const level of data.levels) {
-  for (const problem of level.problems) {
-    byId("problems").append(element("li", {}, element("b", {}, level.level), `: ${problem.what}`));
+  for (const each of [...level.problems, ...level.remarks]) {
+    const mark = level.healthy ? ", healthy: " : ": ";
+    byId("problems").append(element("li", {}, element("b", {}, level.level), mark + each.what));
   }
 }
 byId("notes").append(...data.notes.map((note) => element("li", {}, note)));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +27,14 @@ from amp.trials.measuring import (
 from amp.trials.observing import Observer, Record, Trial
 from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
-from amp.trials.verdicts import outstanding, problems_of, recommend, worst_gap
+from amp.trials.verdicts import outstanding, problems_of, recommend, remarks_of, worst_gap
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 REFERENCES = ("fp64", "fp32")
 _PATIENCE = 1000
 """How many calls of `step` may pass without a step of the optimizer."""
+_SEARCHES = 4
+"""How many runs may be spent on finding a loss scale."""
 _UNLIKE = 1e-2
 """A larger error of FP32 gradients is not of rounding: the runs were different ones."""
 _ZERO = {"FP64": 1e-12, "FP32": 1e-6}
@@ -248,13 +251,17 @@ def _settled(run: Run, trial: Trial) -> tuple[Record, int]:
     """Make a run whose loss scale fits from the start, and say how many steps the search for it took.
 
     A first step that is skipped has no gradients to compare, and a run that is behind by some steps
-    no losses: if a run begins like that, it is made again from the scale that it found.
+    no losses: a run that begins like that is made again, from the scale that it found.
     """
-    record = run(trial)
-    searched = next((i for i, skipped in enumerate(record.skipped) if not skipped), 0)
-    if not searched or not record.scales:
-        return record, 0
-    return run(replace(trial, scales=record.scales)), searched
+    record, searched = run(trial), 0
+    for _ in range(_SEARCHES):
+        skipped = next((i for i, each in enumerate(record.skipped) if not each), len(record.skipped))
+        at_fault = [loss for losses in record.losses.values() for loss in losses[:skipped]]
+        if not skipped or not all(map(math.isfinite, at_fault)):  # no scale helps a loss of inf
+            break
+        searched += skipped
+        record = run(replace(trial, scales=record.scales))
+    return record, searched
 
 
 def _short(error: Exception) -> str:
@@ -312,10 +319,11 @@ def _total(record: Record) -> int:
 
 
 def _judged(results: Sequence[LevelResult], basis: _Basis) -> list[LevelResult]:
-    still = results[0].still
-    return [
-        replace(result, problems=tuple(problems_of(result, basis.name, still if i else None)))
-        if result.was_run
-        else result
-        for i, result in enumerate(results)
-    ]
+    still, judged = results[0].still, []
+    for i, result in enumerate(results):
+        if result.was_run:
+            problems = problems_of(result, basis.name, still if i else None)
+            result = replace(result, problems=tuple(problems))
+            result = replace(result, remarks=tuple(remarks_of(result)))
+        judged.append(result)
+    return judged

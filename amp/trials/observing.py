@@ -65,7 +65,7 @@ class Record:
         seconds: for each step but the first, without what the observer did.
         memory: bytes: `weights` with masters, `gradients`, `optimizer_state`, `activations` (the most
             that autograd kept in the first step, on the CPU) and `peak` (of the second, on a GPU).
-        scales: the loss scales at which every optimizer had taken a step; see `Trial`.
+        scales: the loss scales once every optimizer had taken a step, or at the end; see `Trial`.
     """
 
     device: str = "cpu"
@@ -153,6 +153,7 @@ class Observer(AbstractContextManager["Observer"]):
         }
         record.skipped = [any(log.skipped[i : i + 1] == [True] for log in logs) for i in range(steps)]
         record.still = [still.item() / max(of.item(), 1) for still, of in self._counts]
+        record.scales = record.scales or self._scales()
         if self._activations is not None:
             record.memory["activations"] = self._activations.most
         return record
@@ -326,9 +327,10 @@ class Observer(AbstractContextManager["Observer"]):
         if self._record.device == "cuda" and log.steps == 1:
             torch.cuda.reset_peak_memory_stats()
         if not self._record.scales and all(False in each.skipped for each in self._logs.values()):
-            self._record.scales = tuple(
-                tuple(scaler.loss_scale() for scaler in session.scalers) for session in self._sessions
-            )
+            self._record.scales = self._scales()
+
+    def _scales(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(each.loss_scale() for each in one.scalers) for one in self._sessions)
 
     def _note_weights(self, log: _Log) -> None:
         """Note the bytes of what lasts from step to step."""

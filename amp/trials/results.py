@@ -57,6 +57,7 @@ class LevelResult:
     Attributes:
         level: as it was given.
         problems: why it is not healthy; empty if it is.
+        remarks: what deserves a look, and is no reason against it.
         losses: of each step, by the name of the loss.
         loss_gap: how far the loss is above the reference's, a mean over the last third of the steps;
             of the loss where that is worst.
@@ -77,6 +78,7 @@ class LevelResult:
 
     level: str
     problems: tuple[Problem, ...] = ()
+    remarks: tuple[Problem, ...] = ()
     losses: dict[str, list[float]] = field(default_factory=dict)
     loss_gap: float | None = None
     loss_gap_allowed: float | None = None
@@ -166,8 +168,8 @@ class Comparison:
 
     def _lines(self) -> Iterator[str]:
         for level in self.levels:
-            for problem in level.problems:
-                yield f"{level.level}: {problem.what}"
+            yield from (f"{level.level}: {problem.what}" for problem in level.problems)
+            yield from (f"{level.level}, healthy: {remark.what}" for remark in level.remarks)
         yield from (f"note: {note}" for note in self.notes)
         yield f"recommended: {self.recommended or 'none'}. {self.reason}"
 

@@ -18,7 +18,8 @@ MEDIANS = 10
 LEAST_ERROR = 0.01
 """... and more than this."""
 LARGEST_ERROR = 0.2
-"""The largest error of all gradients together at a healthy level; in FP8 it is below 0.1."""
+"""The largest error, at a healthy level, of a module that stands out, and of all gradients together,
+which in FP8 is below 0.1."""
 STILL = 0.1
 """How many more weights than at O0, as a part of all, may stand still."""
 SKIPPED = 0.5
@@ -111,27 +112,43 @@ def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) 
 
 def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
     out = [module for module in result.modules if module.stands_out]
-    if not out:
+    worst = max(out, key=lambda module: module.error or 0.0, default=None)
+    if worst is None or worst.error is None or worst.error <= LARGEST_ERROR:
         return
-    worst = max(out, key=lambda module: module.error or 0.0)
-    what = f"the gradient of {worst.module} is off by {percent(worst.error)}"
     together = result.gradient_error or 0.0
     if worst.error == math.inf:
         yield Problem("gradient_error", f"the first gradient of {worst.module} is not finite")
     elif together > LARGEST_ERROR:
+        what = f"the gradient of {worst.module} is off by {percent(worst.error)}"
         yield Problem("gradient_error", f"{what}, and all together are off by {percent(together)}")
     else:
-        more = f", and {len(out) - 1} more modules stand out" if len(out) > 1 else ""
-        yield Problem(
-            "module_stands_out", f"{what}{more}; the median is {percent(result.median_error)}"
-        )
+        yield Problem("module_stands_out", _standing_out(result))
+
+
+def remarks_of(result: LevelResult) -> Iterator[Problem]:
+    """Yield what deserves a look at a level, and is no reason against it."""
+    known = {problem.cause for problem in result.problems}
+    if any(module.stands_out for module in result.modules) and not known:
+        yield Problem("module_stands_out", _standing_out(result))
+
+
+def _standing_out(result: LevelResult) -> str:
+    out = [module for module in result.modules if module.stands_out]
+    worst = max(out, key=lambda module: module.error or 0.0)
+    more = f" and {len(out) - 1} more" if len(out) > 1 else ""
+    off = f"off by {'up to ' if more else ''}{percent(worst.error)}"
+    gradients = "gradients" if more else "gradient"
+    usual = f"the median is {percent(result.median_error)}"
+    return f"the {gradients} of {worst.module}{more} {'are' if more else 'is'} {off}; {usual}"
 
 
 def percent(value: float | None) -> str:
     """Return a part of a whole as text: `52 %`, `0.054 %`, or `34 times` it."""
     if value is None or not math.isfinite(value):
         return "inf"
-    return f"{100 * value:.2g} %" if value < 10 else f"{value:.3g} times its size"
+    if value >= 10:
+        return f"{value:.3g} times its size"
+    return f"{100 * value:.0f} %" if value >= 1 else f"{100 * value:.2g} %"
 
 
 def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) -> tuple[str | None, str]:
