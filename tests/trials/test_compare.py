@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,19 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import amp
 from amp.cli import main
-from amp.trials import commands, comparing, page
+from amp.trials import child, commands, comparing, page
 from amp.trials.comparing import compare_runs
-from amp.trials.measuring import error_of, gap_of, vanishing_modules
+from amp.trials.measuring import Error, error_of, gap_of, vanishing_modules
+from amp.trials.memory import Activations
 from amp.trials.observing import Observer, Record, Trial
-from amp.trials.results import Comparison, LevelResult, Problem
+from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
 from amp.trials.scripts import Script
-from amp.trials.verdicts import recommend
+from amp.trials.verdicts import outstanding, problems_of, recommend, remarks_of
 from tests.diagnosis.faults import Net, SquaringNorm, batch
 from tests.processes import run_python
 
@@ -258,6 +262,36 @@ def test_data_that_go_on_from_run_to_run_are_refused() -> None:
         amp.compare(build(), going_on, ["O5"], steps=2)
 
 
+class Words(nn.Module):
+    """Most rows of the table are not used, and have a gradient of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(100, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.table(torch.arange(16)))
+
+
+def test_weights_without_a_gradient_may_stand_still() -> None:
+    def without_decay() -> tuple[Any, Any]:
+        net = Words()
+        return net, amp.optimizers.FusedAdam(net.parameters(), 1e-3, weight_decay=0.0)
+
+    found = amp.compare(without_decay, step, ["O2"], steps=2)
+    assert max(level.still or 0.0 for level in found.levels) < 0.01
+    assert (found["O2"].gradient_error or 1) < 2e-3  # held as scaled float16, and shown unscaled
+
+
+def test_the_seed_is_what_a_run_depends_on() -> None:
+    def drawn(seed: int) -> list[float]:
+        random.seed()
+        torch.seed()
+        return amp.compare(build(), step, ["O0"], steps=1, seed=seed)["O0"].losses["loss"]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
 # What is left alone.
 
 
@@ -274,18 +308,23 @@ def test_a_comparison_leaves_everything_as_it_was() -> None:
         assert amp.get_session() is amp.get_session(optimizer)
         step(model, optimizer, i)
         torch.set_default_dtype(torch.float64)
-        torch.set_grad_enabled(True)
+        torch.set_grad_enabled(False)
 
     opened: list[amp.Session] = []
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        original = amp.Session.close
-        patch.setattr(amp.Session, "close", lambda self: (opened.append(self), original(self))[1])
-        with torch.enable_grad():
-            amp.compare(build(), rude, ["O1"], steps=1)
-        assert not torch.is_grad_enabled()
+    with pytest.MonkeyPatch.context() as patch:
+        original = amp.Session.__init__
+
+        def noted(self: amp.Session, *args: Any, **kwargs: Any) -> None:
+            opened.append(self)
+            original(self, *args, **kwargs)
+
+        patch.setattr(amp.Session, "__init__", noted)
+        amp.compare(build(), rude, ["O1"], steps=1)
+    assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is torch.float32
     assert amp.get_session() is session
     assert not session.closed
+    assert len(opened) >= 3
     assert all(each.closed for each in opened)
     after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     assert torch.equal(before[0], after[0])
@@ -301,6 +340,8 @@ def test_looking_changes_no_bit_of_the_run(level: str, optimizer: str) -> None:
         "LBFGS": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3),
     }[optimizer]
 
+    losses: list[list[float]] = []
+
     def train() -> list[Tensor]:
         torch.manual_seed(3)
         net: Any = Net()
@@ -308,10 +349,12 @@ def test_looking_changes_no_bit_of_the_run(level: str, optimizer: str) -> None:
             net, one = session.initialize(net, make(net.parameters()))
             for _ in range(3):
                 x = torch.randn(2, 16, 32)
+                losses.append([])
 
                 def closure(x: Tensor = x) -> Tensor:
                     one.zero_grad()
                     loss = net(x).float().square().mean()
+                    losses[-1].append(loss.item())
                     with amp.scale_loss(loss, one) as scaled_loss:
                         scaled_loss.backward()
                     return loss
@@ -329,7 +372,7 @@ def test_looking_changes_no_bit_of_the_run(level: str, optimizer: str) -> None:
     record = observer.record()
     assert all(map(torch.equal, plain, watched))
     assert observer.is_complete
-    assert len(record.losses["loss"]) == 3
+    assert record.losses["loss"] == [of_a_step[0] for of_a_step in losses[3:]]
     assert record.first.keys() == record.last.keys() >= {"head.proj"}
 
 
@@ -448,6 +491,42 @@ def test_numbers_by_hand() -> None:
     sizes = {"a": [torch.ones(4)], "b": [torch.ones(4)], "c": [torch.full((4,), 1e-9)]}
     assert vanishing_modules(sizes, 1e-6) == {"c"}
     assert vanishing_modules(sizes, 1e-12) == set()
+
+
+def test_a_gradient_that_is_hard_in_fp32_is_allowed_as_much_more() -> None:
+    def errors(*values: float) -> dict[str, Error]:
+        return {name: Error(value, 1.0) for name, value in zip("abcde", values, strict=False)}
+
+    floor = errors(1e-7, 1e-7, 1e-7, 1e-7, 5e-7)
+    assert outstanding(errors(1e-3, 1e-3, 1e-3, 1e-3, 0.04), floor, 0.01) == set()
+    assert outstanding(errors(1e-3, 1e-3, 1e-3, 1e-3, 0.06), floor, 0.01) == {"e"}
+    assert outstanding(errors(1e-3, 1e-3, 1e-3, 0.04, 1e-3), floor, 0.01) == {"d"}
+    assert outstanding(errors(1e-5, 1e-5, 1e-5, 9e-3, 1e-5), floor, 0.01) == set()
+    assert outstanding(errors(0.3, 0.3, 0.3, 0.9, 0.3), floor, 0.5) == {"d"}
+
+
+@pytest.mark.parametrize(("error", "causes", "remarks"), [(0.1, 0, 1), (0.4, 1, 0)])
+def test_a_module_that_stands_out_a_little_is_a_remark(error: float, causes: int, remarks: int) -> None:
+    modules = (ModuleError("a", error, 0.9, stands_out=True), ModuleError("b", 1e-3, 1.0))
+    losses = {"loss": [1.0]}
+    found = LevelResult("O5", losses=losses, modules=modules, gradient_error=0.01, median_error=1e-3)
+    problems = tuple(problems_of(found, "FP64", None))
+    assert [each.cause for each in problems] == ["module_stands_out"] * causes
+    told = tuple(remarks_of(replace(found, problems=problems)))
+    assert [each.cause for each in told] == ["module_stands_out"] * remarks
+    what = f"the gradient of a is off by {100 * error:.0f} %; the median is 0.1 %"
+    assert {each.what for each in (*problems, *told)} == {what}
+
+
+def test_what_autograd_keeps_is_counted_once_and_let_go() -> None:
+    weight, x = torch.ones(10, 10, requires_grad=True), torch.ones(10, 10)
+    kept = Activations([weight])
+    with saved_tensors_hooks(kept.pack, kept.unpack):
+        for _ in range(3):
+            y = (x @ weight).exp() * x[0]  # x twice, and the result of exp
+            y.sum().backward()
+            del y
+    assert kept.most == 2 * 400
 
 
 # The page and JSON.
@@ -657,7 +736,8 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
         nets = [nn.Linear(8, 8), nn.Linear(8, 8)]
         optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
         amp.initialize(nets, optimizers, opt_level="O1", num_losses=2)
-        while True:
+        def train():
+          while True:
             try:
                 for i in (0, 1, 1):
                     loss = nets[i](torch.ones(4, 8)).square().mean()
@@ -667,10 +747,25 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
                     optimizers[i].zero_grad()
             except Exception:
                 pass
+        try:
+            train()
+        finally:
+            raise ValueError("its own clean-up fails")
         """
     record = Script([write(tmp_path, text=text)])(Trial("O5", 3))
     assert {name: len(losses) for name, losses in record.losses.items()} == {"loss 0": 3, "loss 1": 3}
     assert record.last.keys() == {"model 0: Linear", "model 1: Linear"}
+
+
+def test_overrides_of_other_levels_are_nothing_to_o0() -> None:
+    session, overrides = amp.Session.__new__(amp.Session), {"fp8": "current", "loss_scale": 2.0}
+    begin = functools.partial(child._begin_at_level, original=amp.Session.__init__, session=session)
+    begin(Trial("O0", 1), opt_level="O7", num_losses=2, **overrides)
+    assert (session.properties.opt_level, len(session.scalers)) == ("O0", 2)
+    begin(Trial("O5", 1), opt_level="O7", num_losses=2, **overrides)
+    assert (session.properties.opt_level, session.properties.loss_scale) == ("O5", 2.0)
+    with pytest.raises(amp.AmpError, match="does not fit"):
+        begin(Trial("O1", 1), keep_batchnorm_fp32=True)
 
 
 @pytest.mark.parametrize(
