@@ -519,7 +519,7 @@ def test_a_module_that_stands_out_a_little_is_a_remark(error: float, causes: int
 
 
 def test_what_autograd_keeps_is_counted_once_and_let_go() -> None:
-    weight, x = torch.ones(10, 10, requires_grad=True), torch.ones(10, 10)
+    weight, x = (torch.ones(10, 10, requires_grad=True) for _ in range(2))
     kept = Activations([weight])
     with saved_tensors_hooks(kept.pack, kept.unpack):
         for _ in range(3):
