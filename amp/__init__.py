@@ -42,7 +42,9 @@ from amp.session import Session as Session
 from amp.trials.cures import doctor as doctor
 
 if TYPE_CHECKING:
+    from amp.trials.checking import check as check
     from amp.trials.comparing import compare as compare
+    from amp.trials.explaining import explain as explain
 
 __version__ = "0.1.0"
 
@@ -56,10 +58,12 @@ __all__ = [
     "Session",
     "Stateful",
     "bfloat16_function",
+    "check",
     "compare",
     "diagnose",
     "disable_casts",
     "doctor",
+    "explain",
     "float_function",
     "fsdp_policy",
     "get_session",
@@ -83,12 +87,17 @@ __all__ = [
 ]
 
 _PACKAGES = ("compat", "fp16_utils", "numerics", "optimizers")
+_SLOW = {
+    "check": "amp.trials.checking",
+    "compare": "amp.trials.comparing",
+    "explain": "amp.trials.explaining",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is slow to load when it is first asked for: `amp.numerics` after `import amp`."""
     if name in _PACKAGES:
         return importlib.import_module(f"amp.{name}")
-    if name == "compare":  # brings all of amp.numerics with it
-        return importlib.import_module("amp.trials.comparing").compare
+    if name in _SLOW:
+        return getattr(importlib.import_module(_SLOW[name]), name)
     raise AttributeError(f"module 'amp' has no attribute '{name}'")

@@ -41,6 +41,9 @@ from amp.training.synchronization import Synchronization
 logger = logging.getLogger("amp")
 
 
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
 class Session:
     """Mixed precision for some models and optimizers, from `initialize` to `close`.
 
@@ -108,10 +111,16 @@ class Session:
         if self.properties.diagnose == "on_overflow":
             self._armed = Armed(self._alive, self._tell)
         self._undo = ExitStack()
+        _open.add(self)
         if self.properties.enabled:
             self._log(
                 logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
             )
+
+    @staticmethod
+    def of(model: nn.Module) -> Session | None:
+        """Return the open session that a model went through, or None."""
+        return next((x for x in _open if any(each is model for each in x._alive())), None)
 
     # Set up and tear down.
 
@@ -211,6 +220,7 @@ class Session:
         is recast to the parameters' dtype. The host waits for the device, to log the last overflows.
         """
         self.closed = True
+        _open.discard(self)
         if self._armed is not None:
             self._armed.close()
         self._undo.close()

@@ -7,6 +7,7 @@ Scripts that hypothesis writes (`tests/gradient_machine.py`) run beside an oracl
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import hypothesis
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import run_state_machine_as_test
 
 import amp
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, AmpWarning
 from amp.training.attachment import AttachedOptimizer
 from amp.training.gradients import State
 from tests.gradient_harness import Model, compare, profile_of
@@ -29,6 +30,7 @@ def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:
 
     To shrink a failure takes minutes; without that, the whole script that fails is printed at once.
     """
+    warnings.filterwarnings("ignore", ".* overflows in a row", AmpWarning)  # long scripts have these
     if not profile_of(level).master_weights:
         examples //= 2  # most of the table is about masters
     script = type(f"ScriptAt{level}", (Script,), {"level": level})

@@ -103,6 +103,11 @@ class CastOps(Strategy):
         if rule.in_place is not None and hasattr(target, rule.in_place.name):
             self.patch(rule.in_place, target)
 
+    def rule_of(self, function: Any) -> OpRule | None:
+        """Return the rule for a function of torch, or for a wrapper of it, while it is patched."""
+        known = self._functions.get(id(function))
+        return None if known is None else known[1]
+
     def replace_names(self) -> None:
         """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""
         for module in _modules_of_others():

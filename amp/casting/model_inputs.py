@@ -22,6 +22,7 @@ from amp.profiles.properties import CastInputs
 EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
 """Up to where all integers are numbers of the format."""
 EXACT_IN_FP32 = 2**24
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _LOOKS = 8
 """For how many shapes an argument is looked at: each look may make the host wait for the device."""
 
@@ -37,7 +38,7 @@ class ModelInputs:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, which: CastInputs) -> None:
         self.dtype, self.which = dtype, which
-        self._names = _names_of(model)
+        self._names = positional_names(model)
         self._seen: dict[str, set[torch.Size]] = {}
         self._warned: set[str] = set()
 
@@ -117,11 +118,18 @@ def check_names(model: nn.Module, which: CastInputs) -> None:
             )
 
 
+def positional_names(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that a model takes by position."""
+    return [name for name, each in _parameters_of(model).items() if each.kind in _BY_POSITION]
+
+
 def _names_of(model: nn.Module) -> list[str]:
+    kinds = (*_BY_POSITION, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, each in _parameters_of(model).items() if each.kind in kinds]
+
+
+def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
+        return inspect.signature(model.forward).parameters
     except (TypeError, ValueError):
-        return []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    keyword = (*by_position, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, each in parameters.items() if each.kind in keyword]
+        return {}

@@ -49,6 +49,10 @@ class Armed:
         if not streaks or streaks[0] > self.until(scaler):
             return
         streaks.popleft()
+        self.arm()
+
+    def arm(self) -> None:
+        """Watch from the next forward on."""
         if self._trace is None and not self._handles:
             hook = _begin_of(weakref.ref(self))
             for model in self._models():
@@ -56,7 +60,7 @@ class Armed:
                     model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
                 )
 
-    def begin(self, args: Any, kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Start to watch, in a forward of a model."""
         if not torch.is_grad_enabled() or _get_current_dispatch_mode_stack():
             return
@@ -64,9 +68,9 @@ class Armed:
         if modes():  # what is entered last has to be left first
             return
         self._remove_hooks()
-        self._trace = Trace(named_models(self._models(), "diagnose"))
+        self._trace = Trace(named_models(self._models(), "diagnose"), is_scaled=lambda: True)
         self._trace.__enter__()
-        self._trace.note_arguments(args, kwargs)
+        self._trace.note_arguments(module, args, kwargs)
 
     def end(self, scale: torch.Tensor) -> None:
         """Say what was seen: a block is left. The host waits for the device."""
@@ -91,6 +95,6 @@ class Armed:
 def _begin_of(armed: weakref.ref[Armed]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if (one := armed()) is not None:
-            one.begin(args, kwargs)
+            one.begin(module, args, kwargs)
 
     return hook

@@ -51,7 +51,8 @@ def findings_of(trace: Trace, loss_scale: float) -> list[Finding]:
     explained = {(x.cause, x.line, x.op) for x in found}
     casts = [_of_cast(cast) for cast in _distinct(trace.casts)]
     found += [x for x in casts if (x.cause, x.line, x.op) not in explained]
-    for name, place in list(trace.grads_in_place.items())[:1]:
+    written = trace.grads_in_place if loss_scale != 1.0 else {}
+    for name, place in list(written.items())[:1]:
         found.insert(
             0,
             Finding(

@@ -17,8 +17,21 @@ CAUSES = {
     "weights": "a weight or a buffer is not finite",
     "loss scale": "a gradient times the loss scale is too large for the format",
     "order": "gradients were changed before they were unscaled",
+    "headroom": "a number is close to the largest of the format",
+    "mask": "a constant is too large for the format",
+    "fails": "what runs in FP32 raises at this level",
+    "unchecked": "nothing looks at gradients before a step",
+    "tied": "modules share a weight, and rules do not treat them alike",
+    "cast before initialize": "weights were rounded to 16 bits before there were masters",
 }
-"""The classes of cause, by their stable names."""
+"""The classes of cause, by their stable names. The last six are of `amp.check`."""
+
+REMARKS = {
+    "alignment": "a size that tensor cores do not like",
+    "round trip": "casts that undo each other",
+    "share": "most of the work is not in half precision",
+}
+"""What `amp.check` says of speed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = [f"in {self.module}" if self.module else ""]
-        where.append(f"{_short(self.file)}:{self.line}" if self.file else "")
+        where.append(f"{short_path(self.file)}:{self.line}" if self.file else "")
         place = ", ".join([part for part in (f"{self.phase} {self.op}".strip(), *where) if part])
         lines = [f"{self.cause}: {place}" if place else self.cause, f"  {self.what}"]
         if self.reached:
@@ -66,7 +79,8 @@ class Finding:
         return "\n".join([*lines, *(f"  {line}" for line in self.advice.splitlines())])
 
 
-def _short(file: str) -> str:
+def short_path(file: str) -> str:
+    """Return a path as seen from the current directory, if it is inside of that."""
     relative = os.path.relpath(file)
     return file if relative.startswith("..") else relative
 

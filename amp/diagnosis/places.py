@@ -49,10 +49,17 @@ class Places(AbstractContextManager["Places"]):
     Args:
         models: whose modules have names, by what these begin with.
         note_loss: is given what each backward starts from.
+        note_call: is given each function of torch that has been called: the place, the function, its
+            arguments and its result.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], note_loss: Callable[[Tensor], None]) -> None:
-        self._models, self._note_loss = models, note_loss
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        note_loss: Callable[[Tensor], None] = lambda loss: None,
+        note_call: Callable[[Place, Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None,
+    ) -> None:
+        self._models, self._note_loss, self._note_call = models, note_loss, note_call
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
         self._stacks = threading.local()
@@ -78,15 +85,18 @@ class Places(AbstractContextManager["Places"]):
     def here(self, aten: str) -> tuple[Place, str]:
         """Return where the op that runs now was called, and the phase."""
         in_backward = torch._C._current_graph_task_id() != -1
-        module = next((name for name in reversed(self._stack) if name), "")
         if in_backward and not self._stack:
             node = torch._C._current_autograd_node()
             known = self._forward.get(node._sequence_nr()) if node is not None else None
             return known or Place(aten, "", *_user_line()), "backward"
-        place = Place(getattr(self._api, "name", None) or aten, module, *_user_line())
+        place = Place(getattr(self._api, "name", None) or aten, self._module, *_user_line())
         number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
         self._forward.setdefault(number() - 1, place)
         return place, "recompute" if in_backward else "forward"
+
+    @property
+    def _module(self) -> str:
+        return next((name for name in reversed(self._stack) if name), "")
 
     @property
     def _stack(self) -> list[str]:
@@ -102,15 +112,20 @@ class Places(AbstractContextManager["Places"]):
         if self._stack:
             self._stack.pop()
 
-    def call(self, function: Callable[..., Any], run: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch; ops inside of it are called as it is."""
         outer = getattr(self._api, "name", None)
-        if outer is None:
-            self._api.name = _name_of(function)
+        if outer is not None:
+            return function(*args, **kwargs)
+        self._api.name = _name_of(function)
         try:
-            return run()
+            result = function(*args, **kwargs)
         finally:
-            self._api.name = outer
+            self._api.name = None
+        if self._note_call is not None:
+            place = Place(_name_of(function), self._module, *_user_line())
+            self._note_call(place, function, args, kwargs, result)
+        return result
 
     def note_loss(self, loss: Tensor) -> None:
         """Tell what a backward starts from."""
@@ -133,7 +148,7 @@ class _Calls(TorchFunctionMode):
             self._places.note_loss(args[0])
             with self:  # what is computed anew inside of it has names too
                 return _backward(*args, **kwargs)
-        return self._places.call(func, lambda: func(*args, **kwargs))
+        return self._places.call(func, args, kwargs)
 
 
 def _backward(
@@ -170,6 +185,12 @@ def _user_line() -> tuple[str, int]:
         if _is_users(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
     return "", 0
+
+
+def file_of_caller() -> str:
+    """Return the file that has called the function of torch that a `note_call` is told of."""
+    told_by = ("places.py", "recording.py", "overrides.py")
+    return next(x for frame in _frames() if not (x := frame.f_code.co_filename).endswith(told_by))
 
 
 def is_called_by_amp() -> bool:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only
 
-from amp.casting.model_inputs import EXACT_IN_FP32, EXACT_INTEGERS
+from amp.casting.model_inputs import EXACT_IN_FP32, EXACT_INTEGERS, positional_names
 from amp.diagnosis.events import Event, LossyCast, LostScalar, Source
 from amp.diagnosis.places import Place, Places, is_called_by_amp
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
@@ -56,7 +56,7 @@ class Trace:
         bad_weights: for each parameter that the step has ruined, the event that did.
         grads_in_place: parameters whose gradients were written to while they were scaled, and where.
         zero_grads: the share of zeros in 16-bit gradients that backward has left.
-        loss: the event that made the loss, if it is not finite.
+        loss: the event that made the loss, or what `note_output` was given, if it is not finite.
         ops: how many there were.
     """
 
@@ -94,18 +94,18 @@ class Trace:
         self._open.close()
         for prefix, model in self._models.items():
             for name, parameter in model.named_parameters():
-                if (made := self._made.get(_memory(parameter))) is not None:
+                if (made := self._made.get(memory_of(parameter))) is not None:
                     self.bad_weights[prefix + name] = made
 
     def _know(self, prefix: str, model: nn.Module, stack: ExitStack) -> None:
         for name, parameter in model.named_parameters():
-            self._owned.setdefault(_memory(parameter), ("weight", prefix + name))
+            self._owned.setdefault(memory_of(parameter), ("weight", prefix + name))
             if parameter.requires_grad and parameter.is_leaf:
                 hook = _accumulated(self, prefix + name)
                 register: Any = parameter.register_post_accumulate_grad_hook
                 stack.callback(register(hook).remove)
         for name, buffer in model.named_buffers():
-            self._owned.setdefault(_memory(buffer), ("buffer", prefix + name))
+            self._owned.setdefault(memory_of(buffer), ("buffer", prefix + name))
         hook = _root_hook(self)
         handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)
@@ -115,7 +115,13 @@ class Trace:
     def _note_loss(self, loss: Tensor) -> None:
         """Look at what a backward starts from."""
         if loss.numel() and not is_finite(loss):
-            self.loss = self._made.get(_memory(loss), self.loss)
+            self.loss = self._made.get(memory_of(loss), self.loss)
+
+    def note_output(self, output: Any) -> None:
+        """Look at what a forward returns, where no backward follows."""
+        with torch.no_grad(), _disable_current_modes():
+            for x in floats_in(output):
+                self._note_loss(x)
 
     def saw(
         self,
@@ -133,15 +139,15 @@ class Trace:
         outputs = _written(func, args, kwargs) if before is not None else floats_in(result)
         inputs = floats_in((given_args, given_kwargs))
         if phase == "forward" or phase == "recompute":
-            self._note_scalars(given_args, outputs, place)
-        if aten in CASTS and outputs and inputs:
-            self._note_cast(inputs[-1], outputs[0], place)
+            self._note_scalars(func, given_args, outputs, place)
+            if aten in CASTS and outputs and inputs:
+                self._note_cast(inputs[-1], outputs[0], place)
         if before is not None and phase != "backward":
             self._note_write(args, place)
         bad = [] if aten in _UNWRITTEN else [x for x in outputs if not is_finite(x)]
         for x in outputs:
             if all(x is not each for each in bad) and not func.is_view:
-                self._made.pop(_memory(x), None)
+                self._made.pop(memory_of(x), None)
         if not bad or func.is_view:
             return
         event = Event(
@@ -156,7 +162,7 @@ class Trace:
         originals = floats_in((args, kwargs)) if before is not None else inputs
         for x, held in zip(inputs, originals, strict=True):
             if not is_finite(x):
-                made = self._made.get(_memory(held))
+                made = self._made.get(memory_of(held))
                 if made is not None:
                     event.parents.append(made)
                 else:
@@ -171,18 +177,21 @@ class Trace:
             event.value = largest_in_float64(func, given_args, given_kwargs)
         self.events[event.number] = event
         for x in bad:
-            self._made[_memory(x)] = event.number
+            self._made[memory_of(x)] = event.number
 
     def _source(self, held: Tensor, x: Tensor) -> Source:
-        memory = _memory(held)
+        memory = memory_of(held)
         index = tuple((~x.isfinite()).nonzero()[0].tolist())
         if memory in self._owned:
             return Source(*self._owned[memory], index)
         return Source("data", self._arguments.get(memory, ""), index)
 
-    def _note_scalars(self, args: Any, outputs: list[Tensor], place: Place) -> None:
-        """Note numbers of the arguments that are 0 in the dtype that the op computes in."""
-        if not outputs or outputs[0].dtype is not torch.float16:
+    def _note_scalars(self, func: Any, args: Any, outputs: list[Tensor], place: Place) -> None:
+        """Note numbers of the arguments that are 0 in the dtype of the result.
+
+        Norms take an eps too, and compute with it in FP32.
+        """
+        if not outputs or outputs[0].dtype is not torch.float16 or torch.Tag.pointwise not in func.tags:
             return
         for value in args:
             if isinstance(value, float) and value != 0 and abs(value) <= 2.0**-25:
@@ -191,10 +200,10 @@ class Trace:
     def _note_cast(self, x: Tensor, y: Tensor, place: Place) -> None:
         if y.dtype not in LOW_PRECISION or x.dtype not in (torch.float32, torch.float64):
             return
-        if _memory(x) in self._owned and self._owned[_memory(x)][0] == "weight":
+        if memory_of(x) in self._owned and self._owned[memory_of(x)][0] == "weight":
             return
         largest = torch.linalg.vector_norm(x, math.inf).item()
-        argument = self._arguments.get(_memory(x), "")
+        argument = self._arguments.get(memory_of(x), "")
         if not math.isfinite(largest):
             return
         limit = torch.finfo(y.dtype).max
@@ -209,7 +218,7 @@ class Trace:
 
     def _note_write(self, args: tuple[Any, ...], place: Place) -> None:
         """Note a scaled gradient that somebody writes to after its backward."""
-        names = list(filter(None, [self._grads.get(_memory(x)) for x in floats_in(args[:1])]))
+        names = list(filter(None, [self._grads.get(memory_of(x)) for x in floats_in(args[:1])]))
         if names and self._is_scaled() and not is_called_by_amp():
             for name in names:
                 self.grads_in_place.setdefault(name, place)
@@ -219,18 +228,20 @@ class Trace:
         grad = parameter.grad
         if grad is None or grad.is_sparse or not grad.numel():
             return
-        self._grads[_memory(grad)] = name
+        self._grads[memory_of(grad)] = name
         if not is_finite(grad):
-            self.bad_grads[name] = self._made.get(_memory(grad))
+            self.bad_grads[name] = self._made.get(memory_of(grad))
         elif grad.dtype is torch.float16:
             self.zero_grads[name] = 1 - grad.count_nonzero().item() / grad.numel()
 
-    def note_arguments(self, args: Any, kwargs: dict[str, Any]) -> None:
+    def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Note what the tensors that a model is given are called."""
-        named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
-        for name, value in named:
+        names = [f"argument '{name}'" for name in positional_names(model)]
+        names += [f"argument {i}" for i in range(len(names), len(args))]
+        named = [(f"argument '{name}'", value) for name, value in kwargs.items()]
+        for name, value in [*zip(names, args, strict=False), *named]:
             for x in floats_in(value):
-                self._arguments.setdefault(_memory(x), name)
+                self._arguments.setdefault(memory_of(x), name)
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -269,7 +280,7 @@ def _accumulated(trace: Trace, name: str) -> Callable[[Tensor], None]:
 
 def _root_hook(trace: Trace) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        trace.note_arguments(args, kwargs)
+        trace.note_arguments(module, args, kwargs)
 
     return hook
 
@@ -286,7 +297,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     ]
 
 
-def _memory(x: Tensor) -> int:
+def memory_of(x: Tensor) -> int:
+    """Return what tells the memory of a tensor from others, for as long as the tensor lives."""
     try:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # of a wrapper: what it holds is seen by itself

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,9 +17,40 @@ from amp.patching import Patches
 from amp.session import Session
 from amp.trials.observing import Observer, Trial
 from amp.trials.random_numbers import seed_random_numbers
+from amp.trials.script_watching import CallExplainer, StepWatcher
 
 KEPT_AT_O0 = frozenset({"enabled", "num_losses", "verbosity", "process_group"})
 """What a script says to `initialize` that is no property of a level."""
+
+
+class Watcher(Protocol):
+    """What looks at the sessions of a script, from `with` to its end.
+
+    Attributes:
+        is_complete: whether enough was seen.
+    """
+
+    is_complete: bool
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything came through `initialize`."""
+        ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def seen(self) -> Any:
+        """Return what was seen so far, as plain values and tensors."""
+        ...
+
+
+WATCHERS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Watcher]] = {
+    "compare": lambda options, end: Observer(Trial(**options), end),
+    "doctor": lambda options, end: StepWatcher(**options, when_complete=end),
+    "explain": lambda options, end: CallExplainer(**options, when_complete=end),
+}
 
 
 class _EnoughError(BaseException):
@@ -30,15 +61,14 @@ def main(job: str) -> None:
     """Make a run, and write what was seen to a file.
 
     Args:
-        job: JSON: `arguments` as `python -m amp run` takes them, `trial`, and `result`, the file.
+        job: JSON, as `amp.trials.scripts` writes it.
     """
     given = json.loads(job)
-    trial = Trial(**given["trial"])
     found: dict[str, Any] = {"error": ""}
 
     def save() -> None:
-        found["has_begun"] = observer.has_begun
-        found["record"] = vars(observer.record())
+        found["has_begun"] = watcher.has_begun
+        found["seen"] = watcher.seen()
         torch.save(found, given["result"])
 
     def end() -> None:
@@ -46,11 +76,13 @@ def main(job: str) -> None:
         raise _EnoughError
 
     run = runner(given["arguments"])
-    seed_random_numbers(trial.seed)
-    with Observer(trial, end) as observer, Patches() as patches:
-        patches.surround(Session, "__init__", functools.partial(_begin_at_level, trial))
+    if given["seed"] is not None:
+        seed_random_numbers(given["seed"])
+    with WATCHERS[given["watcher"]](given["options"], end) as watcher, Patches() as patches:
+        if given["level"] is not None:
+            patches.surround(Session, "__init__", functools.partial(_begin_at_level, given["level"]))
         error = _error_of(run)
-    if not observer.is_complete:
+    if not watcher.is_complete:
         found["error"] = error
         save()
     # What the script has left running, such as a logger's threads, has nothing to wait for.
@@ -75,15 +107,15 @@ def _error_of(run: Callable[[], object]) -> str:
 
 
 def _begin_at_level(
-    trial: Trial, original: Callable[..., None], session: Session, opt_level: Any = "O1", **kwargs: Any
+    level: str, original: Callable[..., None], session: Session, opt_level: Any = "O1", **kwargs: Any
 ) -> None:
-    """Make a session at the level of the trial, with what else the script says.
+    """Make a session at another level, with what else the script says.
 
-    O0 is the baseline, to which overrides of another level do not apply.
+    O0 is a baseline, to which overrides of another level do not apply.
     """
-    if trial.level == "O0":
+    if level == "O0":
         kwargs = {key: value for key, value in kwargs.items() if key in KEPT_AT_O0}
-    original(session, trial.level, **kwargs)
+    original(session, level, **kwargs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command `python -m amp compare`."""
+"""The commands `python -m amp compare`, `doctor` and `explain`."""
 
 from __future__ import annotations
 
@@ -6,46 +6,84 @@ import argparse
 import json
 from typing import Any
 
-from amp.errors import AmpValueError
+from amp.casting.explaining import explain
+from amp.errors import AmpRuntimeError, AmpValueError
 from amp.numerics.text import Printer
-from amp.trials.comparing import LEVELS, REFERENCES, check_request, compare_runs
+from amp.profiles.levels import load_profile
+from amp.trials.checking import checkup_of_json
+from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
+from amp.trials.explaining import chosen, explanation_of_json
 from amp.trials.scripts import Script
 
-_EXAMPLES = """examples:
+_COMPARE = """examples:
   reamp compare train.py
   reamp compare train.py --levels O0,O2,O5 --steps 50 --out compare.html -- --epochs 1
-  reamp compare -m package.train --json"""
+  reamp compare -m package.train --json
+
+exit status: 0 all levels are healthy, 1 one is not, 2 an error"""
+
+_DOCTOR = """examples:
+  reamp doctor train.py
+  reamp doctor train.py --level O2 --steps 5 -- --epochs 1
+  reamp doctor -m package.train --json
+
+exit status: 0 healthy, 1 something was found, 2 an error"""
+
+_EXPLAIN = """examples:
+  reamp explain torch.softmax --opt-level O4
+  reamp explain softmax --script train.py --module blocks.3.attn
+  reamp explain softmax --script train.py --opt-level O2 -- --epochs 1"""
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parser of this command to those of the program."""
-    text = "train a script at several levels, and say which are as good as FP32"
-    parser = commands.add_parser(
-        "compare",
+    """Add the parsers of these commands to those of the program."""
+    _add_compare(commands)
+    _add_doctor(commands)
+    _add_explain(commands)
+
+
+def _add(commands: Any, name: str, text: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
         help=text,
         description=f"{text[0].upper()}{text[1:]}. Arguments of the script come after --.",
-        epilog=f"{_EXAMPLES}\n\nexit status: 0 all levels are healthy, 1 one is not, 2 an error",
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    return parser
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs="?", help="a script that calls amp.initialize, or apex's")
     parser.add_argument("-m", dest="module", help="a module, as python -m takes it, instead")
+
+
+def _script_of(arguments: argparse.Namespace) -> list[str]:
+    if (arguments.script is None) == (arguments.module is None):
+        raise AmpValueError("give one script.py, or -m package.module; its arguments come after --")
+    what = [arguments.script] if arguments.script else ["-m", arguments.module]
+    return [*what, *arguments.for_the_script]
+
+
+def _add_compare(commands: Any) -> None:
+    text = "train a script at several levels, and say which are as good as FP32"
+    parser = _add(commands, "compare", text, _COMPARE)
+    _add_script(parser)
     parser.add_argument("--levels", default=",".join(LEVELS), help=f"({','.join(LEVELS)})")
     parser.add_argument("--steps", type=int, default=25, help="optimizer steps of each run (25)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (0)")
     parser.add_argument("--reference", default="fp64", help=f"{' or '.join(REFERENCES)} (fp64)")
     parser.add_argument("--out", metavar="FILE", help="write a page with the curves and a heat map")
-    parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(run=_compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    if (arguments.script is None) == (arguments.module is None):
-        raise AmpValueError("give one script.py, or -m package.module; its arguments come after --")
-    what = [arguments.script] if arguments.script else ["-m", arguments.module]
+    what = _script_of(arguments)
     levels = [level.strip() for level in arguments.levels.split(",") if level.strip()]
     check_request(levels, arguments.steps, arguments.reference)  # before minutes are spent
-    script = Script([*what, *arguments.for_the_script])
-    found = compare_runs(script, levels, arguments.steps, arguments.seed, arguments.reference)
+    run = InScript(Script(what))
+    found = compare_runs(run, levels, arguments.steps, arguments.seed, arguments.reference)
     if arguments.out:
         found.write_html(arguments.out)
     if arguments.json:
@@ -55,3 +93,60 @@ def _compare(arguments: argparse.Namespace) -> int:
         if arguments.out:
             print(f"wrote {arguments.out}: open it in a browser")
     return 0 if found.is_healthy else 1
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "look for what can go wrong in the first steps of a script"
+    parser = _add(commands, "doctor", text, _DOCTOR)
+    _add_script(parser)
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to look at (3)")
+    parser.add_argument("--level", help="in place of the script's own opt_level")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    what = _script_of(arguments)
+    if arguments.steps < 1:
+        raise AmpValueError(f"--steps {arguments.steps} must be at least 1")
+    if arguments.level is not None:
+        load_profile(arguments.level)
+    seen, error = Script(what).watched_by("doctor", {"steps": arguments.steps}, arguments.level)
+    checkup = checkup_of_json(seen)
+    if error and checkup.is_healthy:
+        raise AmpRuntimeError(f"the script failed: {error}")
+    if arguments.json:
+        print(json.dumps({**checkup.to_json(), "error": error}, indent=2))
+    else:
+        print(checkup)
+        if error:
+            print(f"the script failed: {error}")
+    return 0 if checkup.is_healthy else 1
+
+
+def _add_explain(commands: Any) -> None:
+    text = "say what happens to an op, and why"
+    parser = _add(commands, "explain", text, _EXPLAIN)
+    parser.add_argument(
+        "op", help="its full name, such as torch.softmax; with --script a short one too"
+    )
+    parser.add_argument("--opt-level", help="a level, an alias or a YAML profile (O1, or the script's)")
+    parser.add_argument("--script", help="look at it where it runs: in the first forward of a script")
+    parser.add_argument("--module", help="the name of a module, and those inside of it")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    if arguments.script is None:
+        if arguments.module is not None or arguments.json:
+            raise AmpValueError("--module and --json say what happens in a script: give --script too")
+        print(explain(arguments.op, load_profile(arguments.opt_level or "O1")))
+        return
+    if arguments.opt_level is not None:
+        load_profile(arguments.opt_level)
+    script = Script([arguments.script, *arguments.for_the_script])
+    options = {"op": arguments.op, "module": arguments.module}
+    seen, error = script.watched_by("explain", options, arguments.opt_level)
+    if seen is None:
+        raise AmpRuntimeError(f"the script ran no forward of a model: {error or 'it ended before'}")
+    found = chosen(explanation_of_json(seen), arguments.op, arguments.module)
+    print(json.dumps(found.to_json(), indent=2) if arguments.json else found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -27,6 +28,7 @@ from amp.trials.measuring import (
 from amp.trials.observing import Observer, Record, Trial
 from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
+from amp.trials.scripts import Script
 from amp.trials.verdicts import outstanding, problems_of, recommend, remarks_of, worst_gap
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -159,6 +161,28 @@ def _everything_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad_mode)
         restore()
+
+
+class InScript:
+    """Makes runs of a script that nobody has edited."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def __call__(self, trial: Trial) -> Record:
+        """Make a run.
+
+        Raises:
+            AmpRuntimeError: the script failed, or trained nothing.
+        """
+        options = dataclasses.asdict(trial)
+        seen, error = self._script.watched_by("compare", options, trial.level, trial.seed)
+        if error:
+            raise AmpRuntimeError(f"the script failed: {error}")
+        record = Record(**seen)
+        if not record.skipped:
+            raise AmpRuntimeError("the script ended before its first optimizer.step()")
+        return record
 
 
 def compare_runs(

@@ -97,7 +97,8 @@ def doctor(
         AmpRuntimeError: the optimizer did not come out of `initialize`.
     """
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    replay = Replay(step, named_models(model, "amp.doctor"), list(map(attached_to, optimizers)))
+    attached = list(map(attached_to, optimizers))
+    replay = Replay(step, named_models(model, "amp.doctor"), attached[0].owner, attached)
     findings = replay.run()
     report = Report(findings)
     if not findings:

@@ -143,6 +143,10 @@ class Observer(AbstractContextManager["Observer"]):
         """How many steps any optimizer has made."""
         return max((log.steps for log in self._logs.values()), default=0)
 
+    def seen(self) -> dict[str, Any]:
+        """Return the record as plain values and tensors."""
+        return vars(self.record())
+
     def record(self) -> Record:
         """Return what was seen so far. The host waits for the device."""
         logs = self._logs.values()

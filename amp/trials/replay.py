@@ -8,7 +8,7 @@ amax history, and the generators of random numbers. `optimizer.step` does nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from amp.diagnosis.trace import Trace
 from amp.masters.parameter import store_grad, stored_grad
 from amp.patching import Patches
 from amp.profiles.rules import Rule
+from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
@@ -37,7 +38,8 @@ class Replay:
     Args:
         step: runs a forward, `scale_loss` and a backward, on the same batch each time.
         models: by the prefix of their names.
-        attached: the optimizers.
+        owner: the session.
+        attached: its optimizers, whose gradients are put back too.
 
     Attributes:
         models: by the prefix of their names.
@@ -49,10 +51,10 @@ class Replay:
         self,
         step: Callable[[], Any],
         models: dict[str, nn.Module],
-        attached: Sequence[AttachedOptimizer],
+        owner: Session,
+        attached: Sequence[AttachedOptimizer] = (),
     ) -> None:
-        self._step, self.models, self._attached = step, models, attached
-        self.owner = attached[0].owner
+        self._step, self.models, self.owner, self._attached = step, models, owner, attached
         self.runs = 0
 
     def run(self, modules: Sequence[str] = (), scale: float | None = None) -> list[Finding]:
@@ -65,12 +67,24 @@ class Replay:
         Raises:
             Exception: whatever the step raises; all is as before then too.
         """
+        trace = Trace(self.models, self._is_open)
+        _, used = self.watched_by(trace, modules, scale)
+        return findings_of(trace, used)
+
+    def watched_by(
+        self,
+        watcher: AbstractContextManager[Any],
+        modules: Sequence[str] = (),
+        scale: float | None = None,
+    ) -> tuple[Any, float]:
+        """Run the step inside of a context manager, as `run` does.
+
+        Returns:
+            What the step returned, and the loss scale.
+        """
         self.runs += 1
-        with self._unchanged(), self._in_float32(modules), self._at(scale) as used:
-            trace = Trace(self.models, self._is_open)
-            with trace:
-                self._step()
-            return findings_of(trace, used)
+        with self._unchanged(), self._in_float32(modules), self._at(scale) as used, watcher:
+            return self._step(), used
 
     def _is_open(self) -> bool:
         return any(one.gradients.state is State.OPEN for one in self._attached)

@@ -147,7 +147,7 @@ def test_a_mask_that_is_cast() -> None:
     mask[3] = -1e9
     report = diagnosed(net(), "O2", batch(), mask)
     assert [finding.cause for finding in report.findings] == ["cast", "mathematics"]
-    assert "argument 1 was cast to float16, and -1e+09 became -inf" in report.findings[0].what
+    assert "argument 'mask' was cast to float16, and -1e+09 became -inf" in report.findings[0].what
     assert report.findings[1].op.endswith("softmax")
     assert "rules:" not in str(report)
 
@@ -163,7 +163,7 @@ def test_a_batch_with_a_nan() -> None:
     x[5, 3, 7] = math.nan
     report = diagnosed(net(), "O2", x)
     assert report.cause == "data"
-    assert report.findings[0].what == "argument 0 is not finite at [5, 3, 7]"
+    assert report.findings[0].what == "argument 'x' is not finite at [5, 3, 7]"
 
 
 def test_a_target_with_an_inf_is_data_too() -> None:
@@ -203,7 +203,7 @@ def test_positions_that_are_rounded(level: str, largest: int) -> None:
     positions = torch.arange(largest + 1.0)
     report = diagnosed(Rope(), level, torch.randn(4, largest + 1), positions)
     assert report.cause == "cast"
-    assert f"argument 1 holds integers up to {largest}, which" in report.findings[0].what
+    assert f"argument 'positions' holds integers up to {largest}, which" in report.findings[0].what
 
 
 def test_positions_that_are_exact_are_not_pointed_out() -> None:

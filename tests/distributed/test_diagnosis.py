@@ -52,7 +52,7 @@ def a_fault_on_rank_1(rank: int, wrap: str) -> None:
             assert report.is_healthy, str(report)
             continue
         assert [(finding.rank, finding.cause) for finding in report.findings] == [(1, "data")]
-        assert "argument 0 is not finite at [2, 3, 4]" in report.findings[0].what, str(report)
+        assert "argument 'x' is not finite at [2, 3, 4]" in report.findings[0].what, str(report)
         assert str(report).startswith("rank 1: data")
         assert report.ranks == RANKS
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import amp
 from amp.cli import main
 from amp.trials import child, commands, comparing, page
-from amp.trials.comparing import compare_runs
+from amp.trials.comparing import InScript, compare_runs
 from amp.trials.measuring import Error, error_of, gap_of, vanishing_modules
 from amp.trials.memory import Activations
 from amp.trials.observing import Observer, Record, Trial
@@ -752,7 +752,7 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
         finally:
             raise ValueError("its own clean-up fails")
         """
-    record = Script([write(tmp_path, text=text)])(Trial("O5", 3))
+    record = InScript(Script([write(tmp_path, text=text)]))(Trial("O5", 3))
     assert {name: len(losses) for name, losses in record.losses.items()} == {"loss 0": 3, "loss 1": 3}
     assert record.last.keys() == {"model 0: Linear", "model 1: Linear"}
 
@@ -760,12 +760,12 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
 def test_overrides_of_other_levels_are_nothing_to_o0() -> None:
     session, overrides = amp.Session.__new__(amp.Session), {"fp8": "current", "loss_scale": 2.0}
     begin = functools.partial(child._begin_at_level, original=amp.Session.__init__, session=session)
-    begin(Trial("O0", 1), opt_level="O7", num_losses=2, **overrides)
+    begin("O0", opt_level="O7", num_losses=2, **overrides)
     assert (session.properties.opt_level, len(session.scalers)) == ("O0", 2)
-    begin(Trial("O5", 1), opt_level="O7", num_losses=2, **overrides)
+    begin("O5", opt_level="O7", num_losses=2, **overrides)
     assert (session.properties.opt_level, session.properties.loss_scale) == ("O5", 2.0)
     with pytest.raises(amp.AmpError, match="does not fit"):
-        begin(Trial("O1", 1), keep_batchnorm_fp32=True)
+        begin("O1", keep_batchnorm_fp32=True)
 
 
 @pytest.mark.parametrize(
@@ -796,7 +796,8 @@ def planted(trial: Trial) -> Record:
 def test_the_exit_status_says_whether_all_is_well(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, level: str, status: int
 ) -> None:
-    monkeypatch.setattr(commands, "Script", lambda arguments: planted)
+    monkeypatch.setattr(commands, "Script", list)
+    monkeypatch.setattr(commands, "InScript", lambda script: planted)
     shown = run(capsys, "x.py", "--levels", level, "--steps", "1", status=status)
     assert ("O2: the gradient of a is off by 200 %" in shown) == (status == 1)
 

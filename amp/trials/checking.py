@@ -1,0 +1,264 @@
+"""`amp.check`: what can go wrong at a level, before training."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from amp.diagnosis.causes import findings_of
+from amp.diagnosis.diagnose import named_models, unwrapped
+from amp.diagnosis.findings import Finding
+from amp.diagnosis.trace import Trace
+from amp.distributed import is_sharded
+from amp.dtypes import dtype_name
+from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning
+from amp.session import Session
+from amp.training.attachment import AttachedOptimizer
+from amp.trials import hazards
+from amp.trials.recording import Recording
+from amp.trials.replay import Replay
+
+_SHOWN = 12
+
+
+@dataclass
+class Checkup:
+    """What `amp.check` has found.
+
+    Attributes:
+        level: what it is about.
+        findings: what can make numbers wrong, what is certain first.
+        remarks: what costs time.
+        products: floating-point operations of matrix products in each dtype, by its name.
+        casts: how many casts of activations there were.
+        cast_bytes: what they read and wrote.
+        ops: how many ops a forward has.
+    """
+
+    level: str
+    findings: list[Finding] = field(default_factory=list)
+    remarks: list[Finding] = field(default_factory=list)
+    products: dict[str, int] = field(default_factory=dict)
+    casts: int = 0
+    cast_bytes: int = 0
+    ops: int = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing was found that can make numbers wrong."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        lines = list(map(str, self.findings[:_SHOWN]))
+        if len(self.findings) > _SHOWN:
+            lines.append(f"and {len(self.findings) - _SHOWN} more findings")
+        lines += [f"remark: {remark}" for remark in self.remarks[:_SHOWN]]
+        if not self.findings:
+            lines.insert(0, f"healthy: nothing found at {self.level}")
+        total = sum(self.products.values())
+        shares = ", ".join(f"{flops / total:.0%} {dtype}" for dtype, flops in self.products.items())
+        lines.append(
+            f"{self.level}: {self.ops} ops in a forward; matrix products: {shares or 'none'}; "
+            f"{self.casts} casts of activations, {self.cast_bytes / 2**20:.3g} MB"
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as what `json.dumps` takes."""
+        return {"healthy": self.is_healthy, **asdict(self)}
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    opt_level: Any = None,
+    **overrides: Any,
+) -> Checkup:
+    """Say what can go wrong with a model at a level, from forwards on one batch.
+
+        print(amp.check(model, images, opt_level="O2"))
+
+    The forward runs at the level, and in FP32 to know what the numbers would be. Weights, buffers and
+    random numbers are what they were afterwards; a model that has not been through `initialize` is
+    copied for it. What a backward does is not seen: `amp.diagnose` and `python -m amp doctor` see it.
+    The host waits for the device after each op.
+
+    Found are: constants that become 0 or inf, integers and masks that a cast changes, numbers within 4
+    times of float16's limit or beyond, rows that are masked throughout, a forward that fails at the
+    level only, weights in 16 bits before `initialize`, a static scale that nobody checks, tied weights
+    whose rules differ. Remarked on are: sizes that tensor cores do not like, casts that undo each
+    other, and too little work in half precision.
+
+    Args:
+        model: before `initialize`, or what it returned, wrapped or not.
+        batch: what the model is called with: a tuple or list of arguments, a mapping of keyword
+            arguments, or the only argument.
+        opt_level: a level, an alias or a YAML profile, for a model before `initialize`.
+        **overrides: as in `amp.initialize`.
+
+    Raises:
+        AmpTypeError: `model` is no module, or does not take the batch.
+        AmpValueError: `opt_level` is missing, or given for a model that has a level.
+        Exception: what the forward raises in FP32 too.
+    """
+    named_models(model, "amp.check")
+    model = unwrapped(model)
+    args, kwargs = arguments_of(model, batch)
+    with at_level(model, opt_level, overrides, "amp.check") as (session, subject):
+        found = list(hazards.before_initialize([model])) if subject is not model else []
+        found += hazards.of_properties(session.properties, subject, is_checked(session))
+        checkup = check_forward(session, subject, args, kwargs)
+        checkup.findings = [*found, *checkup.findings]
+    return checkup
+
+
+def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with.
+
+    Raises:
+        AmpTypeError: it does not take that.
+    """
+    args: tuple[Any, ...] = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        args, kwargs = (), dict(batch)
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:
+        return args, kwargs
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise AmpTypeError(
+            f"{type(model).__name__}.forward takes {signature}, and not this batch: {error}. Pass what "
+            "the model is called with: batch[0] of a pair of inputs and targets"
+        ) from None
+    return args, kwargs
+
+
+@contextmanager
+def at_level(
+    model: nn.Module, opt_level: Any, overrides: dict[str, Any], caller: str
+) -> Iterator[tuple[Session, nn.Module]]:
+    """Yield the session of a model, and the model; or one of a copy, until the block ends."""
+    session = Session.of(model)
+    if session is not None:
+        if opt_level is not None or overrides:
+            raise AmpValueError(
+                "the model has been through amp.initialize, at "
+                f"{session.properties.opt_level}: leave out opt_level, or call {caller} before it"
+            )
+        yield session, model
+        return
+    if opt_level is None:
+        raise AmpValueError(
+            "the model has not been through amp.initialize: name a level, as in "
+            f"{caller}(model, batch, opt_level='O2')"
+        )
+    try:
+        copied = copy.deepcopy(model)
+    except Exception as error:
+        raise AmpTypeError(
+            f"{type(model).__name__} cannot be copied ({error}): call {caller} after amp.initialize"
+        ) from error
+    with Session(opt_level, verbosity=0, **overrides) as own:
+        own.initialize(copied, allow_incoming_model_not_fp32=True)
+        yield own, copied
+
+
+def is_checked(session: Session, attached: Sequence[AttachedOptimizer] = ()) -> bool:
+    """Whether gradients are looked at before a step of these optimizers takes them."""
+    if session.properties.loss_scaling.check == "auto":
+        skips = [one.gradients.skips_on_device for one in attached]
+        return all(scaler.checks(each) for each in skips for scaler in session.scalers)
+    return bool(session.properties.loss_scaling.check)
+
+
+def check_forward(
+    session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Checkup:
+    """Return what is wrong with a forward of a session's model, leaving all as it was.
+
+    Raises:
+        Exception: what the forward raises in FP32 too.
+    """
+    level = str(session.properties.opt_level or "this profile")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpWarning)  # what they warn of is found
+        return _check_forward(
+            Replay(lambda: model(*args, **kwargs), {"": model}, session), model, level
+        )
+
+
+def _check_forward(replay: Replay, model: nn.Module, level: str) -> Checkup:
+    wide = None
+    if not any(map(is_sharded, model.parameters())):
+        wide = Recording(replay.models)
+        replay.watched_by(wide, [""])
+    recording = Recording(replay.models)
+    checkup = Checkup(level)
+    try:
+        replay.watched_by(recording)
+    except AmpError:
+        raise
+    except Exception as error:
+        if wide is None:
+            raise
+        checkup.findings = [hazards.of_failure(recording, error)]
+    else:
+        trace = Trace(replay.models)
+        output, scale = replay.watched_by(trace)
+        trace.note_output(output)
+        checkup.findings = _without_repetition(
+            findings_of(trace, scale), hazards.of_numbers(recording, wide, trace)
+        )
+    checkup.remarks = list(hazards.remarks(recording, replay.owner.properties))
+    flops = hazards.flops_of(recording.products)
+    checkup.products = {dtype_name(dtype): count for dtype, count in flops.most_common()}
+    checkup.casts, checkup.cast_bytes = recording.casts.count, recording.casts.bytes
+    checkup.ops = len(recording.ops)
+    return checkup
+
+
+def _without_repetition(certain: list[Finding], possible: list[Finding]) -> list[Finding]:
+    constants = {(x.op, x.file, x.line) for x in possible if x.cause == "mask"}
+    certain = [x for x in certain if (x.op, x.file, x.line) not in constants]
+    known = {(x.op, x.file, x.line) for x in certain}
+    return [*certain, *(x for x in possible if (x.op, x.file, x.line) not in known)]
+
+
+def merged(checkups: Sequence[Checkup]) -> Checkup:
+    """Return what was found of several models as one."""
+    if len(checkups) == 1:
+        return checkups[0]
+    whole = Checkup(checkups[0].level if checkups else "no forward")
+    flops = Counter[str]()
+    for i, one in enumerate(checkups):
+        whole.findings += [_of_model(i, x) for x in one.findings]
+        whole.remarks += [_of_model(i, x) for x in one.remarks]
+        whole.casts += one.casts
+        whole.cast_bytes += one.cast_bytes
+        whole.ops += one.ops
+        flops.update(one.products)
+    whole.products = dict(flops.most_common())
+    return whole
+
+
+def _of_model(number: int, finding: Finding) -> Finding:
+    return replace(finding, module=f"model {number}: {finding.module}".removesuffix(": "))
+
+
+def checkup_of_json(found: dict[str, Any]) -> Checkup:
+    """Return what `Checkup.to_json` was of."""
+    known = {key: value for key, value in found.items() if key != "healthy"}
+    for key in ("findings", "remarks"):
+        known[key] = [Finding(**x) for x in known[key]]
+    return Checkup(**known)

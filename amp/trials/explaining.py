@@ -1,0 +1,216 @@
+"""`amp.explain`: what precision each function of a forward runs in, and which rule says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp.casting.by_model import keeps_fp32
+from amp.casting.by_op import CastOps
+from amp.casting.explaining import describe
+from amp.casting.policy import OpRule
+from amp.diagnosis.diagnose import named_models, unwrapped
+from amp.diagnosis.findings import short_path
+from amp.dtypes import dtype_name
+from amp.errors import AmpValueError, did_you_mean
+from amp.profiles.rules import Rule
+from amp.session import Session
+from amp.trials.checking import arguments_of, at_level
+from amp.trials.recording import Call, Recording
+from amp.trials.replay import Replay
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Calls of one function at one place.
+
+    Attributes:
+        op: its full name.
+        module: the name of the innermost module; empty outside of any.
+        file, line: where it was called.
+        takes: the dtypes of the floating tensors that it was given.
+        gives: the dtypes of its results.
+        rule: what decides, and where it is written.
+        count: how many calls there were.
+    """
+
+    op: str
+    module: str
+    file: str
+    line: int
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    rule: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        dtypes = f"{', '.join(self.takes) or 'no tensor'} -> {', '.join(dict.fromkeys(self.gives))}"
+        times = f", {self.count} times" if self.count > 1 else ""
+        where = f"{short_path(self.file)}:{self.line}" if self.file else ""
+        return f"{self.module or 'the model'}  {self.op}  {dtypes}  {where}{times}\n    {self.rule}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `amp.explain` has found.
+
+    Attributes:
+        level: at which the forward ran.
+        calls: in the order in which they came first.
+    """
+
+    level: str
+    calls: tuple[Explained, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.calls))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as what `json.dumps` takes."""
+        return asdict(self)
+
+
+def explain(
+    model: nn.Module,
+    batch: Any,
+    op: str | None = None,
+    module: str | None = None,
+    opt_level: Any = None,
+    **overrides: Any,
+) -> Explanation:
+    """Say what dtype each function of torch takes and gives in a forward, and which rule decides.
+
+        print(amp.explain(model, images, op="softmax", module="blocks.3.attn"))
+
+    Weights, buffers and random numbers are what they were afterwards; a model that has not been through
+    `initialize` is copied for it. The host waits for the device after each op.
+
+    Args:
+        model: before `initialize`, or what it returned, wrapped or not.
+        batch: what the model is called with; see `amp.check`.
+        op: a function by its name, full or not: `softmax`, `torch.softmax`. None is all.
+        module: the name of a module: what it and those inside of it call. None is all.
+        opt_level: a level, an alias or a YAML profile, for a model before `initialize`.
+        **overrides: as in `amp.initialize`.
+
+    Raises:
+        AmpTypeError: `model` is no module, or does not take the batch.
+        AmpValueError: nothing of that name was called; what was is named.
+    """
+    named_models(model, "amp.explain")
+    model = unwrapped(model)
+    args, kwargs = arguments_of(model, batch)
+    with at_level(model, opt_level, overrides, "amp.explain") as (session, subject):
+        return chosen(explain_forward(session, subject, args, kwargs), op, module)
+
+
+def explain_forward(
+    session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Explanation:
+    """Explain all calls of a forward of a session's model, leaving all as it was."""
+    recording = Recording({"": model})
+    Replay(lambda: model(*args, **kwargs), {"": model}, session).watched_by(recording)
+    counts = Counter(_explained(session, model, call) for call in recording.calls)
+    calls = [Explained(**{**vars(call), "count": count}) for call, count in counts.items()]
+    return Explanation(str(session.properties.opt_level or "this profile"), tuple(calls))
+
+
+def chosen(explanation: Explanation, op: str | None, module: str | None) -> Explanation:
+    """Return the part of an explanation that is about an op and a module.
+
+    Raises:
+        AmpValueError: there is none; what there is is named.
+    """
+    modules = {call.module for call in explanation.calls}
+    calls = [x for x in explanation.calls if is_about(x, None, module)]
+    if not calls:
+        hint = did_you_mean(module or "", modules)
+        raise AmpValueError(f"no function of torch was called in module '{module}'{hint}")
+    found = [x for x in calls if is_about(x, op, module)]
+    if not found:
+        names = sorted({x.op for x in calls})
+        where = f" in module '{module}'" if module else ""
+        raise AmpValueError(f"'{op}' was not called{where}; these were: {', '.join(names)}")
+    return Explanation(explanation.level, tuple(found))
+
+
+def explanation_of_json(found: dict[str, Any]) -> Explanation:
+    """Return what `Explanation.to_json` was of."""
+    calls = [{key: _frozen(value) for key, value in call.items()} for call in found["calls"]]
+    return Explanation(found["level"], tuple(Explained(**call) for call in calls))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def is_about(call: Explained, op: str | None, module: str | None) -> bool:
+    """Whether a call is of a function of this name, in a module or in one inside of it."""
+    name = call.module
+    is_inside = not module or name == module or name.startswith(f"{module}.")
+    return is_inside and (op is None or op in (call.op, call.op.rpartition(".")[2]))
+
+
+def _explained(session: Session, model: nn.Module, call: Call) -> Explained:
+    op, rule = _op_rule(session, call)
+    return Explained(
+        op,
+        call.place.module,
+        call.place.file,
+        call.place.line,
+        tuple(map(dtype_name, call.takes)),
+        tuple(map(dtype_name, call.gives)),
+        _reason(session, model, call, rule),
+    )
+
+
+def _op_rule(session: Session, call: Call) -> tuple[str, OpRule | None]:
+    """Return the full name of a function, and the rule for it, if one is."""
+    name = f"torch.{call.place.op}" if call.place.op.startswith("Tensor.") else call.place.op
+    caster = _caster(session)
+    if caster is None:
+        return name, None
+    if (known := caster.rule_of(call.function)) is not None:
+        return known.op, known
+    return name, next((rule for rule in caster.policy.rules if rule.op == name), None)
+
+
+def _caster(session: Session) -> CastOps | None:
+    return next((x for x in session._strategies if isinstance(x, CastOps)), None)
+
+
+def _reason(session: Session, model: nn.Module, call: Call, rule: OpRule | None) -> str:
+    """Return what decides of a call's precision, as a sentence."""
+    properties = session.properties
+    name = call.place.module
+    module = model.get_submodule(name)
+    if call.takes[1:] and call.takes[-1].itemsize == 1:
+        return f"multiplies in FP8, {dtype_name(call.takes[-1])}: fp8={properties.fp8}."
+    ruled = _module_rule(session, model, name)
+    if ruled is not None and ruled.dtype is not None:
+        dtype = dtype_name(ruled.dtype)
+        return f"a rule for the module '{ruled.pattern}' says {dtype} ({ruled.source})."
+    caster = _caster(session)
+    if caster is not None:
+        if rule is not None and rule.category == "calls":
+            inner = next((x for x in caster.policy.rules if x.op == rule.note), None)
+            return f"calls {rule.note}, which {describe(inner, caster.policy)}"
+        return describe(rule, caster.policy)
+    if properties.casts_model and keeps_fp32(module, properties):
+        return f"its weights stay in FP32 at {properties.opt_level}, as those of norms do."
+    weights = {x.dtype for x in module.parameters(recurse=False) if isinstance(x, Tensor)}
+    held = f"; its weights are {', '.join(map(dtype_name, weights))}" if weights else ""
+    return f"follows its input: {properties.opt_level} casts models and no functions{held}."
+
+
+def _module_rule(session: Session, model: nn.Module, name: str) -> Rule | None:
+    """Return the rule for a module, or for one around it."""
+    while True:
+        inner = model.get_submodule(name)
+        rule = next((x for x in session.properties.rules if x.matches(name, inner)), None)
+        if rule is not None or not name:
+            return rule
+        name = name.rpartition(".")[0]

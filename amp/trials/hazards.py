@@ -1,0 +1,264 @@
+"""What can go wrong at a level, seen in a forward at that level and in the same one in FP32."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from amp.casting.by_model import dtypes_to_be
+from amp.diagnosis.findings import Finding
+from amp.diagnosis.places import Place
+from amp.diagnosis.trace import CASTS, Trace
+from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
+from amp.profiles.properties import Properties
+from amp.profiles.rules import Rule
+from amp.trials.recording import Op, Product, Recording
+
+HEADROOM = 4
+"""A number is near the limit of its format that is above this part of it."""
+SMALL_CHANNELS = 4
+"""Images have as many channels: no width to choose."""
+
+
+def before_initialize(models: Iterable[nn.Module]) -> Iterator[Finding]:
+    """Yield a finding if weights were rounded to 16 bits before `initialize`."""
+    for model in models:
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if tensor.dtype in LOW_PRECISION:
+                yield Finding(
+                    "cast before initialize",
+                    f"'{name}' is {dtype_name(tensor.dtype)} before amp.initialize: what masters could "
+                    "have kept is rounded away",
+                    "Leave out .half() and .bfloat16(): amp.initialize casts the model itself.",
+                )
+                return
+
+
+def of_properties(properties: Properties, model: nn.Module, is_checked: bool) -> Iterator[Finding]:
+    """Yield what is wrong with a profile for a model, whatever the numbers.
+
+    Args:
+        properties: of the session.
+        model: before or after `initialize`.
+        is_checked: whether gradients are looked at before a step takes them.
+    """
+    if properties.enabled and not is_checked and _is_half(properties):
+        yield Finding(
+            "unchecked",
+            f"loss_scale={properties.loss_scaling.init:g} is static, and nothing looks at the "
+            "gradients: one NaN in a batch ruins the weights",
+            f"loss_scale: {{mode: static, init: {properties.loss_scaling.init:g}, check: true}}",
+        )
+    yield from _tied(properties, model)
+
+
+def _is_half(properties: Properties) -> bool:
+    return properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
+
+
+def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
+    """Yield a finding for each parameter that two modules share, and rules do not treat alike."""
+    if not properties.casts_model:
+        return
+    chosen = dtypes_to_be(model, properties)
+    holders: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype in CASTABLE:
+                holders[parameter].append(name)
+    for parameter, names in holders.items():
+        rules = {
+            name: next((x for x in reversed(properties.rules) if _is_inside(x, name, model)), None)
+            for name in names
+        }
+        dtypes = {None if rule is None else rule.dtype for rule in rules.values()}
+        if len(dtypes) > 1:
+            said = "; ".join(
+                f"'{name}' has {'no rule' if rule is None else f'{rule.source}: {rule}'}"
+                for name, rule in rules.items()
+            )
+            dtype = dtype_name(chosen.get(parameter, parameter.dtype))
+            yield Finding(
+                "tied",
+                f"modules share a weight, and rules do not treat them alike: {said}; it is {dtype}",
+                "Write one rule that names all of them, or none.",
+                module=names[-1],
+            )
+
+
+def _is_inside(rule: Rule, name: str, model: nn.Module) -> bool:
+    """Whether a rule is for a module, or for one that it is inside of."""
+    while not rule.matches(name, model.get_submodule(name)):
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
+    return True
+
+
+def of_failure(recording: Recording, error: Exception) -> Finding:
+    """Return what a forward fails by at this level, and not in FP32."""
+    place = recording.failed or Place("", "", "", 0)
+    where = ("forward", place.op, place.module, place.file, place.line)
+    constant = next((x for x in recording.constants if x.place == place), None)
+    if constant is not None:
+        return _of_constant(place, constant.value, constant.dtype, raises=True)
+    line = str(error).partition("\n")[0]
+    return Finding(
+        "fails",
+        f"{type(error).__name__} at this level, and not in FP32: {line}",
+        "Give the op tensors of one dtype, or keep its module in FP32.",
+        *where,
+    )
+
+
+def of_numbers(recording: Recording, wide: Recording | None, trace: Trace) -> list[Finding]:
+    """Return what a format does to the numbers of a forward: constants, and values near its limit.
+
+    Args:
+        recording: the forward at the level.
+        wide: the same in FP32, or None.
+        trace: the forward at the level, again.
+    """
+    found = [_of_constant(x.place, x.value, x.dtype) for x in recording.constants]
+    for lost in trace.lost:
+        place = lost.place
+        found.append(
+            Finding(
+                "eps",
+                f"{lost.value:g} is 0 in {dtype_name(lost.dtype)}",
+                f"Take at least {2.0**-14:.1e}, or compute in FP32 (x.float()).",
+                *("forward", place.op, place.module, place.file, place.line),
+                gives=dtype_name(lost.dtype),
+                value=lost.value,
+            )
+        )
+    limit = torch.finfo(torch.float16).max
+    constants = {x.place for x in recording.constants}
+    in_fp32 = {} if wide is None else {key: op.largest for key, op in _numbered(wide.ops)}
+    for key, op in _numbered(recording.ops):
+        if op.gives is torch.float16 and op.place not in constants:
+            value = in_fp32.get(key, op.largest)
+            if math.isfinite(value) and value > limit / HEADROOM:
+                found.append(_of_value(op, value, limit))
+    return grouped(found)
+
+
+def _numbered(ops: Iterable[Op]) -> Iterator[tuple[Hashable, Op]]:
+    """Yield ops that are no casts, each with what it is known by in another run of the same code."""
+    seen: Counter[Hashable] = Counter()
+    for op in ops:
+        if op.aten not in CASTS:
+            what = (op.place.module, op.place.file, op.place.line, op.aten)
+            seen[what] += 1
+            yield (*what, seen[what]), op
+
+
+def _of_value(op: Op, value: float, limit: float) -> Finding:
+    place, dtype = op.place, dtype_name(torch.float16)
+    rule = f"rules: [{{module: {place.module}, cast: float32}}]"
+    is_over = value > limit
+    what = f"the result is {value:.6g} in FP32, and {dtype} ends at {limit:g}"
+    return Finding(
+        "range" if is_over else "headroom",
+        what if is_over else f"{what}: less than {HEADROOM} times as much",
+        f"Keep it in FP32:\n{rule}\nor take O4 or O5." if place.module else "Compute it in FP32.",
+        *("forward", place.op, place.module, place.file, place.line),
+        gives=dtype,
+        value=value,
+        limit=limit,
+    )
+
+
+def _of_constant(place: Place, value: float, dtype: torch.dtype, raises: bool = False) -> Finding:
+    then = "the op raises" if raises else "it becomes inf"
+    return Finding(
+        "mask",
+        f"{value:g} is beyond {dtype_name(dtype)}, which ends at {torch.finfo(dtype).max:g}: {then}",
+        "Mask by -inf, by a mask of bools, or by torch.finfo(x.dtype).min.",
+        *("forward", place.op, place.module, place.file, place.line),
+        gives=dtype_name(dtype),
+        value=value,
+        limit=float(torch.finfo(dtype).max),
+    )
+
+
+def grouped(findings: Iterable[Finding]) -> list[Finding]:
+    """Return one finding for each cause and line, the one with the largest value."""
+    groups: defaultdict[Hashable, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        groups[finding.cause, finding.op, finding.file, finding.line, finding.gives].append(finding)
+    chosen = []
+    for same in groups.values():
+        worst = max(same, key=lambda x: abs(x.value or 0.0))
+        others = len({x.module for x in same}) - 1
+        more = f"; the same in {others} more module{'s' if others > 1 else ''}" if others else ""
+        chosen.append(replace(worst, what=worst.what + more))
+    return chosen
+
+
+# What costs time, and no numbers.
+
+
+def remarks(recording: Recording, properties: Properties) -> Iterator[Finding]:
+    """Yield what keeps a level from being fast."""
+    yield from grouped(_alignment(recording.products))
+    undone = recording.casts.undone
+    for place, count in undone.most_common(3):
+        yield Finding(
+            "round trip",
+            f"a cast undoes the one before it, {count} time{'s' if count > 1 else ''} in a forward",
+            "Compute both neighbours in one dtype: by a rule, or without a .float() or .to() between.",
+            *("forward", place.op, place.module, place.file, place.line),
+        )
+    flops = flops_of(recording.products)
+    in_half = sum(count for dtype, count in flops.items() if dtype.itemsize <= 2)
+    if _is_half(properties) and in_half * 2 < flops.total():
+        wide = Counter[Place]()
+        for product in recording.products:
+            if product.dtype.itemsize > 2:
+                wide[product.place] += product.flops
+        place = wide.most_common(1)[0][0]
+        yield Finding(
+            "share",
+            f"only {in_half / flops.total():.0%} of the work of matrix products is in 16 bits or "
+            "fewer; the largest that is not is here",
+            "Look for FP32 inputs that come from outside of the model, rules, and norms before it.",
+            *("forward", place.op, place.module, place.file, place.line),
+        )
+
+
+def _alignment(products: Iterable[Product]) -> Iterator[Finding]:
+    for product in products:
+        multiple = {1: 16, 2: 8}.get(product.dtype.itemsize)
+        sizes = product.sizes
+        if multiple is None or not sizes:
+            continue
+        odd = [size for size in sizes if size % multiple]
+        if len(sizes) == 2:  # of a convolution
+            odd = [size for size in odd if size > SMALL_CHANNELS]
+        if odd:
+            kind = "channels" if len(sizes) == 2 else " x ".join(map(str, sizes))
+            place = product.place
+            yield Finding(
+                "alignment",
+                f"{kind}: {', '.join(map(str, odd))} is no multiple of {multiple}, as "
+                f"tensor cores want it in {dtype_name(product.dtype)}",
+                f"Pad to {', '.join(str(-(-size // multiple) * multiple) for size in odd)}.",
+                *("forward", place.op, place.module, place.file, place.line),
+                gives=dtype_name(product.dtype),
+                value=float(product.flops),
+            )
+
+
+def flops_of(products: Iterable[Product]) -> Counter[torch.dtype]:
+    """Return the floating-point operations of matrix products in each dtype."""
+    flops = Counter[torch.dtype]()
+    for product in products:
+        flops[product.dtype] += product.flops
+    return flops

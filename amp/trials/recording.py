@@ -1,0 +1,267 @@
+"""What ran in a forward: ops with their shapes, dtypes and magnitudes, and the functions of torch that
+were called.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from amp.casting import wrappers
+from amp.diagnosis.places import Place, Places, file_of_caller
+from amp.diagnosis.trace import CASTS, memory_of
+from amp.diagnosis.wide import floats_in
+
+_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "_slow_conv2d_forward")
+
+
+class Op(NamedTuple):
+    """An op of aten.
+
+    Attributes:
+        place: where it was called.
+        aten: its own name.
+        gives: the dtype of its floating result, or None.
+        largest: the magnitude of its result: inf and NaN where there are some.
+    """
+
+    place: Place
+    aten: str
+    gives: torch.dtype | None
+    largest: float
+
+
+class Product(NamedTuple):
+    """A matrix product, a convolution or an attention.
+
+    Attributes:
+        place: where it was called.
+        dtype: of what is multiplied.
+        flops: floating-point operations, two for a multiplication and an addition.
+        sizes: rows, inner dimension and columns of a matrix product; channels in and out of a
+            convolution; nothing of an attention.
+    """
+
+    place: Place
+    dtype: torch.dtype
+    flops: int
+    sizes: tuple[int, ...]
+
+
+class Constant(NamedTuple):
+    """A Python number among the arguments of an op whose result is of a dtype that ends below it."""
+
+    place: Place
+    value: float
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """A function of torch that was called, from outside of torch.
+
+    Attributes:
+        place: where.
+        function: it.
+        takes: the dtypes of the floating tensors that the caller gave.
+        gives: those of its results.
+    """
+
+    place: Place
+    function: Any
+    takes: tuple[torch.dtype, ...]
+    gives: tuple[torch.dtype, ...]
+
+
+@dataclass
+class Casts:
+    """Casts of activations from one floating dtype to another.
+
+    Attributes:
+        count: how many there were.
+        bytes: what they read and wrote.
+        undone: how many undid the cast before, by place.
+    """
+
+    count: int = 0
+    bytes: int = 0
+    undone: Counter[Place] = field(default_factory=Counter)
+
+
+class Recording(AbstractContextManager["Recording"]):
+    """Notes what runs while it is open. The host waits for the device after each op.
+
+    Args:
+        models: whose modules and parameters have names, by what these begin with.
+
+    Attributes:
+        ops, products, constants, calls: in the order in which they ran.
+        casts: those of activations.
+        failed: the op that raised, if one did.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self.ops: list[Op] = []
+        self.products: list[Product] = []
+        self.constants: list[Constant] = []
+        self.calls: list[Call] = []
+        self.casts = Casts()
+        self.failed: Place | None = None
+        self._models = models
+        self._places = Places(models, note_call=self._note_call)
+        self._weights: set[int] = set()
+        self._in_fp8: set[str] = set()
+        self._was: dict[int, torch.dtype] = {}  # what memory that a cast has made was before
+        self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, and from what
+        self._open = ExitStack()
+
+    def __enter__(self) -> Recording:
+        for prefix, model in self._models.items():
+            modules = model.named_modules()
+            self._in_fp8 |= {prefix + name for name, one in modules if "_amp_fp8" in vars(one)}
+            self._weights |= {memory_of(x) for x in (*model.parameters(), *model.buffers())}
+        with ExitStack() as stack:
+            stack.enter_context(self._places)
+            for prefix, model in self._models.items():
+                for name, module in model.named_modules():
+                    if prefix + name in self._in_fp8:
+                        hook = functools.partial(self._note_fp8, prefix + name)
+                        stack.callback(module.register_forward_hook(hook).remove)
+            stack.enter_context(_Ops(self))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op, and note it."""
+        aten = func.overloadpacket.__name__
+        place, _ = self._places.here(aten)
+        self._note_constants(place, func, args)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.failed = self.failed or place
+            raise
+        with torch.no_grad():
+            outputs = floats_in(result)
+            if not func.is_view:
+                gives = outputs[0].dtype if outputs else None
+                self.ops.append(Op(place, aten, gives, max(map(_largest, outputs), default=0.0)))
+            self._note_product(place, func, args, kwargs, result)
+            if not func.is_view:
+                self._note_cast(place, aten, floats_in(args), outputs)
+        return result
+
+    def _note_constants(self, place: Place, func: Any, args: tuple[Any, ...]) -> None:
+        given = floats_in(args)
+        if not given or (torch.Tag.pointwise not in func.tags and "fill" not in func.name()):
+            return
+        limit = torch.finfo(given[0].dtype).max
+        for value in args:
+            if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > limit:
+                self.constants.append(Constant(place, float(value), given[0].dtype))
+
+    def _note_product(
+        self, place: Place, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        flops = _flops(func, args, kwargs, result)
+        if flops:
+            multiplied = floats_in(args)[-1]
+            emulated = self._was.get(memory_of(multiplied))  # FP8 where no tensor core has it
+            dtype = emulated if emulated and _is_eighth(emulated) else multiplied.dtype
+            self.products.append(Product(place, dtype, flops, tuple(_sizes(func, args))))
+
+    def _note_cast(self, place: Place, aten: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        before = self._was.get(memory_of(inputs[-1])) if inputs else None
+        for y in outputs:
+            self._was.pop(memory_of(y), None)
+        if aten not in CASTS or not inputs or not outputs or inputs[-1].dtype is outputs[0].dtype:
+            return
+        x, y = inputs[-1], outputs[0]
+        self._was[memory_of(y)] = x.dtype
+        if memory_of(x) in self._weights or _is_eighth(x.dtype) or _is_eighth(y.dtype):
+            return
+        self.casts.count += 1
+        self.casts.bytes += x.nbytes + y.nbytes
+        if before is y.dtype and place.module not in self._in_fp8:
+            self.casts.undone[place] += 1
+
+    def _note_call(
+        self, place: Place, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        tensors = [x for x in tree_leaves((args, kwargs)) if _is_floating(x)]
+        gives = tuple(x.dtype for x in tree_leaves(result) if _is_floating(x))
+        if place.module in self._in_fp8:
+            return
+        if function is Tensor.to and file_of_caller() == wrappers.__file__:
+            self._cast_by_amp[id(result)] = (result, tensors[0].dtype)
+            return
+        takes: list[torch.dtype] = [self._cast_by_amp.get(id(x), (x, x.dtype))[1] for x in tensors]
+        self._cast_by_amp.clear()
+        if gives and place.op:
+            self.calls.append(Call(place, function, tuple(dict.fromkeys(takes)), gives))
+
+    def _note_fp8(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Note a layer that the library itself multiplies in FP8."""
+        if self.products and self.products[-1].place.module == name:
+            place = self.products[-1].place._replace(op="torch.nn.functional.linear")
+            takes = (args[0].dtype, self.products[-1].dtype)
+            self.calls.append(Call(place, nn.functional.linear, takes, (output.dtype,)))
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a recording run each op."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run: Callable[..., Any] = recording.run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._run(func, args, kwargs or {})
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_eighth(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1
+
+
+def _largest(x: Tensor) -> float:
+    x = x.float() if _is_eighth(x.dtype) else x
+    return float(torch.linalg.vector_norm(x.detach(), math.inf))
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    if packet.__name__.startswith("_scaled_dot_product") and "backward" not in packet.__name__:
+        count: Any = sdpa_flop_count
+        return int(count(*[x.shape for x in args[:3]]))
+    return 0
+
+
+def _sizes(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
+    """Yield what should be a multiple of 8: of a product, or the channels of a convolution."""
+    name = func.overloadpacket.__name__
+    if name in _CONVOLUTIONS:
+        yield from (args[0].shape[1], args[1].shape[0])
+    elif name in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"):
+        first, second = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+        yield from (first.shape[-2], first.shape[-1], second.shape[-1])
