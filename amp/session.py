@@ -264,6 +264,8 @@ class Session:
             list(dict.fromkeys(filter(None, histories))),
         )
         scaled_loss = block.enter(loss)
+        if self._armed is not None:
+            self._armed.begin_block(block.scale.scale)
         try:
             self._report_overflows(scaler)
             yield scaled_loss
@@ -273,7 +275,7 @@ class Session:
                 block.leave(update=not delay_overflow_check)
             self._running_stats.repair()
             if self._armed is not None:
-                self._armed.end(block.scale.scale)
+                self._armed.end()
         except BaseException:
             block.abort()
             raise

@@ -38,6 +38,7 @@ class Armed:
         self._models, self._tell = models, tell
         self._handles: list[Any] = []
         self._trace: Trace | None = None
+        self._scale: torch.Tensor | None = None
 
     def until(self, scaler: LossScaler) -> int:
         """Return up to which update the host must have learnt of a scaler by now."""
@@ -68,16 +69,21 @@ class Armed:
         if modes():  # what is entered last has to be left first
             return
         self._remove_hooks()
-        self._trace = Trace(named_models(self._models(), "diagnose"), is_scaled=lambda: True)
+        self._trace = Trace(named_models(self._models(), "diagnose"), lambda: self._scale)
         self._trace.__enter__()
         self._trace.note_arguments(module, args, kwargs)
 
-    def end(self, scale: torch.Tensor) -> None:
+    def begin_block(self, scale: torch.Tensor) -> None:
+        """Note the loss scale of a block that is entered."""
+        self._scale = scale
+
+    def end(self) -> None:
         """Say what was seen: a block is left. The host waits for the device."""
+        self._scale = None
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.__exit__(None, None, None)
-            findings = gathered(findings_of(trace, float(scale)))
+            findings = gathered(findings_of(trace))
             self._tell(Report(findings, trace.ops, distributed.world_size()))
 
     def close(self) -> None:

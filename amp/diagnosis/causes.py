@@ -34,16 +34,16 @@ _DIVISIONS = {
 }
 
 
-def findings_of(trace: Trace, loss_scale: float) -> list[Finding]:
+def findings_of(trace: Trace) -> list[Finding]:
     """Return what went wrong, the cause first."""
     found: list[Finding] = []
     causes = _causes(trace)
     reached = tuple(trace.bad_grads or trace.bad_weights)
     if causes:
-        found.append(_explain(trace, causes[0], loss_scale, reached))
+        found.append(_explain(trace, causes[0], reached))
         masked = [event for event in trace.events.values() if event.rows_of_minus_inf and event.has_nan]
         if masked and found[0].cause == "cast":
-            found.append(_explain(trace, masked[0], loss_scale, reached))
+            found.append(_explain(trace, masked[0], reached))
     elif reached:
         found.append(_unseen(trace))
     found += _of_sources(trace, {x.number for x in causes})
@@ -51,18 +51,18 @@ def findings_of(trace: Trace, loss_scale: float) -> list[Finding]:
     explained = {(x.cause, x.line, x.op) for x in found}
     casts = [_of_cast(cast) for cast in _distinct(trace.casts)]
     found += [x for x in casts if (x.cause, x.line, x.op) not in explained]
-    written = trace.grads_in_place if loss_scale != 1.0 else {}
-    for name, place in list(written.items())[:1]:
+    for name, place in list(trace.grads_in_place.items())[:1]:
         found.insert(
             0,
             Finding(
                 "order",
-                f"the gradient of {name} was written to inside the block, where it is still scaled",
-                "Clip gradients after the scale_loss block, over amp.master_params(optimizer).",
+                f"the gradient of {name} was written to while it was still scaled",
+                "Clip gradients after the scale_loss block, over amp.master_params(optimizer); with a "
+                "GradScaler after scaler.unscale_(optimizer).",
                 *("backward", place.op, place.module, place.file, place.line),
             ),
         )
-    if not found and loss_scale == 1.0:
+    if not found and trace.scales <= {1.0}:
         found += _underflow(trace)
     return found
 
@@ -87,12 +87,12 @@ def _causes(trace: Trace) -> list[Event]:
     return roots or [event for event in ancestors if event.has_nan][:1]
 
 
-def _explain(trace: Trace, event: Event, loss_scale: float, reached: tuple[str, ...]) -> Finding:
+def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
     if event.sources:
         return _of_source(event, reached)
     limit = torch.finfo(event.gives).max
     dtype = dtype_name(event.gives)
-    value = event.value
+    value, loss_scale = event.value, event.loss_scale
     lost = [x for x in trace.lost if x.place.module == event.place.module]
     if event.rows_of_minus_inf:
         return _finding(
@@ -176,7 +176,7 @@ def _absorbed(trace: Trace, known: set[int]) -> list[Finding]:
     for event in trace.events.values():
         is_range = event.value is not None and math.isfinite(event.value)
         if event.is_root and is_range and event.number not in known:
-            explained = _explain(trace, event, 1.0, ())
+            explained = _explain(trace, event, ())
             cause = "absorbed range" if explained.cause == "range" else explained.cause
             found.append(
                 _finding(

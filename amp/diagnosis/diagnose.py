@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
 
 from amp import distributed
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.findings import Finding, Report
 from amp.diagnosis.trace import Trace
+from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
+from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
-from amp.training.gradients import State
 
 
 @contextmanager
@@ -48,17 +50,49 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
     models = named_models(model, "amp.diagnose")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
-    scale = attached[0].owner.loss_scale() if attached else 1.0
     report = Report()
-    trace = Trace(models, lambda: any(one.gradients.state is State.OPEN for one in attached))
+    trace = Trace(models, functools.partial(open_scale, attached))
     try:
         with trace:
             yield report
     except BaseException:
-        report.findings, report.ops = findings_of(trace, scale), trace.ops
+        report.findings, report.ops = findings_of(trace), trace.ops
         raise
-    report.findings, report.ops = gathered(findings_of(trace, scale)), trace.ops
+    found = findings_of(trace)
+    if found and found[0].reached:
+        loose = [one.owner.properties for one in attached if not is_checked([one])]
+        found += [x for properties in loose[:1] for x in unchecked(properties, False)]
+    report.findings, report.ops = gathered(found), trace.ops
     report.ranks = distributed.world_size()
+
+
+def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:
+    """Return the loss scale of the block that one of these optimizers is in, on the device, or None."""
+    scales = [one.gradients.open_scale for one in attached]
+    return next((scale for scale in scales if scale is not None), None)
+
+
+def is_checked(attached: Sequence[AttachedOptimizer]) -> bool:
+    """Whether gradients of these optimizers, all of one session, are looked at before a step."""
+    return all(
+        scaler.checks(one.gradients.skips_on_device) for one in attached for scaler in one.owner.scalers
+    )
+
+
+def unchecked(properties: Properties, is_checked: bool) -> list[Finding]:
+    """Return the finding that a level in half precision has unchecked gradients, if it has."""
+    is_half = properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
+    if is_checked or not properties.enabled or not is_half:
+        return []
+    init = properties.loss_scaling.init
+    return [
+        Finding(
+            "unchecked",
+            f"loss_scale={init:g} is static, and nothing looks at the gradients: one NaN in a batch "
+            "ruins the weights",
+            f"loss_scale: {{mode: static, init: {init:g}, check: true}}",
+        )
+    ]
 
 
 def named_models(model: Any, caller: str) -> dict[str, nn.Module]:

@@ -42,6 +42,7 @@ class Event:
         has_nan: whether there is a NaN in its result.
         rows_of_minus_inf: a softmax: whether a row of its input is -inf throughout.
         is_minus_inf: whether there is nothing but -inf that is not finite.
+        loss_scale: of the backward that it is of.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Event:
     has_nan: bool = False
     rows_of_minus_inf: bool = False
     is_minus_inf: bool = False
+    loss_scale: float = 1.0
 
     @property
     def is_root(self) -> bool:

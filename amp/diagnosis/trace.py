@@ -8,8 +8,9 @@ apart by their memory, which is forgotten once it holds finite numbers.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +29,8 @@ from amp.diagnosis.events import Event, LossyCast, LostScalar, Source
 from amp.diagnosis.places import Place, Places, is_called_by_amp
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
 from amp.dtypes import LOW_PRECISION
+from amp.lazy import kernels
+from amp.patching import Patches
 
 _CONSTANTS = {
     *("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where"),
@@ -46,7 +49,7 @@ class Trace:
 
     Args:
         models: whose modules, parameters and buffers have names.
-        is_scaled: tells whether the gradients in `.grad` are those of a scaled loss now.
+        open_scale: returns the loss scale while the gradients in `.grad` are scaled, or None.
 
     Attributes:
         events: results that are not finite, by the number of the op.
@@ -57,11 +60,12 @@ class Trace:
         grads_in_place: parameters whose gradients were written to while they were scaled, and where.
         zero_grads: the share of zeros in 16-bit gradients that backward has left.
         loss: the event that made the loss, or what `note_output` was given, if it is not finite.
+        scales: the loss scales of the backwards that were seen.
         ops: how many there were.
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], is_scaled: Callable[[], bool] = lambda: False
+        self, models: Mapping[str, nn.Module], open_scale: Callable[[], Tensor | None] = lambda: None
     ) -> None:
         self.events: dict[int, Event] = {}
         self.lost: list[LostScalar] = []
@@ -71,9 +75,12 @@ class Trace:
         self.grads_in_place: dict[str, Place] = {}
         self.zero_grads: dict[str, float] = {}
         self.loss: int | None = None
+        self.scales: set[float] = set()
         self.ops = 0
         self._models = models
-        self._is_scaled = is_scaled
+        self._open_scale = open_scale
+        self._scale = 1.0
+        self._written: dict[str, Place] = {}  # gradients that somebody has written to
         self._places = Places(models, self._note_loss)
         self._made: dict[int, int] = {}  # memory that is not finite: the event
         self._owned: dict[int, tuple[str, str]] = {}
@@ -87,6 +94,9 @@ class Trace:
                 self._know(prefix, model, stack)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
+            patches = stack.enter_context(Patches())
+            for name in ("unscale", "check"):  # of `amp.GradScaler`
+                patches.surround(kernels.unscale, name, functools.partial(_around_unscale, self))
             self._open = stack.pop_all()
         return self
 
@@ -114,14 +124,34 @@ class Trace:
 
     def _note_loss(self, loss: Tensor) -> None:
         """Look at what a backward starts from."""
-        if loss.numel() and not is_finite(loss):
-            self.loss = self._made.get(memory_of(loss), self.loss)
+        scale = self._open_scale()
+        self._scale = 1.0 if scale is None else float(scale)
+        self.scales.add(self._scale)
+        self._note_result(loss)
+
+    def _note_result(self, x: Tensor) -> None:
+        if x.numel() and not is_finite(x):
+            self.loss = self._made.get(memory_of(x), self.loss)
+
+    def note_unscale(self, grads: Sequence[Tensor], inv_scale: float) -> None:
+        """Look at gradients that a gradient scaler unscales: they were scaled until now."""
+        if inv_scale in (0.0, 1.0):
+            return
+        self._scale = 1 / inv_scale
+        self.scales = self.scales - {1.0} | {self._scale}
+        for event in self.events.values():
+            if event.phase == "backward" and event.loss_scale == 1.0:
+                event.loss_scale = self._scale
+        for grad in grads:
+            name = self._grads.get(memory_of(grad), "")
+            if name in self._written:
+                self.grads_in_place.setdefault(name, self._written[name])
 
     def note_output(self, output: Any) -> None:
         """Look at what a forward returns, where no backward follows."""
         with torch.no_grad(), _disable_current_modes():
             for x in floats_in(output):
-                self._note_loss(x)
+                self._note_result(x)
 
     def saw(
         self,
@@ -142,7 +172,9 @@ class Trace:
             self._note_scalars(func, given_args, outputs, place)
             if aten in CASTS and outputs and inputs:
                 self._note_cast(inputs[-1], outputs[0], place)
-        if before is not None and phase != "backward":
+        if aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
+            self.note_unscale(args[0], float(args[2]))
+        elif before is not None and phase != "backward":
             self._note_write(args, place)
         bad = [] if aten in _UNWRITTEN else [x for x in outputs if not is_finite(x)]
         for x in outputs:
@@ -158,6 +190,7 @@ class Trace:
             tuple(x.dtype for x in inputs),
             bad[0].dtype,
             has_nan=any(bool(x.isnan().any()) for x in bad),
+            loss_scale=self._scale if phase == "backward" else 1.0,
         )
         originals = floats_in((args, kwargs)) if before is not None else inputs
         for x, held in zip(inputs, originals, strict=True):
@@ -217,11 +250,12 @@ class Trace:
             self.casts.append(LossyCast(place, "integers", x.dtype, y.dtype, argument, largest))
 
     def _note_write(self, args: tuple[Any, ...], place: Place) -> None:
-        """Note a scaled gradient that somebody writes to after its backward."""
+        """Note a gradient that somebody writes to after its backward."""
         names = list(filter(None, [self._grads.get(memory_of(x)) for x in floats_in(args[:1])]))
-        if names and self._is_scaled() and not is_called_by_amp():
-            for name in names:
-                self.grads_in_place.setdefault(name, place)
+        if names and not is_called_by_amp():
+            self._written |= dict.fromkeys(names, place)
+            if self._open_scale() is not None and self._scale != 1.0:
+                self.grads_in_place |= dict.fromkeys(names, place) | self.grads_in_place
 
     def accumulated(self, name: str, parameter: Tensor) -> None:
         """Look at the gradient that a backward has left in a parameter."""
@@ -229,6 +263,7 @@ class Trace:
         if grad is None or grad.is_sparse or not grad.numel():
             return
         self._grads[memory_of(grad)] = name
+        self._written.pop(name, None)
         if not is_finite(grad):
             self.bad_grads[name] = self._made.get(memory_of(grad))
         elif grad.dtype is torch.float16:
@@ -276,6 +311,13 @@ def _accumulated(trace: Trace, name: str) -> Callable[[Tensor], None]:
             trace.accumulated(name, parameter)
 
     return hook
+
+
+def _around_unscale(trace: Trace, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad(), _disable_current_modes():
+        *_, inv_scale, _ = args
+        trace.note_unscale(args[0], float(inv_scale))
+    return original(*args, **kwargs)
 
 
 def _root_hook(trace: Trace) -> Callable[..., None]:

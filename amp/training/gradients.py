@@ -135,6 +135,11 @@ class Gradients:
             self.lists = lists
         return self.lists
 
+    @property
+    def open_scale(self) -> Tensor | None:
+        """What the loss of the open block was scaled by, on the device; None outside of any."""
+        return None if self._open is None else self._open.scale.scale
+
     # Around one block.
 
     def enter(self, block: Block) -> None:

@@ -21,7 +21,6 @@ from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning
 from amp.session import Session
-from amp.training.attachment import AttachedOptimizer
 from amp.trials import hazards
 from amp.trials.recording import Recording
 from amp.trials.replay import Replay
@@ -114,7 +113,9 @@ def check(
     args, kwargs = arguments_of(model, batch)
     with at_level(model, opt_level, overrides, "amp.check") as (session, subject):
         found = list(hazards.before_initialize([model])) if subject is not model else []
-        found += hazards.of_properties(session.properties, subject, is_checked(session))
+        found += hazards.of_properties(
+            session.properties, subject, bool(session.properties.loss_scaling.check)
+        )
         checkup = check_forward(session, subject, args, kwargs)
         checkup.findings = [*found, *checkup.findings]
     return checkup
@@ -174,14 +175,6 @@ def at_level(
         yield own, copied
 
 
-def is_checked(session: Session, attached: Sequence[AttachedOptimizer] = ()) -> bool:
-    """Whether gradients are looked at before a step of these optimizers takes them."""
-    if session.properties.loss_scaling.check == "auto":
-        skips = [one.gradients.skips_on_device for one in attached]
-        return all(scaler.checks(each) for each in skips for scaler in session.scalers)
-    return bool(session.properties.loss_scaling.check)
-
-
 def check_forward(
     session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Checkup:
@@ -215,10 +208,10 @@ def _check_forward(replay: Replay, model: nn.Module, level: str) -> Checkup:
         checkup.findings = [hazards.of_failure(recording, error)]
     else:
         trace = Trace(replay.models)
-        output, scale = replay.watched_by(trace)
+        output = replay.watched_by(trace)
         trace.note_output(output)
         checkup.findings = _without_repetition(
-            findings_of(trace, scale), hazards.of_numbers(recording, wide, trace)
+            findings_of(trace), hazards.of_numbers(recording, wide, trace)
         )
     checkup.remarks = list(hazards.remarks(recording, replay.owner.properties))
     flops = hazards.flops_of(recording.products)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
+from amp.diagnosis.diagnose import unchecked
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.places import Place
 from amp.diagnosis.trace import CASTS, Trace
@@ -48,13 +49,7 @@ def of_properties(properties: Properties, model: nn.Module, is_checked: bool) ->
         model: before or after `initialize`.
         is_checked: whether gradients are looked at before a step takes them.
     """
-    if properties.enabled and not is_checked and _is_half(properties):
-        yield Finding(
-            "unchecked",
-            f"loss_scale={properties.loss_scaling.init:g} is static, and nothing looks at the "
-            "gradients: one NaN in a batch ruins the weights",
-            f"loss_scale: {{mode: static, init: {properties.loss_scaling.init:g}, check: true}}",
-        )
+    yield from unchecked(properties, is_checked)
     yield from _tied(properties, model)
 
 

@@ -7,6 +7,7 @@ amax history, and the generators of random numbers. `optimizer.step` does nothin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from amp.casting.by_op import CastOps
 from amp.casting.module_rules import run_in_float32
 from amp.casting.subclassing import restore_classes
 from amp.diagnosis.causes import findings_of
+from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.trace import Trace
 from amp.masters.parameter import store_grad, stored_grad
@@ -28,7 +30,6 @@ from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
-from amp.training.gradients import State
 from amp.trials.random_numbers import keep_random_numbers
 
 
@@ -67,27 +68,23 @@ class Replay:
         Raises:
             Exception: whatever the step raises; all is as before then too.
         """
-        trace = Trace(self.models, self._is_open)
-        _, used = self.watched_by(trace, modules, scale)
-        return findings_of(trace, used)
+        trace = Trace(self.models, functools.partial(open_scale, self._attached))
+        self.watched_by(trace, modules, scale)
+        return findings_of(trace)
 
     def watched_by(
         self,
         watcher: AbstractContextManager[Any],
         modules: Sequence[str] = (),
         scale: float | None = None,
-    ) -> tuple[Any, float]:
-        """Run the step inside of a context manager, as `run` does.
-
-        Returns:
-            What the step returned, and the loss scale.
-        """
+    ) -> Any:
+        """Run the step inside of a context manager, as `run` does, and return what it returns."""
         self.runs += 1
-        with self._unchanged(), self._in_float32(modules), self._at(scale) as used, watcher:
-            return self._step(), used
-
-    def _is_open(self) -> bool:
-        return any(one.gradients.state is State.OPEN for one in self._attached)
+        with self._unchanged(), self._in_float32(modules), watcher:
+            if scale is not None:
+                for scaler in self.owner.scalers:
+                    scaler.set_scale(scale)
+            return self._step()
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -108,13 +105,6 @@ class Replay:
             for one in self._attached:
                 patches.wrap(one.optimizer, "step", lambda _: _do_nothing)
             yield
-
-    @contextmanager
-    def _at(self, scale: float | None) -> Iterator[float]:
-        if scale is not None:
-            for scaler in self.owner.scalers:
-                scaler.set_scale(scale)
-        yield self.owner.scalers[0].loss_scale()
 
     @contextmanager
     def _in_float32(self, names: Sequence[str]) -> Iterator[None]:

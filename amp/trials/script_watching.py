@@ -13,12 +13,13 @@ from torch import nn
 
 from amp.arguments import as_models
 from amp.diagnosis.arming import Armed
+from amp.diagnosis.diagnose import is_checked
 from amp.diagnosis.findings import Finding, Report
 from amp.patching import Patches
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.trials import hazards
-from amp.trials.checking import Checkup, check_forward, is_checked, merged
+from amp.trials.checking import Checkup, check_forward, merged
 from amp.trials.explaining import Explanation, explain_forward, is_about
 
 
@@ -130,7 +131,7 @@ class StepWatcher(ScriptWatcher):
     def after(self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Look at the profile, and arm a diagnosis."""
         attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
-        checked = is_checked(session, attached)
+        checked = is_checked(attached)
         for model in models:
             self._found += hazards.of_properties(session.properties, model, checked)
         if session._armed is not None:

@@ -116,7 +116,7 @@ def test_scores_that_are_too_large(level: str) -> None:
     assert "matmul(q, k" in Path(finding.file).read_text().splitlines()[finding.line - 1]
     assert len(finding.reached) == 32
     assert "rules: [{module: blocks.1.attn, cast: float32}]" in finding.advice
-    assert len(report.findings) == 1
+    assert [finding.cause for finding in report.findings] == ["range", "unchecked"]
 
 
 def test_an_exponential() -> None:
@@ -146,7 +146,7 @@ def test_a_mask_that_is_cast() -> None:
     mask = torch.zeros(8, 1, T)
     mask[3] = -1e9
     report = diagnosed(net(), "O2", batch(), mask)
-    assert [finding.cause for finding in report.findings] == ["cast", "mathematics"]
+    assert [finding.cause for finding in report.findings] == ["cast", "mathematics", "unchecked"]
     assert "argument 'mask' was cast to float16, and -1e+09 became -inf" in report.findings[0].what
     assert report.findings[1].op.endswith("softmax")
     assert "rules:" not in str(report)
@@ -164,6 +164,18 @@ def test_a_batch_with_a_nan() -> None:
     report = diagnosed(net(), "O2", x)
     assert report.cause == "data"
     assert report.findings[0].what == "argument 'x' is not finite at [5, 3, 7]"
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("check", [True, False])
+def test_a_batch_with_a_nan_where_nothing_is_checked(level: str, check: bool) -> None:
+    x = batch()
+    x[5, 3, 7] = math.nan
+    scale = {"mode": "static", "init": 1, "check": check}
+    report = diagnosed(net(), level, x, scale=scale)
+    assert [finding.cause for finding in report.findings] == ["data", *["unchecked"] * (not check)]
+    if not check:
+        assert report.findings[1].advice == "loss_scale: {mode: static, init: 1, check: true}"
 
 
 def test_a_target_with_an_inf_is_data_too() -> None:
@@ -268,6 +280,64 @@ def test_clipping_before_unscaling(inside: bool, level: str) -> None:
     assert report.cause == ("order" if inside else None)
 
 
+@pytest.mark.parametrize("clips", ["before", "after", "never"])
+@pytest.mark.parametrize(
+    ("scaler", "optimizer"),
+    [
+        (torch.amp.GradScaler, torch.optim.SGD),
+        (amp.GradScaler, torch.optim.SGD),
+        (amp.GradScaler, amp.optimizers.FusedSGD),
+    ],
+)
+def test_clipping_before_unscaling_with_a_grad_scaler(scaler: Any, optimizer: Any, clips: str) -> None:
+    model = net()
+    one, scaling = optimizer(model.parameters(), 1e-3), scaler("cpu", init_scale=128.0)
+    with amp.diagnose(model, one) as report:
+        scaling.scale(mean_square(model(batch()))).backward()
+        if clips == "after":
+            scaling.unscale_(one)
+        if clips != "never":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaling.step(one)
+        scaling.update()
+    assert report.cause == ("order" if clips == "before" else None), str(report)
+    if clips == "before":
+        assert report.findings[0].file.endswith("test_diagnose.py")
+        assert "after scaler.unscale_(optimizer)" in report.findings[0].advice
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, amp.GradScaler])
+def test_a_grad_scaler_whose_scale_is_too_large(scaler: Any) -> None:
+    model = net()
+    optimizer, scaling = torch.optim.SGD(model.parameters(), 1e-3), scaler("cpu", init_scale=2.0**17)
+    with amp.diagnose(model, optimizer) as report:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(batch()).float().square().sum()
+        scaling.scale(loss).backward()
+        scaling.step(optimizer)
+    assert report.cause == "loss scale"
+    assert "by the loss scale of 131072" in report.findings[0].what
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_each_loss_has_its_own_scale(bad: int) -> None:
+    models = [net(), net()]
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]
+    with amp.Session("O2", verbosity=0, num_losses=2) as session:
+        session.initialize(models, optimizers)
+        for i, scaler in enumerate(session.scalers):
+            scaler.set_scale(2.0**16 if i == bad else 2.0**4)
+        with amp.diagnose(models, optimizers) as report:
+            for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                loss = model(batch()).float().square().sum()
+                with session.scale_loss(loss, optimizer, i) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+    assert report.cause == "loss scale"
+    assert "by the loss scale of 65536" in report.findings[0].what
+    assert report.findings[0].module.startswith(f"model {bad}: ")
+
+
 # The same said of other ways to run.
 
 
@@ -340,7 +410,7 @@ def test_a_step_that_raises_is_diagnosed_up_to_there() -> None:
 
 def test_names_of_causes_are_stable() -> None:
     report = diagnosed(net(gain=500.0), "O2")
-    (finding,) = json.loads(json.dumps(report.to_json()))["findings"]
+    finding, _ = json.loads(json.dumps(report.to_json()))["findings"]
     assert finding["cause"] in CAUSES
     assert finding["module"] == "blocks.1.attn"
     assert str(report).startswith("range: forward torch.matmul, in blocks.1.attn, ")
