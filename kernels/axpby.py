@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
-from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
+from amp.kernels.language import each_part, entry_of, jit, narrow, not_finite, report, tl, wide
+from amp.kernels.tables import BadSteps
 from amp.kernels.unscale import scale_and_check
 
 BLOCK = 4096
@@ -36,6 +37,7 @@ def axpby(
     found_inf: Tensor | None = None,
     *,
     backend: str | None = None,
+    bad_steps: BadSteps | None = None,
 ) -> None:
     """Write `a * xs + b * ys` to `outs`. The host does not wait for the device.
 
@@ -47,29 +49,34 @@ def axpby(
         outs: where the sums go; may be `xs` or `ys` themselves.
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         backend: see `amp.kernels.backend`.
+        bad_steps: where Triton's kernel notes which `a * xs` overflow.
 
     Raises:
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    _AXPBY.run((xs, ys, outs), backend=backend, a=a, b=b, found_inf=found_inf)
+    _AXPBY.run((xs, ys, outs), backend=backend, bad_steps=bad_steps, a=a, b=b, found_inf=found_inf)
 
 
 @jit
 def _axpby(pointers, i, mask, arguments):
     x, y, out = pointers
-    a, b, found_inf = arguments
+    a, b, found_inf, entry, step = arguments
     dtype = out.dtype.element_ty
     ax = a * wide(tl.load(x + i, mask=mask, other=0.0), dtype)
     by = b * wide(tl.load(y + i, mask=mask, other=0.0), dtype)
     tl.store(out + i, narrow(ax + by, dtype), mask=mask)
-    report(found_inf, not_finite(ax))
+    report(found_inf, entry, step, not_finite(ax))
     return 0
 
 
 @jit
-def axpby_kernel(rows, chunks, a, b, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
-    each_part(_axpby, rows, chunks, (tl.load(a), tl.load(b), found_inf), DTYPES, BLOCK)
+def axpby_kernel(
+    rows, chunks, a, b, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
+):
+    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
+    arguments = (tl.load(a), tl.load(b), found_inf, entry, step)
+    each_part(_axpby, rows, chunks, arguments, DTYPES, BLOCK)
 
 
 def axpby_reference(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.tables import flag_on, merge_flag, number_on, plan
+from amp.kernels.tables import NOT_NOTED, BadSteps, flag_on, merge_flag, number_on, plan
 from amp.kernels.tensor_lists import dense, increment_versions
 
 
@@ -31,13 +31,19 @@ class Elementwise(NamedTuple):
     block: int
 
     def run(
-        self, lists: Sequence[Sequence[Tensor]], *, backend: str | None = None, **arguments: Any
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        *,
+        backend: str | None = None,
+        bad_steps: BadSteps | None = None,
+        **arguments: Any,
     ) -> None:
         """Run it. The host does not wait for the device.
 
         Args:
             lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
             backend: see `amp.kernels.backend`.
+            bad_steps: where a check notes the tensors that are not finite.
             **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
                 `found_inf`, if there is one, is written.
         """
@@ -48,7 +54,8 @@ class Elementwise(NamedTuple):
             here = {name: number_on(each.device, value) for name, value in arguments.items()}
             if "found_inf" in arguments:
                 here["found_inf"] = flag_on(each.device, arguments["found_inf"])
-            each.run(self.kernel, **here, BLOCK=self.block)
+            noted = NOT_NOTED if bad_steps is None else bad_steps.on(each.device)
+            each.run(self.kernel, **here, **noted, BLOCK=self.block)
             merge_flag(arguments.get("found_inf"), here.get("found_inf"))
         for same in todo.fallback:
             with torch.no_grad():

@@ -24,8 +24,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
-from amp.kernels.tables import Launch, flag_on, merge_flag, number_on, plan, to_device
+from amp.kernels.language import each_part, entry_of, jit, launch, not_finite, report, tl, wide
+from amp.kernels.tables import (
+    NOT_NOTED,
+    BadSteps,
+    Launch,
+    flag_on,
+    merge_flag,
+    number_on,
+    plan,
+    to_device,
+)
 from amp.kernels.tensor_lists import dense
 from amp.kernels.unscale import check_reference
 
@@ -56,6 +65,7 @@ def l2norm(
     found_inf: Tensor | None = None,
     max_norm: float | None = None,
     backend: str | None = None,
+    bad_steps: BadSteps | None = None,
 ) -> Norms:
     """Return the norms of `tensors * inv_scale`. The host does not wait for the device.
 
@@ -65,6 +75,7 @@ def l2norm(
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         max_norm: what to clip the total norm to; None does not clip.
         backend: see `amp.kernels.backend`.
+        bad_steps: where Triton's kernel notes which tensors overflow.
 
     Raises:
         ValueError: a sparse tensor is not coalesced.
@@ -82,7 +93,8 @@ def l2norm(
         norms = each if is_home else torch.zeros_like(each, device=one.device)
         flag, factor = flag_on(one.device, found_inf), number_on(one.device, inv_scale)
         sums = torch.empty(len(one.chunks), dtype=torch.float32, device=one.device)
-        one.run(squares_kernel, inv_scale=factor, sums=sums, found_inf=flag, BLOCK=BLOCK)
+        noted = NOT_NOTED if bad_steps is None else bad_steps.on(one.device)
+        one.run(squares_kernel, inv_scale=factor, sums=sums, found_inf=flag, **noted, BLOCK=BLOCK)
         merge_flag(found_inf, flag)
         norms_of_chunks(one, sums, norms)
         if not is_home:
@@ -114,19 +126,22 @@ def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor) -> None:
 
 @jit
 def _squares(pointers, i, mask, arguments):
-    inv_scale, found_inf = arguments
+    inv_scale, found_inf, entry, step = arguments
     x = wide(tl.load(pointers[0] + i, mask=mask, other=0.0), tl.float32)
     if inv_scale is not None:
         x *= tl.load(inv_scale)
     y = x.to(tl.float32)
     total = tl.sum(y * y, axis=0)
-    report(found_inf, not_finite(x))
+    report(found_inf, entry, step, not_finite(x))
     return total
 
 
 @jit
-def squares_kernel(rows, chunks, inv_scale, sums, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
-    total = each_part(_squares, rows, chunks, (inv_scale, found_inf), DTYPES, BLOCK)
+def squares_kernel(
+    rows, chunks, inv_scale, sums, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
+):
+    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
+    total = each_part(_squares, rows, chunks, (inv_scale, found_inf, entry, step), DTYPES, BLOCK)
     tl.store(sums + tl.program_id(0), total)
 
 

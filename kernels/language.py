@@ -201,8 +201,19 @@ def not_finite(x):
 
 
 @jit
-def report(found_inf, mask):
-    """Set a flag, if there is one, where an element of a mask is true."""
+def entry_of(bad_steps, rows, chunks, LISTS: tl.constexpr):
+    """Return where `bad_steps` has the entry of this program's tensor; None if there are none."""
+    if bad_steps is not None:
+        row = rows + tl.load(chunks + 2 * tl.program_id(0)) * (LISTS + 2)
+        bad_steps += tl.load(row + LISTS + 1)
+    return bad_steps
+
+
+@jit
+def report(found_inf, entry, step, mask):
+    """Where an element of a mask is true, set a flag, and write the step to the tensor's entry."""
     if found_inf is not None:
         if tl.max(mask.to(tl.int32), axis=0) != 0:
             tl.store(found_inf, 1.0)
+            if entry is not None:
+                tl.store(entry, tl.load(step))

@@ -263,6 +263,27 @@ def number_on(device: torch.device, number: float | Tensor | None) -> Tensor | N
     return None if number is None else to_device(number, device)
 
 
+class BadSteps(NamedTuple):
+    """Where a check notes the tensors that are not finite: Triton's kernels do, plain torch does not.
+
+    Attributes:
+        of_tensors: float32 `[n]`, for each tensor of a list the last step at which it was not finite.
+        step: float32 `[1]`, the number of this step, on the same device.
+    """
+
+    of_tensors: Tensor
+    step: Tensor
+
+    def on(self, device: torch.device) -> dict[str, Tensor | None]:
+        """Return the arguments of a kernel that runs on a device."""
+        is_there = self.of_tensors.device == device
+        return {"bad_steps": self.of_tensors, "step": self.step} if is_there else NOT_NOTED
+
+
+NOT_NOTED: dict[str, Tensor | None] = {"bad_steps": None, "step": None}
+"""The arguments of a kernel that notes nothing."""
+
+
 def flag_on(device: torch.device, flag: Tensor | None) -> Any:
     """Return a flag, float32 `[1]`, to set on a device: `flag` if it is there, else one to merge."""
     is_there = flag is None or flag.device == device

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
-from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.tables import flag_on, merge_flag, to_device
+from amp.kernels.language import each_part, entry_of, jit, narrow, not_finite, report, tl, wide
+from amp.kernels.tables import BadSteps, flag_on, merge_flag, to_device
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
@@ -35,6 +35,7 @@ def unscale(
     found_inf: Tensor | None,
     *,
     backend: str | None = None,
+    bad_steps: BadSteps | None = None,
 ) -> None:
     """Write `sources * inv_scale` to `targets`. The host does not wait for the device.
 
@@ -44,12 +45,14 @@ def unscale(
         inv_scale: float32 `[1]`.
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         backend: see `amp.kernels.backend`.
+        bad_steps: where Triton's kernel notes which sources overflow.
 
     Raises:
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    _UNSCALE.run((sources, targets), backend=backend, inv_scale=inv_scale, found_inf=found_inf)
+    numbers = {"inv_scale": inv_scale, "found_inf": found_inf}
+    _UNSCALE.run((sources, targets), backend=backend, bad_steps=bad_steps, **numbers)
 
 
 def check(
@@ -58,42 +61,50 @@ def check(
     found_inf: Tensor,
     *,
     backend: str | None = None,
+    bad_steps: BadSteps | None = None,
 ) -> None:
     """Set `found_inf` if `sources` or their FP32 products with `inv_scale` are not finite.
 
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
     `unscale`.
     """
-    _CHECK.run((sources,), backend=backend, inv_scale=inv_scale, found_inf=found_inf)
+    numbers = {"inv_scale": inv_scale, "found_inf": found_inf}
+    _CHECK.run((sources,), backend=backend, bad_steps=bad_steps, **numbers)
 
 
 @jit
 def _unscale(pointers, i, mask, arguments):
     source, target = pointers
-    inv_scale, found_inf = arguments
+    inv_scale, found_inf, entry, step = arguments
     x = tl.load(source + i, mask=mask, other=0.0)
     y = narrow(wide(x, target.dtype.element_ty) * inv_scale, target.dtype.element_ty)
     tl.store(target + i, y, mask=mask)
-    report(found_inf, not_finite(y))
+    report(found_inf, entry, step, not_finite(y))
     return 0
 
 
 @jit
-def unscale_kernel(rows, chunks, inv_scale, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
-    each_part(_unscale, rows, chunks, (tl.load(inv_scale), found_inf), DTYPES, BLOCK)
+def unscale_kernel(
+    rows, chunks, inv_scale, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
+):
+    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
+    each_part(_unscale, rows, chunks, (tl.load(inv_scale), found_inf, entry, step), DTYPES, BLOCK)
 
 
 @jit
 def _check(pointers, i, mask, arguments):
-    inv_scale, found_inf = arguments
+    inv_scale, found_inf, entry, step = arguments
     x = tl.load(pointers[0] + i, mask=mask, other=0.0)
-    report(found_inf, not_finite(wide(x, x.dtype) * inv_scale))
+    report(found_inf, entry, step, not_finite(wide(x, x.dtype) * inv_scale))
     return 0
 
 
 @jit
-def check_kernel(rows, chunks, inv_scale, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
-    each_part(_check, rows, chunks, (tl.load(inv_scale), found_inf), DTYPES, BLOCK)
+def check_kernel(
+    rows, chunks, inv_scale, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
+):
+    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
+    each_part(_check, rows, chunks, (tl.load(inv_scale), found_inf, entry, step), DTYPES, BLOCK)
 
 
 def unscale_reference(

@@ -1,13 +1,14 @@
 """The loss scale's state machine, one transition.
 
-State, one float32 tensor `[6]`: scale, inverse scale, good steps since the scale last moved,
-hysteresis left, found_inf, overflows in a row. Counts are whole numbers, exact up to 2**24.
+State, one float32 tensor `[7]`: scale, inverse scale, good steps since the scale last moved,
+hysteresis left, found_inf, overflows in a row, transitions. Counts are whole numbers, exact up to
+2**24.
 
     overflow:  good = 0; hysteresis -= 1
                if hysteresis <= 0: scale = max(scale * backoff, floor)
     otherwise: good += 1
                if good >= interval: scale = min(scale * growth, ceiling); good = 0; hysteresis = full
-    always:    inverse = 1 / scale; found_inf = 0
+    always:    inverse = 1 / scale; found_inf = 0; transitions += 1
 
 Products are FP64, rounded to FP32 once, as in `torch.amp.GradScaler`; FP32 on a device without
 FP64. An overflow with hysteresis left keeps the scale. With `reset_each_step`, each good step gives
@@ -49,7 +50,7 @@ def update_scale(
     ceiling: float,
     backend: str | None = None,
 ) -> None:
-    """Advance `state`, float32 `[6]`, in place. The host does not wait for the device."""
+    """Advance `state`, float32 `[7]`, in place. The host does not wait for the device."""
     numbers = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
     if uses_triton(state.device, backend):
         floats = tuple(map(float, numbers))
@@ -69,7 +70,7 @@ def update_scale(
 @jit
 def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
     growth, backoff, interval, hysteresis, floor, ceiling = load_all(factors, 6)
-    scale, _, good, left, found_inf, overflows = load_all(state, 6)
+    scale, _, good, left, found_inf, overflows, transitions = load_all(state, 7)
     full = hysteresis.to(tl.float32)
     wide_scale = scale.to(tl.float64)
     if found_inf > 0.0:
@@ -95,6 +96,7 @@ def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
     tl.store(state + 3, left)
     tl.store(state + 4, 0.0)
     tl.store(state + 5, overflows)
+    tl.store(state + 6, transitions + 1.0)
 
 
 @torch.no_grad()
@@ -109,7 +111,7 @@ def update_scale_reference(
     reset_each_step: bool,
 ) -> None:
     """Do `update_scale` in plain torch."""
-    scale, _, good, left, found, overflows = widest(state).unbind()
+    scale, _, good, left, found, overflows, transitions = widest(state).unbind()
     overflow = found > 0
     full = torch.full_like(left, hysteresis)
 
@@ -135,6 +137,7 @@ def update_scale_reference(
                 torch.where(overflow, torch.clamp(left_if_overflow, min=0.0), left_if_good),
                 zero,
                 torch.where(overflow, overflows + 1, zero),
+                transitions + 1,
             ]
         )
     )

@@ -47,14 +47,15 @@ import torch
 from torch import Tensor
 
 from amp.distributed import place_gradients, shard_like
+from amp.kernels.tables import BadSteps
 from amp.kernels.tensor_lists import dense, local
 from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
 from amp.masters.whole import MasterWeights, check_device
 from amp.training.held import Held
-from amp.training.newest import Newest, look_at_newest
+from amp.training.newest import Newest, Notes, look_at_newest
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
-from amp.training.scaler import ScaleSnapshot, Verdict
+from amp.training.scaler import LossScaler, ScaleSnapshot, Verdict
 from amp.training.synchronization import Synchronization
 from amp.training.unscaling import Move, add_grad, unscale_moves
 
@@ -241,10 +242,11 @@ class Gradients:
         """
         is_one, inv_scale = scale.scaler.is_identity, scale.inv_scale
         moves = []
+        notes = Notes() if found_inf is None else self._notes(newest, scale.scaler)
         if is_one and found_inf is not None:
-            newest.check_finite(inv_scale, found_inf)
+            newest.check_finite(inv_scale, found_inf, notes)
         if newest.will_be_held:
-            self._hold(newest, None if is_one else inv_scale, found_inf)
+            self._hold(newest, None if is_one else inv_scale, found_inf, notes.of_masters)
         elif is_one:
             self.gather_strays()
         else:
@@ -255,26 +257,45 @@ class Gradients:
         if not is_one:
             if newest.own_are_dense and not self._aside:
                 own = newest.own_grads
-                kernels.unscale.unscale(own, own, inv_scale, found_inf)
+                kernels.unscale.unscale(own, own, inv_scale, found_inf, bad_steps=notes.of_own)
+                noted = notes.of_masters
             else:
+                noted = None
                 total_of = dict(self._aside)
                 moves += [Move(p, p, p.grad, total_of.get(p)) for p in newest.unmastered]  # type: ignore[arg-type]
-            unscale_moves(moves, inv_scale, found_inf)
+            unscale_moves(moves, inv_scale, found_inf, noted)
             moved = {move.parameter for move in moves}
             self._aside = [(p, total) for p, total in self._aside if p not in moved]
             self.bring_back_aside()
 
-    def _hold(self, newest: Newest, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _notes(self, newest: Newest, scaler: LossScaler) -> Notes:
+        """Return where kernels note whose gradients are bad, where the host learns of it too late."""
+        if scaler.is_on_host or not self.skips_on_device():
+            return Notes()
+        masters = own = None
+        if of := newest.of_masters.models:
+            masters = scaler.bad_steps_of(of, self.dtypes.name)
+        if newest.unmastered and newest.unmastered is self.lists.unmastered:
+            own = scaler.bad_steps_of(newest.unmastered, self.dtypes.name)
+        return Notes(masters, own)
+
+    def _hold(
+        self,
+        newest: Newest,
+        inv_scale: Tensor | None,
+        found_inf: Tensor | None,
+        bad_steps: BadSteps | None,
+    ) -> None:
         """Check the masters' gradients, and hold them, added to those that are held already."""
         if not newest.grads:
             return
         held = Held(newest.of_masters, newest.grads, inv_scale)
         if self._held is not None:
-            self._held = self._held.plus(held, found_inf)
+            self._held = self._held.plus(held, found_inf, bad_steps)
         else:
             # The norms of shards are those of one rank; the step asks the others.
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
-            self._held = held.checked(found_inf, max_norm)
+            self._held = held.checked(found_inf, max_norm, bad_steps)
             if any(map(Tensor._is_view, held.grads)):
                 # DDP's gradients are views of a buffer, which any backward through it overwrites.
                 self._held = self._held.in_own_memory()

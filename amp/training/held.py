@@ -14,6 +14,7 @@ from amp.training.unscaling import unscaled
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
+    from amp.kernels.tables import BadSteps
 
 
 class Held(NamedTuple):
@@ -31,23 +32,27 @@ class Held(NamedTuple):
     inv_scale: Tensor | None
     norms: Norms | None = None
 
-    def checked(self, found_inf: Tensor | None, max_norm: float | None) -> Held:
+    def checked(
+        self, found_inf: Tensor | None, max_norm: float | None, bad_steps: BadSteps | None
+    ) -> Held:
         """Check the gradients, and find their norms if they are to be clipped. No host sync."""
         if found_inf is None:
             return self
         inv_scale = torch.ones_like(found_inf) if self.inv_scale is None else self.inv_scale
         if max_norm is None:
-            kernels.unscale.check(self.grads, inv_scale, found_inf)
+            kernels.unscale.check(self.grads, inv_scale, found_inf, bad_steps=bad_steps)
             return self
-        norms = kernels.l2norm.l2norm(self.grads, inv_scale, found_inf=found_inf, max_norm=max_norm)
+        norms = kernels.l2norm.l2norm(
+            self.grads, inv_scale, found_inf=found_inf, max_norm=max_norm, bad_steps=bad_steps
+        )
         return self._replace(norms=norms)
 
-    def plus(self, newest: Held, found_inf: Tensor | None) -> Held:
+    def plus(self, newest: Held, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Held:
         """Return the sums with the gradients of a later block, which are checked. No host sync."""
         a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (newest, self)]
         sums = [torch.empty_like(grad, dtype=torch.float32) for grad in newest.grads]
         grads = TensorList(sums, like=newest.grads, dtype=torch.float32)
-        kernels.axpby.axpby(a, newest.grads, b, self.grads, grads, found_inf)
+        kernels.axpby.axpby(a, newest.grads, b, self.grads, grads, found_inf, bad_steps=bad_steps)
         return Held(newest.of, grads, None)
 
     def in_own_memory(self) -> Held:

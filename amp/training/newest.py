@@ -9,10 +9,18 @@ from torch import Tensor
 
 from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError
+from amp.kernels.tables import BadSteps
 from amp.kernels.tensor_lists import Kind, TensorList, are_plain, local
 from amp.lazy import kernels
 from amp.masters.whole import check_device
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
+
+
+class Notes(NamedTuple):
+    """Where checks note whose gradients are bad, if the host does not find out by itself."""
+
+    of_masters: BadSteps | None = None
+    of_own: BadSteps | None = None
 
 
 class Newest(NamedTuple):
@@ -35,12 +43,12 @@ class Newest(NamedTuple):
     are_dense: bool
     will_be_held: bool = False
 
-    def check_finite(self, one: Tensor, found_inf: Tensor) -> None:
+    def check_finite(self, one: Tensor, found_inf: Tensor, notes: Notes) -> None:
         """Set `found_inf`, float32 `[1]`, if a gradient at a scale of 1 is inf or NaN. No host sync."""
         masters = () if self.will_be_held else self.grads
-        for grads in (masters, self.own_grads):
+        for grads, bad_steps in ((masters, notes.of_masters), (self.own_grads, notes.of_own)):
             real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
-            kernels.unscale.check(real, one, found_inf)
+            kernels.unscale.check(real, one, found_inf, bad_steps=bad_steps)
 
     def check(self, dtypes: KnownDtypes) -> None:
         """Raise if one of them cannot be unscaled; `dtypes` says how to call a parameter.

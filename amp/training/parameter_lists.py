@@ -107,6 +107,10 @@ class KnownDtypes:
         """Return how to call a parameter in a message."""
         return self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
 
+    def name(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, without quotes."""
+        return self.called(parameter).strip("'")
+
     def check(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
         ids = self._known if parameters is None else map(id, parameters)

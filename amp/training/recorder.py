@@ -86,7 +86,7 @@ def describe_streak(last: Transition, rows: Iterable[Transition], bad_steps: Map
         bad_steps: for each parameter the last step whose gradient was bad.
     """
     scales = ", ".join(f"{row.scale:g}" for row in rows if last.step - 6 < row.step <= last.step)
-    names = [name for name, step in bad_steps.items() if step == last.step]
+    names = [name for name, step in bad_steps.items() if step >= last.step]
     bad = f" The gradients of {_listed(names)} were inf or NaN." if names else ""
     return (
         f"{last.in_a_row} overflows in a row: gradients were inf or NaN at loss scales of {scales}, so "

@@ -23,15 +23,17 @@ from torch import Tensor
 from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
+from amp.kernels.tables import BadSteps
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies, is_on_host
+from amp.training.noted import NotedByKernels
 from amp.training.recorder import FlightRecorder, Transition, describe_streak
 
-SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS = range(6)
+SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
 """Where in the state each number is; see `amp.kernels.update_scale`."""
-STATE_SIZE = 6
+STATE_SIZE = 7
 
 
 class ScaleSnapshot(NamedTuple):
@@ -100,6 +102,7 @@ class LossScaler:
         self._keep_on(self._state.device)
         self._reports, self._bad = HostCopies(), HostCopies()
         self._bad_names: dict[int, Sequence[str]] = {}
+        self._noted = NotedByKernels()
         self.updates = 0
         self.recorder = FlightRecorder(loss_id, config.overflow_patience, config.start)
         self.bad_steps: dict[str, int] = {}
@@ -139,6 +142,7 @@ class LossScaler:
         self.scale_on_device = self._state[SCALE]
         self._inv_scale = self._state[INVERSE : INVERSE + 1]
         self._found_inf = self._state[FOUND_INF : FOUND_INF + 1]
+        self._updates_on_device = self._state[UPDATES : UPDATES + 1]
 
     @property
     def good_steps_on_device(self) -> Tensor:
@@ -239,10 +243,23 @@ class LossScaler:
         for step, flags in self._bad.arrived(wait, until):
             names = compress(self._bad_names.pop(step, ()), flags)
             self.bad_steps |= dict.fromkeys(names, step)
-        return [
+        rows = [
             self.recorder.record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
             for step, state in self._reports.arrived(wait, until)
         ]
+        if any(row.overflow for row in rows):
+            self._noted.fetch()
+        self.bad_steps |= self._noted.arrived(wait)
+        return rows
+
+    def bad_steps_of(self, parameters: Sequence[Tensor], called: Callable[[Tensor], str]) -> BadSteps:
+        """Return what a kernel needs to note whose gradients are bad; the host asks for it later.
+
+        Args:
+            parameters: of the model, the same list each time.
+            called: names one of them.
+        """
+        return BadSteps(self._noted.entries_of(parameters, called), self._updates_on_device)
 
     def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
         """Note whose gradients were bad at a step, by a flag for each name. No host sync."""
@@ -251,7 +268,7 @@ class LossScaler:
 
     def warn_if_endless(self) -> None:
         """Warn, once, if overflows go on."""
-        if self.recorder.streak is not None and not self._warned:
+        if self.recorder.streak is not None and not self._warned and not self._noted.is_underway:
             self._warned = True
             message = describe_streak(self.recorder.streak, self.recorder.rows, self.bad_steps)
             warnings.warn(message, AmpWarning, stacklevel=3)
@@ -284,7 +301,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return apex's two entries and what an exact resume needs besides. The host waits."""
-        scale, _, good, left, _, overflows = self._state.tolist()
+        scale, _, good, left, _, overflows, _ = self._state.tolist()
         return {
             "loss_scale": scale,
             "unskipped": int(good),
@@ -314,6 +331,6 @@ class LossScaler:
 
     def _set(self, scale: float, good: int, left: int, overflows: int = 0) -> None:
         self.version += 1
-        values = [scale, 1.0 / scale, good, left, 0.0, overflows]
+        values = [scale, 1.0 / scale, good, left, 0.0, overflows, self.updates]
         self.recorder.scale = scale
         self._state.copy_(torch.tensor(values, dtype=torch.float32, device="cpu"))

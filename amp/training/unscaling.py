@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import shard_like
+from amp.kernels.tables import BadSteps
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 
@@ -39,20 +40,27 @@ class Move(NamedTuple):
         return shard_like(torch.empty_like(local(self.source), dtype=torch.float32), self.stepped)
 
 
-def unscale_moves(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | None) -> None:
+def unscale_moves(
+    moves: Sequence[Move],
+    inv_scale: Tensor,
+    found_inf: Tensor | None,
+    bad_steps: BadSteps | None = None,
+) -> None:
     """Unscale gradients, and add them to those of earlier blocks. No host sync.
 
-    `inv_scale` and `found_inf` are those of `amp.kernels.unscale.unscale`.
+    The arguments are those of `amp.kernels.unscale.unscale`. `bad_steps` has an entry for each move; it
+    is not written where some are sums and others are not.
     """
     if not moves:
         return
     adding = [move for move in moves if move.is_dense_sum()]
     totals = [move.total for move in adding if move.total is not None]
     sources = [move.source for move in adding]
-    kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf)
     moving = [move for move in moves if not move.is_dense_sum()]
+    noted = {"bad_steps": None if adding and moving else bad_steps}
+    kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf, **noted)
     targets = [move.target() for move in moving]
-    kernels.unscale.unscale([move.source for move in moving], targets, inv_scale, found_inf)
+    kernels.unscale.unscale([move.source for move in moving], targets, inv_scale, found_inf, **noted)
     for move in moves:
         move.parameter.grad = None
         move.stepped.grad = move.total

@@ -44,7 +44,7 @@ POINTERS = {
     **dict.fromkeys(
         (
             *("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"),
-            *("numbers", "of_tensor"),
+            *("numbers", "of_tensor", "bad_steps", "step"),
         ),
         "*fp32",
     ),

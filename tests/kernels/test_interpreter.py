@@ -22,6 +22,7 @@ FILES = {
     "kernels/test_split.py": 5,
     "kernels/test_stepping.py": 35,
     "kernels/test_tables.py": 20,
+    "test_bad_steps.py": 10,
     "test_changes_between_steps.py": 35,
     "test_host_sync.py": 40,
 }

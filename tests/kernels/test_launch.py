@@ -199,7 +199,7 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     adam_step(halves, halves, lows=lows, seed=3)
     adam_step(halves, halves, lows=lows, seed=1)
     assert variants["step_kernel"] == 5
-    for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0]), FLAGS[1:7]):
+    for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0, 0]), FLAGS[1:8]):
         for reset_each_step in (False, True):
             update_scale.update_scale(
                 state,

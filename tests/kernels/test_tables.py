@@ -94,7 +94,7 @@ def test_launches_do_not_grow_with_the_number_of_tensors(
 
 @pytest.mark.triton
 def test_the_scale_moves_in_one_launch(launches: list[str]) -> None:
-    state = torch.tensor([4.0, 0.25, 0, 1, 1, 0], device=DEVICE)
+    state = torch.tensor([4.0, 0.25, 0, 1, 1, 0, 8], device=DEVICE)
     update_scale.update_scale(
         state,
         growth_factor=2,
@@ -106,7 +106,7 @@ def test_the_scale_moves_in_one_launch(launches: list[str]) -> None:
         ceiling=1e6,
     )
     assert launches == ["update_kernel"]
-    assert state.tolist() == [2, 0.5, 0, 0, 0, 1]
+    assert state.tolist() == [2, 0.5, 0, 0, 0, 1, 9]
 
 
 @pytest.mark.triton

@@ -1,0 +1,62 @@
+"""Whose gradients were bad, where the host is told too late: kernels note it, and it asks later."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from amp.training.host_copies import HostCopies
+
+_LISTS = 8
+"""How many lists are remembered: where gradients come and go, there are several."""
+
+Parameters = Sequence[Tensor]
+
+
+class NotedByKernels:
+    """For each parameter of some lists, the last update of a scaler at which its gradient was bad."""
+
+    def __init__(self) -> None:
+        self._lists: dict[int, tuple[Parameters, Tensor, Callable[[Tensor], str]]] = {}
+        self._copies = HostCopies()
+        self._names: deque[list[str]] = deque(maxlen=256)
+
+    def entries_of(self, parameters: Parameters, called: Callable[[Tensor], str]) -> Tensor:
+        """Return what a kernel writes to: float32, an entry for each parameter, NaN at first.
+
+        Args:
+            parameters: the same list each time, of one device.
+            called: names one of them.
+        """
+        known = self._lists.get(id(parameters))
+        if known is None:
+            if len(self._lists) == _LISTS:
+                del self._lists[next(iter(self._lists))]
+            entries = torch.full(
+                (len(parameters),), math.nan, dtype=torch.float32, device=parameters[0].device
+            )
+            known = self._lists[id(parameters)] = parameters, entries, called
+        return known[1]
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether the host has asked for entries that have not arrived."""
+        return bool(self._names)
+
+    def fetch(self) -> None:
+        """Start to copy all entries to the host. The host does not wait for the device."""
+        for parameters, entries, called in self._lists.values():
+            self._copies.send(entries)
+            self._names.append(list(map(called, parameters)))
+
+    def arrived(self, wait: bool) -> dict[str, int]:
+        """Return the last bad update of each parameter that had one, as far as copies have arrived."""
+        found: dict[str, int] = {}
+        for _, steps in self._copies.arrived(wait):
+            named = zip(self._names.popleft(), steps, strict=True)
+            found |= {name: int(step) for name, step in named if not math.isnan(step)}
+        return found
