@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
-from amp.kernels.language import each_part, entry_of, jit, narrow, not_finite, report, tl, wide
+from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps
 from amp.kernels.unscale import scale_and_check
 
@@ -61,12 +61,12 @@ def axpby(
 @jit
 def _axpby(pointers, i, mask, arguments):
     x, y, out = pointers
-    a, b, found_inf, entry, step = arguments
+    a, b, report_to = arguments
     dtype = out.dtype.element_ty
     ax = a * wide(tl.load(x + i, mask=mask, other=0.0), dtype)
     by = b * wide(tl.load(y + i, mask=mask, other=0.0), dtype)
     tl.store(out + i, narrow(ax + by, dtype), mask=mask)
-    report(found_inf, entry, step, not_finite(ax))
+    report(report_to, not_finite(ax), 3)
     return 0
 
 
@@ -74,9 +74,8 @@ def _axpby(pointers, i, mask, arguments):
 def axpby_kernel(
     rows, chunks, a, b, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
-    arguments = (tl.load(a), tl.load(b), found_inf, entry, step)
-    each_part(_axpby, rows, chunks, arguments, DTYPES, BLOCK)
+    report_to = (found_inf, bad_steps, step, rows, chunks)
+    each_part(_axpby, rows, chunks, (tl.load(a), tl.load(b), report_to), DTYPES, BLOCK)
 
 
 def axpby_reference(

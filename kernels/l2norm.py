@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.language import each_part, entry_of, jit, launch, not_finite, report, tl, wide
+from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
 from amp.kernels.tables import (
     NOT_NOTED,
     BadSteps,
@@ -75,7 +75,7 @@ def l2norm(
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         max_norm: what to clip the total norm to; None does not clip.
         backend: see `amp.kernels.backend`.
-        bad_steps: where Triton's kernel notes which tensors overflow.
+        bad_steps: where Triton's kernel notes which tensors' norms are not finite.
 
     Raises:
         ValueError: a sparse tensor is not coalesced.
@@ -93,10 +93,9 @@ def l2norm(
         norms = each if is_home else torch.zeros_like(each, device=one.device)
         flag, factor = flag_on(one.device, found_inf), number_on(one.device, inv_scale)
         sums = torch.empty(len(one.chunks), dtype=torch.float32, device=one.device)
-        noted = NOT_NOTED if bad_steps is None else bad_steps.on(one.device)
-        one.run(squares_kernel, inv_scale=factor, sums=sums, found_inf=flag, **noted, BLOCK=BLOCK)
+        one.run(squares_kernel, inv_scale=factor, sums=sums, found_inf=flag, BLOCK=BLOCK)
         merge_flag(found_inf, flag)
-        norms_of_chunks(one, sums, norms)
+        norms_of_chunks(one, sums, norms, bad_steps)
         if not is_home:
             each += to_device(norms, home)
     for same in todo.fallback:
@@ -114,39 +113,37 @@ def clip_factor(total: Tensor, max_norm: float | None) -> Tensor:
     return (max_norm / (total + CLIP_EPS)).clamp(max=1.0)
 
 
-def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor) -> None:
+def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor, bad_steps: BadSteps | None = None) -> None:
     """Write the norms of a launch's tensors to `each`, float32, at their indices. No host sync.
 
-    `sums`, float32 `[chunks]`, has the sums of squares of its chunks.
+    `sums`, float32 `[chunks]`, has the sums of squares of its chunks. `bad_steps` is as in `l2norm`.
     """
     columns, block = one.rows.shape[1], FINISH_BLOCK
     tables: dict[str, Any] = {"rows": one.rows, "firsts": one.firsts, "sums": sums, "each": each}
+    tables |= NOT_NOTED if bad_steps is None else bad_steps.on(one.device)
     launch(norms_kernel, len(one.indices), one.device, **tables, COLUMNS=columns, BLOCK=block)
 
 
 @jit
 def _squares(pointers, i, mask, arguments):
-    inv_scale, found_inf, entry, step = arguments
+    inv_scale, found_inf = arguments
     x = wide(tl.load(pointers[0] + i, mask=mask, other=0.0), tl.float32)
     if inv_scale is not None:
         x *= tl.load(inv_scale)
     y = x.to(tl.float32)
     total = tl.sum(y * y, axis=0)
-    report(found_inf, entry, step, not_finite(x))
+    report((found_inf, None, None, None, None), not_finite(x), 1)
     return total
 
 
 @jit
-def squares_kernel(
-    rows, chunks, inv_scale, sums, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
-):
-    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
-    total = each_part(_squares, rows, chunks, (inv_scale, found_inf, entry, step), DTYPES, BLOCK)
+def squares_kernel(rows, chunks, inv_scale, sums, found_inf, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    total = each_part(_squares, rows, chunks, (inv_scale, found_inf), DTYPES, BLOCK)
     tl.store(sums + tl.program_id(0), total)
 
 
 @jit
-def norms_kernel(rows, firsts, sums, each, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def norms_kernel(rows, firsts, sums, each, bad_steps, step, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Program i finishes the norm of a launch's i-th tensor."""
     program = tl.program_id(0)
     end = tl.load(firsts + program + 1)
@@ -155,7 +152,11 @@ def norms_kernel(rows, firsts, sums, each, COLUMNS: tl.constexpr, BLOCK: tl.cons
         i = at + tl.arange(0, BLOCK)
         square += tl.load(sums + i, mask=i < end, other=0.0)
     index = tl.load(rows + program * COLUMNS + COLUMNS - 1)
-    tl.store(each + index, tl.sqrt_rn(tl.sum(square, axis=0)))
+    norm = tl.sqrt_rn(tl.sum(square, axis=0))
+    tl.store(each + index, norm)
+    if bad_steps is not None:
+        if not_finite(norm):
+            tl.store(bad_steps + index, tl.load(step))
 
 
 def l2norm_reference(

@@ -201,19 +201,16 @@ def not_finite(x):
 
 
 @jit
-def entry_of(bad_steps, rows, chunks, LISTS: tl.constexpr):
-    """Return where `bad_steps` has the entry of this program's tensor; None if there are none."""
-    if bad_steps is not None:
-        row = rows + tl.load(chunks + 2 * tl.program_id(0)) * (LISTS + 2)
-        bad_steps += tl.load(row + LISTS + 1)
-    return bad_steps
+def report(report_to, mask, LISTS: tl.constexpr):
+    """Where an element of a mask is true, set a flag, and write the step to the tensor's entry.
 
-
-@jit
-def report(found_inf, entry, step, mask):
-    """Where an element of a mask is true, set a flag, and write the step to the tensor's entry."""
+    report_to: the flag, or None; the entries, or None; the step; and the tables of `locate`. Where the
+    entry is, is found out here, and not before, so that no register holds it.
+    """
+    found_inf, bad_steps, step, rows, chunks = report_to
     if found_inf is not None:
         if tl.max(mask.to(tl.int32), axis=0) != 0:
             tl.store(found_inf, 1.0)
-            if entry is not None:
-                tl.store(entry, tl.load(step))
+            if bad_steps is not None:
+                row = rows + tl.load(chunks + 2 * tl.program_id(0)) * (LISTS + 2)
+                tl.store(bad_steps + tl.load(row + LISTS + 1), tl.load(step))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
-from amp.kernels.language import each_part, entry_of, jit, narrow, not_finite, report, tl, wide
+from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps, flag_on, merge_flag, to_device
 
 BLOCK = 8192
@@ -75,11 +75,11 @@ def check(
 @jit
 def _unscale(pointers, i, mask, arguments):
     source, target = pointers
-    inv_scale, found_inf, entry, step = arguments
+    inv_scale, report_to = arguments
     x = tl.load(source + i, mask=mask, other=0.0)
     y = narrow(wide(x, target.dtype.element_ty) * inv_scale, target.dtype.element_ty)
     tl.store(target + i, y, mask=mask)
-    report(found_inf, entry, step, not_finite(y))
+    report(report_to, not_finite(y), 2)
     return 0
 
 
@@ -87,15 +87,15 @@ def _unscale(pointers, i, mask, arguments):
 def unscale_kernel(
     rows, chunks, inv_scale, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
-    each_part(_unscale, rows, chunks, (tl.load(inv_scale), found_inf, entry, step), DTYPES, BLOCK)
+    report_to = (found_inf, bad_steps, step, rows, chunks)
+    each_part(_unscale, rows, chunks, (tl.load(inv_scale), report_to), DTYPES, BLOCK)
 
 
 @jit
 def _check(pointers, i, mask, arguments):
-    inv_scale, found_inf, entry, step = arguments
+    inv_scale, report_to = arguments
     x = tl.load(pointers[0] + i, mask=mask, other=0.0)
-    report(found_inf, entry, step, not_finite(wide(x, x.dtype) * inv_scale))
+    report(report_to, not_finite(wide(x, x.dtype) * inv_scale), 1)
     return 0
 
 
@@ -103,8 +103,8 @@ def _check(pointers, i, mask, arguments):
 def check_kernel(
     rows, chunks, inv_scale, found_inf, bad_steps, step, DTYPES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    entry = entry_of(bad_steps, rows, chunks, len(DTYPES))
-    each_part(_check, rows, chunks, (tl.load(inv_scale), found_inf, entry, step), DTYPES, BLOCK)
+    report_to = (found_inf, bad_steps, step, rows, chunks)
+    each_part(_check, rows, chunks, (tl.load(inv_scale), report_to), DTYPES, BLOCK)
 
 
 def unscale_reference(
