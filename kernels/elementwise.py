@@ -54,8 +54,8 @@ class Elementwise(NamedTuple):
             here = {name: number_on(each.device, value) for name, value in arguments.items()}
             if "found_inf" in arguments:
                 here["found_inf"] = flag_on(each.device, arguments["found_inf"])
-            noted = NOT_NOTED if bad_steps is None else bad_steps.on(each.device)
-            each.run(self.kernel, **here, **noted, BLOCK=self.block)
+                here |= NOT_NOTED if bad_steps is None else bad_steps.on(each.device)
+            each.run(self.kernel, **here, BLOCK=self.block)
             merge_flag(arguments.get("found_inf"), here.get("found_inf"))
         for same in todo.fallback:
             with torch.no_grad():

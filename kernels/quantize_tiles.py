@@ -45,6 +45,13 @@ def rounds_by_bits(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < (8, 9)
 
 
+def casts_in_software(device: torch.device) -> bool:
+    """Whether Triton casts to these formats by many instructions: gfx942 has others."""
+    if INTERPRETED or torch.version.hip is None:
+        return False
+    return "gfx94" in torch.cuda.get_device_properties(device).gcnArchName
+
+
 def takes(x: Tensor) -> bool:
     """Whether these kernels take a matrix: 128 bits of it move at a time."""
     return x.shape[1] % 16 == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
@@ -193,9 +200,11 @@ def _run_by_group(
             inverses.append(what["x"].new_zeros(size, dtype=torch.uint8))
         else:
             inverses.append(what["x"].new_empty((columns, rows), dtype=torch.float32))
-    tile, warps = (TILE, WARPS) if is_mx else (LARGE_TILE, 32)
+    tile, warps = (ROWS_TILE, ROWS_WARPS) if is_mx else (LARGE_TILE, 32)
     scales = {"inverse": inverses[0], "transposed": inverses[1]}
-    _launch_tiles(groups_kernel, what, tile, warps, **scales, G=group, E8M0=is_mx, POW2=power_of_2)
+    again = what["x"].dtype is torch.float32 and casts_in_software(what["x"].device)
+    of_groups = {"AGAIN": again, "G": group, "E8M0": is_mx, "POW2": power_of_2}
+    _launch_tiles(groups_kernel, what, tile, warps, **scales, **of_groups)
     return inverses[0], inverses[1]
 
 
@@ -384,14 +393,15 @@ def rows_kernel(
 ):  # fmt: skip
     m, k = tile_of(K, TM, TK)
     tile = load_tile(x, m, k, M, K, TM, TK)
-    rows, columns = 1.0, 1.0
     if by_row is not None:
         i = m + tl.arange(0, TM)
         rows = factors_at(of_rows, inverse, i, M, k == 0, E4M3, POW2)[:, None]
+        store_tile(by_row, to_fp8(tile * rows, E4M3, BY_BITS), m, k, M, K)
     if by_column is not None:
         j = k + tl.arange(0, TK)
         columns = factors_at(of_columns, transposed, j, K, m == 0, E4M3, POW2)[None, :]
-    store_both(tile, rows, columns, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+        fp8 = to_fp8(tile * columns, E4M3, BY_BITS)
+        store_tile(by_column, tl.trans(fp8), k, m, K, PADDED)
 
 
 @tiled_jit
@@ -432,9 +442,15 @@ def scales_of_groups(
 
 @tiled_jit
 def groups_kernel(
-    x, inverse, transposed, by_row, by_column, M, K, PADDED, G: tl.constexpr, E8M0: tl.constexpr,
+    x, inverse, transposed, by_row, by_column, M, K, PADDED, AGAIN: tl.constexpr,
+    G: tl.constexpr, E8M0: tl.constexpr,
     E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
+    """Groups of G numbers of a row, and of a column; a tile has G rows, one group of each column.
+
+    AGAIN: read the tile once more for its columns: with casts in software, registers for one use of it
+    are as many as let a GPU run at full occupancy.
+    """
     m, k = tile_of(K, TM, TK)
     tile = load_tile(x, m, k, M, K, TM, TK)
     if by_row is not None:
@@ -445,9 +461,10 @@ def groups_kernel(
         fp8 = to_fp8(tl.reshape(cut * factor[:, :, None], [TM, TK]), E4M3, BY_BITS)
         store_tile(by_row, fp8, m, k, M, K)
     if by_column is not None:
-        rows, groups = k + tl.arange(0, TK), m // G + tl.arange(0, TM // G)
-        cut = tl.reshape(tile, [TM // G, G, TK])
-        amax = tl.trans(tl.max(magnitude(cut), axis=1))
+        if AGAIN:
+            tile = load_tile(x, m, k, M, K, TM, TK)
+        rows, groups = k + tl.arange(0, TK), m // G + tl.arange(0, 1)
+        amax = tl.max(magnitude(tile), axis=0)[:, None]
         factor = scales_of_groups(amax, transposed, rows, groups, K, PADDED // G, E4M3, E8M0, POW2)
-        fp8 = to_fp8(tl.reshape(cut * tl.trans(factor)[:, None, :], [TM, TK]), E4M3, BY_BITS)
+        fp8 = to_fp8(tile * tl.trans(factor), E4M3, BY_BITS)
         store_tile(by_column, tl.trans(fp8), k, m, K, PADDED)

@@ -18,12 +18,12 @@ if triton is None or INTERPRETED:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
 from tests.kernels.compile_cases import run
-from tests.kernels.fp8_cases import CASES, TARGETS, Case, compiled, warps_for
+from tests.kernels.fp8_cases import CASES, TARGETS, Case, compiled, reads_again, warps_for
 
 pytestmark = pytest.mark.slow
 
-MOST_REGISTERS = {"cuda": 64, "hip": 96}
-"""Of 255 and 512. On AMD nothing multiplies what 1x32 and 1x128 are for, and these take the most."""
+MOST_REGISTERS = 64
+"""Of 255 on NVIDIA and 512 on AMD: with more, fewer programs fit on a GPU at a time."""
 BYTES = {"bf16": 2, "fp32": 4}
 
 CASTS = {
@@ -54,7 +54,7 @@ def test_on_nvidia(target: str, tmp_path: Path) -> None:
         casts = len(re.findall(CASTS[target], kernel.asm["ptx"]))
         if (found["LDG"], found["STG"]) != needed(case, 32 * case.warps):
             problems.append(f"{name}: {found}, not {needed(case, 32 * case.warps)}")
-        if int(usage["REG"]) > MOST_REGISTERS["cuda"] or usage["STACK"] != "0" or usage["LOCAL"] != "0":
+        if int(usage["REG"]) > MOST_REGISTERS or usage["STACK"] != "0" or usage["LOCAL"] != "0":
             problems.append(f"{name}: {usage}")
         if bool(case.writes) != bool(casts):
             problems.append(f"{name}: {casts} saturating casts")
@@ -73,11 +73,11 @@ def test_on_amd(target: str) -> None:
             re.findall(r"(?:buffer|global)_(load|store)_(?:dwordx4|b128)", code)
         )
         casts = len(re.findall(CASTS.get(target, "no cast"), code))
-        if (found["load"], found["store"]) != needed(case, 64 * warps_for(case, TARGETS[target])):
-            problems.append(
-                f"{name}: {found}, not {needed(case, 64 * warps_for(case, TARGETS[target]))}"
-            )
-        if int(usage.pop("vgpr_count")) > MOST_REGISTERS["hip"] or set(usage.values()) != {"0"}:
+        loads, stores = needed(case, 64 * warps_for(case, TARGETS[target]))
+        loads *= 2 if reads_again(case, TARGETS[target]) else 1
+        if (found["load"], found["store"]) != (loads, stores):
+            problems.append(f"{name}: {found}, not {loads} and {stores}")
+        if int(usage.pop("vgpr_count")) > MOST_REGISTERS or set(usage.values()) != {"0"}:
             problems.append(f"{name}: {usage}")
         if target in CASTS and bool(case.writes) != bool(casts):
             problems.append(f"{name}: {casts} saturating casts")
