@@ -25,6 +25,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.masters.copies import copied_in_float32
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
 from amp.masters.whole import MasterWeights
@@ -160,8 +161,10 @@ class Session:
                     strategy.prepare_model(model, undo)
             for handle in install_state_dict_hooks(self._masters, models, self.properties):
                 undo.callback(handle.remove)
-            if self.properties.master_weights and dcp.is_in_use():
-                dcp.teach(undo.enter_context(Patches()))
+            if self.properties.master_weights:
+                undo.enter_context(copied_in_float32(self._masters))
+                if dcp.is_in_use():
+                    dcp.teach(undo.enter_context(Patches()))
             attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
             said = [strategy.finish() for strategy in self._strategies]
         except BaseException:

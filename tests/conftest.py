@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it, and it replaces torch.manual_seed
 import torch.utils.checkpoint
 
+import amp.session as session_module
 from amp.casting import registry
 from amp.frontend import _Default
 from amp.kernels.language import INTERPRETED
@@ -65,14 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def torch_is_given_back() -> Iterator[None]:
-    """Close the default session after the test, and check that every torch function is back."""
+    """Close all sessions after the test, and check that every torch function is back."""
     before = _attributes()
     script, registered = torch.jit.script, dict(registry._registered)
     _Default.session = _Default.waiting_state = None
     torch.manual_seed(0)
     yield
-    if _Default.session is not None:
-        _Default.session.close()
+    for session in list(session_module._open):
+        session.close()
     _Default.session = _Default.waiting_state = None
     after = _attributes()
     assert not torch.is_autocast_enabled("ipu"), "casts are left switched off"

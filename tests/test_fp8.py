@@ -265,7 +265,7 @@ def test_an_input_written_in_place_is_quantized_again() -> None:
 
 
 def test_copies_and_pickles() -> None:
-    model, _ = initialize(net(), "O5", "delayed")
+    model, _ = initialize(net(), "O4", "delayed")
     x = torch.randn(4, WIDTH)
     expected = model(x)
     assert torch.equal(copy.deepcopy(model)(x), expected)
@@ -643,11 +643,19 @@ def test_a_parametrized_weight_is_computed_once_in_a_forward() -> None:
 
 
 def test_copies_leave_fp8_when_the_session_closes() -> None:
-    model, _ = initialize(net(), "O5", "current")
+    model, _ = initialize(net(), "O4", "current")
     copied = copy.deepcopy(model)
     amp.get_session().close()
-    x = torch.randn(4, WIDTH).bfloat16()
-    assert torch.equal(copied.third(x), model.third(x))
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(copied.third(x), nn.functional.linear(x, model.third.weight, model.third.bias))
+
+
+def test_a_copy_of_what_has_masters_is_in_fp32() -> None:
+    model, _ = initialize(net(), "O5", "current")
+    copied, plain = copy.deepcopy(model), net()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(copied(x), plain(x))
 
 
 def test_a_model_that_is_widened_runs_as_torch_has_it() -> None:

@@ -401,8 +401,13 @@ def test_copies_are_models_of_their_own(level: str, how: str) -> None:
     twin.eval()
     x, y = batch()
     before = model(x)
-    assert torch.equal(twin(x), before)
     assert twin(x).dtype is before.dtype
+    in_float32 = how == "deepcopy" and bool(amp.get_session().properties.master_weights)
+    if in_float32:
+        torch.testing.assert_close(twin(x), before, rtol=0, atol=0.03)
+        before = twin(x)
+    else:
+        assert torch.equal(twin(x), before)
     with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
@@ -411,7 +416,7 @@ def test_copies_are_models_of_their_own(level: str, how: str) -> None:
     for name, value in twin.state_dict().items():
         assert not value.is_floating_point() or value.dtype is torch.float32, name
     twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(x), model(x))
+    torch.testing.assert_close(twin(x), model(x), rtol=0, atol=0.03 if in_float32 else 0)
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)

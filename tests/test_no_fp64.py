@@ -175,7 +175,7 @@ def test_where_there_is_float64_the_scale_is_computed_in_it_and_that_is_seen(lev
 def test_scales_that_are_powers_of_two_move_the_same_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    states = [torch.tensor([2.0**12, 2.0**-12, 0.0, 2.0, 0.0, 0.0]) for _ in range(2)]
+    states = [torch.tensor([2.0**12, 2.0**-12, 0.0, 2.0, 0.0, 0.0, 0.0]) for _ in range(2)]
     for i in range(30):
         for state, has in zip(states, (True, False), strict=True):
             monkeypatch.setattr(update_scale, "has_float64", lambda device, has=has: has)

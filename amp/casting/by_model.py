@@ -191,6 +191,15 @@ def _needed_input_dtype(
     return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
 
 
+def for_a_copy_in_float32(hook: Any) -> Any:
+    """Return what a copy of a module in FP32 has in place of a hook of ours, or None."""
+    if isinstance(hook, ModelInputs):
+        return hook.in_dtype(torch.float32)
+    if isinstance(hook, functools.partial) and hook.func in (_cast_inputs, _cast_output):
+        return functools.partial(hook.func, torch.float32)
+    return None
+
+
 def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Let a module cast its inputs to this dtype alone, and return what undoes that."""
     hooks = module._forward_pre_hooks

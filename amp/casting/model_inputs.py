@@ -4,6 +4,9 @@ Positions, tables and masks are numbers that a cast may ruin: a 16-bit float rou
 -1e9 becomes -inf in float16. Who passes them is told so, once for each argument.
 """
 
+from __future__ import annotations
+
+import copy
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -41,6 +44,12 @@ class ModelInputs:
         self._names = positional_names(model)
         self._seen: dict[str, set[torch.Size]] = {}
         self._warned: set[str] = set()
+
+    def in_dtype(self, dtype: torch.dtype) -> ModelInputs:
+        """Return a hook that casts to another dtype."""
+        other = copy.copy(self)
+        other.dtype, other._seen, other._warned = dtype, {}, set()
+        return other
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast the arguments."""

@@ -47,7 +47,6 @@ import torch
 from torch import Tensor
 
 from amp.distributed import place_gradients, shard_like
-from amp.kernels.tables import BadSteps
 from amp.kernels.tensor_lists import dense, local
 from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
@@ -60,6 +59,7 @@ from amp.training.synchronization import Synchronization
 from amp.training.unscaling import Move, add_grad, unscale_moves
 
 if TYPE_CHECKING:
+    from amp.kernels.tables import BadSteps
     from amp.training.blocks import Block
 
 

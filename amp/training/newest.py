@@ -1,19 +1,23 @@
 """What the backward of one block has made for one optimizer, looked at once."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError
-from amp.kernels.tables import BadSteps
 from amp.kernels.tensor_lists import Kind, TensorList, are_plain, local
 from amp.lazy import kernels
 from amp.masters.whole import check_device
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
+
+if TYPE_CHECKING:
+    from amp.kernels.tables import BadSteps
 
 
 class Notes(NamedTuple):

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,16 @@ from torch import Tensor
 from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpValueError, AmpWarning
-from amp.kernels.tables import BadSteps
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.host_copies import HostCopies, is_on_host
 from amp.training.noted import NotedByKernels
 from amp.training.recorder import FlightRecorder, Transition, describe_streak
+
+if TYPE_CHECKING:
+    from amp.kernels.tables import BadSteps
+
 
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
 """Where in the state each number is; see `amp.kernels.update_scale`."""
@@ -259,7 +262,9 @@ class LossScaler:
             parameters: of the model, the same list each time.
             called: names one of them.
         """
-        return BadSteps(self._noted.entries_of(parameters, called), self._updates_on_device)
+        entries = self._noted.entries_of(parameters, called)
+        noted: BadSteps = kernels.tables.BadSteps(entries, self._updates_on_device)
+        return noted
 
     def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
         """Note whose gradients were bad at a step, by a flag for each name. No host sync."""

@@ -1,15 +1,19 @@
 """From the scaled gradients of a block to unscaled ones, added to those of earlier blocks."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp.distributed import shard_like
-from amp.kernels.tables import BadSteps
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
+
+if TYPE_CHECKING:
+    from amp.kernels.tables import BadSteps
 
 
 class Move(NamedTuple):

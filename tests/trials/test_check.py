@@ -362,13 +362,18 @@ def test_a_healthy_script(capsys: Any, tmp_path: Path) -> None:
     ("parts", "expected"),
     [
         ({"options": "gain=500.0"}, "range: forward torch.matmul, in blocks.1.attn"),
-        ({"gain": "3e6", "level": "O3"}, "range: backward"),
-        (
+        pytest.param({"gain": "3e6", "level": "O3"}, "range: backward", marks=pytest.mark.slow),
+        pytest.param(
             {"inside": "nn.utils.clip_grad_norm_(net.parameters(), 1.0)"},
             "order: backward",
+            marks=pytest.mark.slow,
         ),
-        ({"level": "O3"}, "unchecked"),
-        ({"imports": "from apex import amp", "options": "head='exp'"}, "range: forward torch.exp"),
+        pytest.param({"level": "O3"}, "unchecked", marks=pytest.mark.slow),
+        pytest.param(
+            {"imports": "from apex import amp", "options": "head='exp'"},
+            "range: forward torch.exp",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_a_script_does_wrong(
@@ -378,8 +383,9 @@ def test_what_a_script_does_wrong(
     assert any(line.startswith(expected) for line in shown.splitlines()), shown
 
 
+@pytest.mark.slow
 def test_a_script_that_casts_before_initialize(capsys: Any, tmp_path: Path) -> None:
-    script = write(tmp_path).replace("x", "x")
+    script = write(tmp_path)
     text = Path(script).read_text().replace("net = Net()", "net = Net().half()")
     Path(script).write_text(text)
     found = json.loads(run(capsys, script, "--json", status=1))
@@ -387,12 +393,14 @@ def test_a_script_that_casts_before_initialize(capsys: Any, tmp_path: Path) -> N
     assert found["error"] == ""
 
 
+@pytest.mark.slow
 def test_another_level(capsys: Any, tmp_path: Path) -> None:
     script = write(tmp_path, options="gain=500.0", level="O5")
     assert run(capsys, script, status=0)
     assert "range: forward torch.matmul" in run(capsys, script, "--level", "O1", status=1)
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_at_its_level_only(capsys: Any, tmp_path: Path) -> None:
     script = write(tmp_path)
     text = Path(script).read_text().replace("net(batch())", "net(batch(), mask)")
@@ -452,6 +460,7 @@ GAN = """
 """
 
 
+@pytest.mark.slow
 def test_two_models_and_losses(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "gan.py").write_text(textwrap.dedent(GAN))
     found = json.loads(run(capsys, "gan.py", "--json", status=1))

@@ -189,6 +189,7 @@ def test_in_a_script(capsys: Any, script: str, tmp_path: Path) -> None:
     assert not (tmp_path / "after").exists()  # it ends once enough was seen
 
 
+@pytest.mark.slow
 def test_in_a_script_at_another_level_as_json(capsys: Any, script: str) -> None:
     options = ["--opt-level", "O5", "--json", "--", "--width", "8"]
     found = json.loads(run(capsys, "softmax", "--script", script, *options))
@@ -199,8 +200,16 @@ def test_in_a_script_at_another_level_as_json(capsys: Any, script: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["exp", "--script", "train.py", "--", "--width", "8"], "'exp' was not called; these were:"),
-        (["exp", "--script", "train.py", "--", "--wide"], "ran no forward of a model: AssertionError"),
+        pytest.param(
+            ["exp", "--script", "train.py", "--", "--width", "8"],
+            "'exp' was not called; these were:",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["exp", "--script", "train.py", "--", "--wide"],
+            "ran no forward of a model: AssertionError",
+            marks=pytest.mark.slow,
+        ),
         (["exp", "--script", "nowhere.py"], "there is no file 'nowhere.py'"),
         (["torch.exp", "--module", "head"], "give --script too"),
     ],

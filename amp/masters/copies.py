@@ -1,0 +1,132 @@
+"""Deep copies and averages of a model that has masters: they are in FP32, with the masters' values.
+
+A copy in 16 bits could not take part in an average: an update of a thousandth is rounded away.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp.casting.by_model import for_a_copy_in_float32
+from amp.dtypes import LOW_PRECISION
+from amp.masters.whole import MasterWeights
+from amp.patching import Patches
+
+_live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+"""The masters of open sessions."""
+
+_SEEN = "amp.masters.copies"
+"""The key in a memo of `copy.deepcopy` that says that its model was looked at."""
+
+
+@contextmanager
+def copied_in_float32(masters: MasterWeights) -> Iterator[None]:
+    """Let models with these masters be copied and averaged in FP32, until the block ends."""
+    from torch.optim import swa_utils  # brings the schedulers with it
+
+    _live.add(masters)
+    module: Any = nn.Module
+    if "__deepcopy__" not in vars(module):
+        module.__deepcopy__ = _deepcopy
+    with Patches() as patches:
+        patches.surround(swa_utils.AveragedModel, "update_parameters", _update_parameters)
+        for holder in (Tensor, torch):
+            patches.surround(holder, "lerp", _lerp)
+        patches.surround(Tensor, "lerp_", _lerp)
+        patches.surround(torch, "_foreach_lerp_", _foreach_lerp)
+        try:
+            yield
+        finally:
+            _live.discard(masters)
+            if not _live and vars(module).get("__deepcopy__") is _deepcopy:
+                del module.__deepcopy__
+
+
+def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """Do what `copy.deepcopy` does without a `__deepcopy__`, in FP32 if the module has masters."""
+    if _SEEN not in memo:
+        memo[_SEEN] = True
+        if any(_master_of(parameter) is not None for parameter in module.parameters()):
+            _widen(module, memo)
+    reduced: Any = module.__reduce_ex__(4)
+    make, arguments, state, *_ = reduced
+    copied: nn.Module = make(*arguments)
+    memo[id(module)] = copied
+    copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
+    """Put copies in FP32 into a memo, of tensors in 16 bits and of the hooks that cast to these."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.dtype in LOW_PRECISION:
+            values = _values_of(tensor).clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    for each in module.modules():
+        for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values()):
+            other = for_a_copy_in_float32(hook)
+            if other is not None:
+                memo[id(hook)] = other
+
+
+def _master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
+    for masters in _live:
+        master = masters.master(tensor)
+        if master is not None:
+            return masters, master
+    return None
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """Return what a tensor in 16 bits stands for, float32. No host sync."""
+    found = _master_of(tensor)
+    if found is None:
+        return tensor.detach().float()
+    masters, master = found
+    masters.follow(master)
+    return masters.values(master)
+
+
+# Averages.
+
+
+def _update_parameters(original: Callable[..., Any], averaged: nn.Module, model: nn.Module) -> Any:
+    """Run `AveragedModel.update_parameters` on a model whose tensors have the values of the masters."""
+    narrow = [x for x in chain(model.parameters(), model.buffers()) if x.dtype in LOW_PRECISION]
+    before = [tensor.data for tensor in narrow]
+    values = [_values_of(tensor) for tensor in narrow]
+    try:
+        for tensor, wide in zip(narrow, values, strict=True):
+            tensor.data = wide
+        return original(averaged, model)
+    finally:
+        for tensor, data in zip(narrow, before, strict=True):
+            tensor.data = data
+
+
+def _lerp(original: Callable[..., Any], start: Tensor, end: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Let an average in FP32 be moved towards what weights in 16 bits stand for."""
+    return original(start, _as_wide_as(start, end), *args, **kwargs)
+
+
+def _foreach_lerp(
+    original: Callable[..., Any], starts: Any, ends: Any, *args: Any, **kwargs: Any
+) -> Any:
+    wide = [_as_wide_as(start, end) for start, end in zip(starts, ends, strict=True)]
+    return original(starts, wide, *args, **kwargs)
+
+
+def _as_wide_as(start: Any, end: Any) -> Any:
+    is_narrow = isinstance(start, Tensor) and start.dtype is torch.float32
+    if not is_narrow or not isinstance(end, Tensor) or end.dtype not in LOW_PRECISION:
+        return end
+    return _values_of(end)

@@ -1,0 +1,204 @@
+"""Averages and copies of a model that has masters are in FP32, whoever makes them, before or after."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
+
+import amp
+from tests.covering import covering
+
+DECAY = 0.995
+LEVELS = ["O0", "O1", "O2", "O4", "O5", "split16"]
+X = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
+Y = torch.sin(X.sum(1, keepdim=True) / 2)
+
+
+def by_hand(ema: nn.Module, net: nn.Module) -> None:
+    for average, value in zip(ema.parameters(), net.parameters(), strict=True):
+        average.lerp_(value, 1 - DECAY)
+
+
+def by_hand_of_data(ema: nn.Module, net: nn.Module) -> None:
+    for average, value in zip(ema.parameters(), net.parameters(), strict=True):
+        average.data.mul_(DECAY).add_(value.data, alpha=1 - DECAY)
+
+
+def by_hand_for_all(ema: nn.Module, net: nn.Module) -> None:
+    torch._foreach_lerp_(list(ema.parameters()), list(net.parameters()), 1 - DECAY)
+
+
+def of_state_dicts(ema: nn.Module, net: nn.Module) -> None:
+    """As timm's ModelEmaV3 does it."""
+    for average, value in zip(ema.state_dict().values(), net.state_dict().values(), strict=True):
+        average.lerp_(value, 1 - DECAY)
+
+
+def by_torch(ema: Any, net: nn.Module) -> None:
+    ema.update_parameters(net)
+
+
+WAYS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any, Any], None]]] = {
+    "multi_avg_fn": (
+        lambda net: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
+        by_torch,
+    ),
+    "avg_fn": (lambda net: AveragedModel(net, avg_fn=get_ema_avg_fn(DECAY)), by_torch),
+    "lerp_": (copy.deepcopy, by_hand),
+    "mul_ and add_": (copy.deepcopy, by_hand_of_data),
+    "_foreach_lerp_": (copy.deepcopy, by_hand_for_all),
+    "state dicts": (copy.deepcopy, of_state_dicts),
+}
+
+
+def net_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def session_at(level: str) -> amp.Session:
+    overrides: dict[str, Any] = {"master_weights": "split16"} if level == "split16" else {}
+    return amp.Session("O5" if overrides else level, verbosity=0, **overrides)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return (model(X).float() - Y).square().mean()
+
+
+def train(session: amp.Session, net: Any, optimizer: Any, steps: int, then: Callable[[], None]) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with session.scale_loss(loss_of(net), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            then()
+
+
+@pytest.mark.parametrize(("level", "way", "before"), covering(LEVELS, WAYS, [False, True], strength=1))
+def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> None:
+    make, update = WAYS[way]
+    net: Any = net_of()
+    optimizer: Any = torch.optim.Adam(net.parameters(), 3e-3)
+    ema = make(net) if before else None
+    with session_at(level) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        ema = ema or make(net)
+        assert {parameter.dtype for parameter in ema.parameters()} == {torch.float32}
+        train(session, net, optimizer, 600, lambda: update(ema, net))
+        assert loss_of(net) < 0.02
+        assert loss_of(ema) < 0.03  # 0.4 untrained
+        narrow = {"O2": torch.float16, "O5": torch.bfloat16, "split16": torch.bfloat16}.get(level)
+        assert next(net.parameters()).dtype is (narrow or torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "split16"])
+def test_a_deep_copy_has_the_values_of_the_masters_and_runs_on_its_own(level: str) -> None:
+    net: Any = net_of()
+    optimizer: Any = torch.optim.Adam(net.parameters(), 3e-3)
+    with session_at(level) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        train(session, net, optimizer, 5, lambda: None)
+        copied = copy.deepcopy(net)
+        state, own = net.state_dict(), copied.state_dict()
+        assert all(torch.equal(state[name], own[name]) for name in state)
+        before = copied(X)
+        assert before.dtype is torch.float32
+        plain = net_of()
+        plain.load_state_dict(own)
+        assert torch.equal(before, plain(X))  # computed in FP32
+        train(session, net, optimizer, 5, lambda: None)
+        assert torch.equal(copied(X), before)
+    assert torch.equal(copied(X), before)  # the session is closed
+    assert "__deepcopy__" not in vars(nn.Module)
+
+
+def test_a_copy_of_a_part_and_of_what_is_around() -> None:
+    net: Any = nn.ModuleDict({"a": net_of(), "b": nn.BatchNorm1d(4)})
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    with amp.Session("O5", verbosity=0) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        assert copy.deepcopy(net["a"])(X).dtype is torch.float32
+        around = copy.deepcopy({"models": [net], "also": net["a"]})
+        assert around["models"][0]["a"] is around["also"]
+        assert {x.dtype for x in around["also"].parameters()} == {torch.float32}
+        assert net["a"][0].weight.dtype is torch.bfloat16
+
+
+def test_tied_and_frozen_weights_and_buffers_are_copied_as_they_are() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+            self.a.bias.requires_grad_(False)
+            self.register_buffer("shift", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) + self.shift
+
+    net: Any = Tied()
+    optimizer: Any = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+    with amp.Session("O5", verbosity=0) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        copied = copy.deepcopy(net)
+        assert copied.b.weight is copied.a.weight
+        assert [p.requires_grad for p in copied.parameters()] == [True, False, True]
+        assert {x.dtype for x in copied.state_dict().values()} == {torch.float32}
+        assert copied.shift.dtype is torch.float32
+        assert copied(torch.ones(1, 4)).dtype is torch.float32
+
+
+def test_models_without_masters_are_copied_as_ever() -> None:
+    class Own(nn.Module):
+        def __deepcopy__(self, memo: Any) -> str:
+            return "its own way"
+
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    with amp.Session("O2", verbosity=0) as session:
+        session.initialize(net, optimizer)
+        half = net_of().half()
+        assert next(copy.deepcopy(half).parameters()).dtype is torch.float16
+        assert copy.deepcopy(Own()) == "its own way"
+        assert pickle.loads(pickle.dumps(half))[0].weight.dtype is torch.float16
+        assert torch.lerp(torch.zeros(2).half(), torch.ones(2).half(), 0.5).tolist() == [0.5, 0.5]
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.zeros(2).double().lerp_(torch.ones(2), 0.5)
+
+
+def test_swa_with_batch_norm_in_a_whole_run() -> None:
+    net: Any = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    with amp.Session("O5", verbosity=0) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        swa = AveragedModel(net, use_buffers=True)
+        train(session, net, optimizer, 200, lambda: swa.update_parameters(net))
+        update_bn([X], swa)
+        trained = loss_of(swa.eval())
+        net.load_state_dict(swa.module.state_dict())  # and back into the run
+        assert loss_of(net.eval()).item() == pytest.approx(trained.item(), abs=0.01)
+    assert trained < 0.2
+
+
+def test_an_update_that_fails_leaves_the_model_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+
+    def failing(*args: Any) -> Tensor:
+        raise ZeroDivisionError
+
+    with amp.Session("O5", verbosity=0) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        ema = AveragedModel(net, avg_fn=failing)
+        ema.update_parameters(net)  # the first one copies
+        with pytest.raises(ZeroDivisionError):
+            ema.update_parameters(net)
+        assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
