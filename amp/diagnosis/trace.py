@@ -38,7 +38,7 @@ _CONSTANTS = {
 }
 """Ops that write a constant: an inf of theirs was asked for."""
 
-_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """Ops whose results hold whatever was there."""
 
 CASTS = frozenset(["_to_copy", "copy_", "to"])
@@ -176,7 +176,7 @@ class Trace:
             self.note_unscale(args[0], float(args[2]))
         elif before is not None and phase != "backward":
             self._note_write(args, place)
-        bad = [] if aten in _UNWRITTEN else [x for x in outputs if not is_finite(x)]
+        bad = [] if aten in UNWRITTEN else [x for x in outputs if not is_finite(x)]
         for x in outputs:
             if all(x is not each for each in bad) and not func.is_view:
                 self._made.pop(memory_of(x), None)

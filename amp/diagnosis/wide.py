@@ -14,10 +14,10 @@ _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def floats_in(value: Any) -> list[Tensor]:
-    """Return the floating tensors in arguments or results, in containers of any kind."""
+    """Return the floating tensors that have numbers, in arguments or results of any kind."""
     leaves, _ = tree_flatten(value)
     tensors = [x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided]
-    return [x for x in tensors if x.is_floating_point() and x.numel()]
+    return [x for x in tensors if x.is_floating_point() and x.numel() and not x.is_meta]
 
 
 def is_finite(x: Tensor) -> bool:

@@ -234,7 +234,9 @@ def _alignment(products: Iterable[Product]) -> Iterator[Finding]:
         sizes = product.sizes
         if multiple is None or not sizes:
             continue
-        odd = [size for size in sizes if size % multiple]
+        # The rows of a plain product are tokens, of which a batch has as many as it has.
+        chosen = sizes[1:] if product.is_plain else sizes
+        odd = [size for size in chosen if size % multiple]
         if len(sizes) == 2:  # of a convolution
             odd = [size for size in odd if size > SMALL_CHANNELS]
         if odd:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from amp.casting import wrappers
 from amp.diagnosis.places import Place, Places, file_of_caller
-from amp.diagnosis.trace import CASTS, memory_of
+from amp.diagnosis.trace import CASTS, UNWRITTEN, memory_of
 from amp.diagnosis.wide import floats_in
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "_slow_conv2d_forward")
@@ -51,12 +51,14 @@ class Product(NamedTuple):
         flops: floating-point operations, two for a multiplication and an addition.
         sizes: rows, inner dimension and columns of a matrix product; channels in and out of a
             convolution; nothing of an attention.
+        is_plain: whether it is a product of two matrices, and not of batches of them.
     """
 
     place: Place
     dtype: torch.dtype
     flops: int
     sizes: tuple[int, ...]
+    is_plain: bool
 
 
 class Constant(NamedTuple):
@@ -156,7 +158,7 @@ class Recording(AbstractContextManager["Recording"]):
             raise
         with torch.no_grad():
             outputs = floats_in(result)
-            if not func.is_view:
+            if not func.is_view and aten not in UNWRITTEN:
                 gives = outputs[0].dtype if outputs else None
                 self.ops.append(Op(place, aten, gives, max(map(_largest, outputs), default=0.0)))
             self._note_product(place, func, args, kwargs, result)
@@ -181,7 +183,8 @@ class Recording(AbstractContextManager["Recording"]):
             multiplied = floats_in(args)[-1]
             emulated = self._was.get(memory_of(multiplied))  # FP8 where no tensor core has it
             dtype = emulated if emulated and _is_eighth(emulated) else multiplied.dtype
-            self.products.append(Product(place, dtype, flops, tuple(_sizes(func, args))))
+            is_plain = func.overloadpacket.__name__ in ("mm", "addmm", "_scaled_mm")
+            self.products.append(Product(place, dtype, flops, tuple(_sizes(func, args)), is_plain))
 
     def _note_cast(self, place: Place, aten: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         before = self._was.get(memory_of(inputs[-1])) if inputs else None
