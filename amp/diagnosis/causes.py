@@ -150,6 +150,11 @@ def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
 def _of_source(event: Event, reached: tuple[str, ...]) -> Finding:
     source = event.sources[0]
     at = f" at {list(source.at)}" if source.at else ""
+    if source.value is not None:
+        dtype, limit = dtype_name(event.takes[0]), torch.finfo(event.takes[0]).max
+        what = f"the weight {source.name} is {_number(source.value)} in FP32; {dtype} ends at {limit:g}"
+        advice = f"Keep its module in FP32:\n{_rule(event)}\nor take O4 or O5."
+        return replace(_finding(event, "range", what, advice, reached), value=source.value)
     if source.kind == "data":
         what = f"{source.name or 'a tensor that no op of the step has made'} is not finite{at}"
         advice = "Look at the batch, and skip or mend it. No precision cures it."

@@ -17,11 +17,13 @@ class Source(NamedTuple):
         kind: `data`, `weight` or `buffer`.
         name: of the argument of the model, the parameter or the buffer; empty if it is none of these.
         at: the indices of its first element that is not finite.
+        value: of a weight whose FP32 master is finite, the largest magnitude of that.
     """
 
     kind: str
     name: str
     at: tuple[int, ...]
+    value: float | None = None
 
 
 @dataclass

@@ -30,6 +30,7 @@ from amp.diagnosis.places import Place, Places, is_called_by_amp
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
 from amp.dtypes import LOW_PRECISION
 from amp.lazy import kernels
+from amp.masters.copies import largest_in_master
 from amp.patching import Patches
 
 _CONSTANTS = {
@@ -83,7 +84,7 @@ class Trace:
         self._written: dict[str, Place] = {}  # gradients that somebody has written to
         self._places = Places(models, self._note_loss)
         self._made: dict[int, int] = {}  # memory that is not finite: the event
-        self._owned: dict[int, tuple[str, str]] = {}
+        self._owned: dict[int, tuple[str, str, Tensor]] = {}
         self._arguments: dict[int, str] = {}
         self._grads: dict[int, str] = {}
         self._open = ExitStack()
@@ -109,13 +110,13 @@ class Trace:
 
     def _know(self, prefix: str, model: nn.Module, stack: ExitStack) -> None:
         for name, parameter in model.named_parameters():
-            self._owned.setdefault(memory_of(parameter), ("weight", prefix + name))
+            self._owned.setdefault(memory_of(parameter), ("weight", prefix + name, parameter))
             if parameter.requires_grad and parameter.is_leaf:
                 hook = _accumulated(self, prefix + name)
                 register: Any = parameter.register_post_accumulate_grad_hook
                 stack.callback(register(hook).remove)
         for name, buffer in model.named_buffers():
-            self._owned.setdefault(memory_of(buffer), ("buffer", prefix + name))
+            self._owned.setdefault(memory_of(buffer), ("buffer", prefix + name, buffer))
         hook = _root_hook(self)
         handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)
@@ -216,7 +217,9 @@ class Trace:
         memory = memory_of(held)
         index = tuple((~x.isfinite()).nonzero()[0].tolist())
         if memory in self._owned:
-            return Source(*self._owned[memory], index)
+            kind, name, owner = self._owned[memory]
+            largest = largest_in_master(owner)
+            return Source(kind, name, index, largest if math.isfinite(largest) else None)
         return Source("data", self._arguments.get(memory, ""), index)
 
     def _note_scalars(self, func: Any, args: Any, outputs: list[Tensor], place: Place) -> None:

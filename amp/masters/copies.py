@@ -6,6 +6,7 @@ A copy in 16 bits could not take part in an average: an update of a thousandth i
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,13 @@ def _values_of(tensor: Tensor) -> Tensor:
     masters, master = found
     masters.follow(master)
     return masters.values(master)
+
+
+def largest_in_master(tensor: Tensor) -> float:
+    """Return the largest magnitude in a weight's master, NaN if it has none. The host waits."""
+    if _master_of(tensor) is None:
+        return math.nan
+    return float(torch.linalg.vector_norm(_values_of(tensor), math.inf))
 
 
 # Averages.

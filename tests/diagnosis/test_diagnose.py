@@ -201,6 +201,17 @@ def test_a_weight_and_a_buffer_that_are_not_finite() -> None:
     assert "the buffer 1.running_var is not finite at [2]" in report.findings[0].what
 
 
+def test_a_weight_that_the_cast_made_infinite() -> None:
+    model = net()
+    with torch.no_grad():
+        model.blocks[2].mlp[0].weight[3, 4] = 1e5  # type: ignore[index, union-attr]
+    report = diagnosed(model, "O2")
+    assert first(report)[0] == "range"
+    what = report.findings[0].what
+    assert what == "the weight blocks.2.mlp.0.weight is 100000 in FP32; float16 ends at 65504"
+    assert "rules: [{module: blocks.2.mlp.0, cast: float32}]" in report.findings[0].advice
+
+
 class Rope(nn.Module):
     def __init__(self) -> None:
         super().__init__()
