@@ -132,6 +132,15 @@ def test_a_copy_of_a_part_and_of_what_is_around() -> None:
         assert net["a"][0].weight.dtype is torch.bfloat16
 
 
+def test_copies_of_several_models_at_once() -> None:
+    nets: Any = [net_of(), net_of()]
+    optimizers: Any = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    with amp.Session("O2", verbosity=0) as session:
+        nets, optimizers = session.initialize(nets, optimizers)
+        for copied in copy.deepcopy(nets):
+            assert {x.dtype for x in copied.parameters()} == {torch.float32}
+
+
 def test_tied_and_frozen_weights_and_buffers_are_copied_as_they_are() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

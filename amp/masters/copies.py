@@ -25,7 +25,7 @@ _live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 """The masters of open sessions."""
 
 _SEEN = "amp.masters.copies"
-"""The key in a memo of `copy.deepcopy` that says that its model was looked at."""
+"""The key in a memo of `copy.deepcopy` under which are the ids of modules that were looked at."""
 
 
 @contextmanager
@@ -53,8 +53,9 @@ def copied_in_float32(masters: MasterWeights) -> Iterator[None]:
 
 def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Do what `copy.deepcopy` does without a `__deepcopy__`, in FP32 if the module has masters."""
-    if _SEEN not in memo:
-        memo[_SEEN] = True
+    seen = memo.setdefault(_SEEN, set())
+    if id(module) not in seen:
+        seen.update(map(id, module.modules()))
         if any(_master_of(parameter) is not None for parameter in module.parameters()):
             _widen(module, memo)
     reduced: Any = module.__reduce_ex__(4)
