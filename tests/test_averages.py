@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import amp
 from tests.covering import covering
 
-DECAY = 0.995
-LEVELS = ["O0", "O1", "O2", "O4", "O5", "split16"]
+DECAY = 0.98
+LEVELS = ["O0", "O2", "O5", "split16"]
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X.sum(1, keepdim=True) / 2)
 
@@ -86,15 +86,15 @@ def train(session: amp.Session, net: Any, optimizer: Any, steps: int, then: Call
 def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> None:
     make, update = WAYS[way]
     net: Any = net_of()
-    optimizer: Any = torch.optim.Adam(net.parameters(), 3e-3)
+    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
     ema = make(net) if before else None
     with session_at(level) as session:
         net, optimizer = session.initialize(net, optimizer)
         ema = ema or make(net)
         assert {parameter.dtype for parameter in ema.parameters()} == {torch.float32}
-        train(session, net, optimizer, 600, lambda: update(ema, net))
-        assert loss_of(net) < 0.02
-        assert loss_of(ema) < 0.03  # 0.4 untrained
+        train(session, net, optimizer, 200, lambda: update(ema, net))
+        assert loss_of(net) < 0.001
+        assert loss_of(ema) < 0.005  # 0.6 untrained
         narrow = {"O2": torch.float16, "O5": torch.bfloat16, "split16": torch.bfloat16}.get(level)
         assert next(net.parameters()).dtype is (narrow or torch.float32)
 
