@@ -1,5 +1,7 @@
 """A script that spawns its workers and its data loader's, which run it again from its top."""
 
+import os
+
 import amp_C
 import torch
 import torch.distributed as dist
@@ -40,9 +42,9 @@ def main_worker(rank, world, port):
     weights = [torch.zeros(1, 4) for _ in range(world)]
     dist.all_gather(weights, next(amp.master_params(optimizer)).detach())
     if rank == 0:
-        print("same", torch.equal(weights[0], weights[1]))
-    dist.barrier()  # or gloo's threads may let go of a tensor after Python: pytorch/pytorch#179291
-    dist.destroy_process_group()
+        print("same", torch.equal(weights[0], weights[1]), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may let go of a tensor after Python has ended: pytorch/pytorch#179291
 
 
 if __name__ == "__main__":
