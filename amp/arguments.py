@@ -13,18 +13,8 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.lazy import kernels
 from amp.profiles.properties import Properties
-from amp.training.attachment import AttachedOptimizer, innermost, keeps_moments
-
-
-def is_optimizer(value: Any) -> bool:
-    """Whether `value` is an optimizer, or a wrapper that looks like one, such as apex's LARC."""
-    return isinstance(value, torch.optim.Optimizer) or (
-        not isinstance(value, type)
-        and callable(getattr(value, "step", None))
-        and callable(getattr(value, "zero_grad", None))
-        and isinstance(getattr(value, "param_groups", None), list)
-        and isinstance(getattr(value, "state", None), dict)
-    )
+from amp.training.attachment import AttachedOptimizer, declares, keeps_moments
+from amp.training.optimizer_wrappers import innermost, is_optimizer
 
 
 def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:
@@ -64,7 +54,7 @@ def as_optimizers(optimizers: Any) -> list[Any]:
                 "has been through amp.initialize and its session is live. Make a new optimizer, or "
                 "close that session first: amp.get_session(optimizer).close()"
             )
-            if attached.optimizer is not inner[i]:
+            if declares(optimizer, "_scales_losses_itself"):
                 made_of = type(attached.optimizer).__name__
                 why = f"scales losses itself. Pass the {made_of} that it was made of to amp.initialize"
             raise AmpRuntimeError(f"optimizers[{i}] ({type(optimizer).__name__}) {why}")

@@ -32,8 +32,9 @@ from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties
-from amp.training.attachment import AttachedOptimizer, innermost
+from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
+from amp.training.outside_changes import OutsideChanges, look_before_forwards
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
@@ -107,6 +108,7 @@ class Session:
         self._fp8 = next((x for x in self._strategies if isinstance(x, Fp8Linears)), None)
         self.synchronization = Synchronization(self.properties, self._named_parameters)
         self._running_stats = RunningStatistics()
+        self._outside_changes: list[OutsideChanges] = []
         self.last_report: Report | None = None
         self._armed = None
         if self.properties.diagnose == "on_overflow":
@@ -165,7 +167,10 @@ class Session:
                 undo.enter_context(copied_in_float32(self._masters))
                 if dcp.is_in_use():
                     dcp.teach(undo.enter_context(Patches()))
-            attached = [self._attach(optimizer, undo) for optimizer in map(innermost, optimizers)]
+            attached = [self._attach(optimizer, undo) for optimizer in optimizers]
+            for model in models if self.properties.master_weights else ():
+                handle = look_before_forwards(model, self._outside_changes)
+                undo.callback(handle.remove)
             said = [strategy.finish() for strategy in self._strategies]
         except BaseException:
             undo.roll_back()
@@ -179,6 +184,7 @@ class Session:
         for scaler in self.scalers:
             scaler.process_groups += fsdp1_groups(models)
         for one in attached:
+            self._outside_changes.append(one.outside_changes)
             one.recast_state(self.properties.state_dtype)
             one.note_owned()
         for message in filter(None, said):
@@ -260,6 +266,8 @@ class Session:
         scaler = self._scaler(loss_id)
         # An optimizer may be of another session: its gradients are as good.
         given = arguments.attached_of_a_loss(optimizers)
+        for attached in given:
+            attached.outside_changes.warn_if_missed()
         histories = [attached.owner.amax_history for attached in given]
         block = Block(
             scaler,

@@ -52,6 +52,8 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         AmpTypeError: an argument that a dynamic scale does not have.
     """
 
+    _scales_losses_itself = True
+
     def __init__(
         self,
         init_optimizer: Any,

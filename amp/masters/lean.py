@@ -21,6 +21,8 @@ from amp.profiles.properties import LeanMasters
 class LeanMasterWeights(MasterWeights):
     """The masters of one session, as the model's own weights and 16 bits more."""
 
+    are_whole = False
+
     def __init__(self, kind: LeanMasters) -> None:
         super().__init__()
         self.kind: LeanMasters = kind
@@ -61,18 +63,34 @@ class LeanMasterWeights(MasterWeights):
     def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:
         """Let masters hold FP32 values inside the block, and split them at its end. No host sync."""
         lean = [m for m in masters if m in self._low_of and m not in self._in_float32]
-        parameters = [self._model_of[master] for master in lean]
-        for master, parameter in zip(lean, parameters, strict=True):
-            set_values(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
-        kernels.split.join(parameters, self.low_halves(lean), lean)
-        self._in_float32.update(lean)
+        self._widen(lean)
         try:
             yield
         finally:
-            self._split(lean)
-            self._in_float32.difference_update(lean)
-            for master, parameter in zip(lean, parameters, strict=True):
-                set_values(master, _placeholder(parameter))
+            self._narrow(lean)
+
+    @contextmanager
+    def as_they_are_kept(self) -> Iterator[None]:
+        """Let masters that hold FP32 values be split inside the block. No host sync."""
+        wide = list(self._in_float32)
+        self._narrow(wide)
+        try:
+            yield
+        finally:
+            self._widen(wide)
+
+    def _widen(self, masters: Sequence[Tensor]) -> None:
+        parameters = [self._model_of[master] for master in masters]
+        for master, parameter in zip(masters, parameters, strict=True):
+            set_values(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
+        kernels.split.join(parameters, self.low_halves(masters), masters)
+        self._in_float32.update(masters)
+
+    def _narrow(self, masters: Sequence[Tensor]) -> None:
+        self._split(masters)
+        self._in_float32.difference_update(masters)
+        for master in masters:
+            set_values(master, _placeholder(self._model_of[master]))
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Return the low halves of masters."""

@@ -71,7 +71,8 @@ class MasterParameter(Tensor):
                 f"{tuple(value.shape)}: it stands for a parameter of its own shape. Change the model "
                 "before amp.initialize"
             )
-        _DATA.__get__(self).copy_(value)
+        with torch.no_grad():
+            self.copy_(value)  # which leaves a trace, as `.data.copy_` would not
 
 
 class _WholeMaster(MasterParameter, nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]

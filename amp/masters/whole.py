@@ -32,6 +32,9 @@ class MasterWeights:
     This class keeps them as FP32 tensors; `amp.masters.lean` keeps them in 16 bits beside the weights.
     """
 
+    are_whole = True
+    """Whether masters hold FP32 values at all times."""
+
     def __init__(self) -> None:
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
@@ -141,6 +144,11 @@ class MasterWeights:
     @contextmanager
     def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:
         """Let masters hold FP32 values inside the block. No host sync."""
+        yield
+
+    @contextmanager
+    def as_they_are_kept(self) -> Iterator[None]:
+        """Let masters be inside the block what they are outside of `as_float32`. No host sync."""
         yield
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor] | None:

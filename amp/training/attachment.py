@@ -23,24 +23,14 @@ from amp.masters.parameter import MasterParameter
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.training.gradients import Gradients, State
+from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
+from amp.training.outside_changes import OutsideChanges
 from amp.training.ownership import OwnedParameters
 from amp.training.parameter_lists import KnownDtypes
 from amp.training.scaler import LossScaler, Verdict
 from amp.training.steps import ClosureStep, DeviceSkip, FusedStep, HostSkip, Stepper, can_skip_on_device
 
 _ATTRIBUTE = "_amp_attached"
-
-
-def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that steps: what a wrapper, such as apex's LARC, holds with its groups."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
-        if isinstance(value, torch.optim.Optimizer) and value.param_groups is getattr(
-            optimizer, "param_groups", None
-        ):
-            return value
-    return optimizer
 
 
 def declares(optimizer: Any, capability: str) -> bool:
@@ -52,7 +42,7 @@ class AttachedOptimizer:
     """What a session knows about one of its optimizers.
 
     Args:
-        optimizer: a `torch.optim.Optimizer`, or an object that looks like one.
+        optimizer: a `torch.optim.Optimizer`, an object that looks like one, or a wrapper around one.
         owner: the session.
         masters: the session's master weights.
         use_masters: whether 16-bit parameters get a master.
@@ -60,7 +50,9 @@ class AttachedOptimizer:
         named_parameters: returns the parameters that the session's models have now, with their names.
 
     Attributes:
+        optimizer: the one that steps.
         gradients: where its gradients are.
+        outside_changes: carries what is changed in its masters outside of `step` to the model.
         stepped_by: what the checks before the last step found.
     """
 
@@ -74,6 +66,7 @@ class AttachedOptimizer:
         report: Callable[[LossScaler], None],
         named_parameters: Callable[[], Mapping[tuple[int, str], Tensor]],
     ) -> None:
+        *self._wrappers, optimizer = chain_of(optimizer)
         self.optimizer = optimizer
         self.owner = owner
         self.masters = masters
@@ -103,6 +96,7 @@ class AttachedOptimizer:
             self._skips_on_its_own,
         )
         self._fused_step = FusedStep(optimizer, self.gradients, masters)
+        self.outside_changes = OutsideChanges(self.gradients, masters)
         self.stepped_by: list[Verdict] = []
 
     @staticmethod
@@ -126,14 +120,36 @@ class AttachedOptimizer:
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
         self.gradients.look_at_groups()
+        self.outside_changes.note()
         for name, method in (
             ("step", self._step),
             ("zero_grad", self._zero_grad),
             ("add_param_group", self._add_param_group),
         ):
             if hasattr(self.optimizer, name):
-                make = functools.partial(_bound_wrapper, self, method)
-                self._patches.wrap(self.optimizer, name, make)
+                self._wrap(self.optimizer, name, method)
+        self._wrap_wrappers()
+
+    def _wrap(self, holder: Any, name: str, method: Callable[..., Any]) -> None:
+        self._patches.wrap(holder, name, functools.partial(_bound_wrapper, self, holder, method))
+
+    def _wrap_wrappers(self) -> None:
+        """Let wrappers work on this optimizer's gradients and groups, and follow changes of masters."""
+        for wrapper in self._wrappers:
+            for name, method in (
+                ("zero_grad", self._zero_grad),
+                ("add_param_group", self._add_param_group),
+            ):
+                if inherits(wrapper, name):  # else it is the wrapped optimizer's that is called
+                    self._wrap(wrapper, name, method)
+        holders = [(each, ("step", *own_methods(each))) for each in self._wrappers]
+        for holder, names in (*holders, (self.optimizer, own_methods(self.optimizer))):
+            for name in names if self._use_masters else ():
+                self._wrap(holder, name, self._run_own_method)
+
+    def _run_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.outside_changes.around_method():
+            return method(*args, **kwargs)
 
     def detach(self) -> None:
         """Give the optimizer its methods and the model's parameters back. Idempotent.
@@ -165,6 +181,7 @@ class AttachedOptimizer:
                 self.masters.release(master)
         self._rekey_state(parameter_of)
         self.gradients.let_go()
+        self.outside_changes.note()
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype
         self.recast_state()
@@ -205,11 +222,11 @@ class AttachedOptimizer:
 
     def _rekey_state(self, new_of: Mapping[Tensor, Tensor]) -> None:
         """Key the state of some parameters by others, in the same order."""
-        state = self.optimizer.state
-        if any(parameter in state for parameter in new_of):
-            entries = list(state.items())
-            state.clear()
-            state.update((new_of.get(parameter, parameter), entry) for parameter, entry in entries)
+        for state in (each.state for each in (self.optimizer, *self._wrappers)):
+            if any(parameter in state for parameter in new_of):
+                entries = list(state.items())
+                state.clear()
+                state.update((new_of.get(parameter, parameter), entry) for parameter, entry in entries)
 
     def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
         if isinstance(group, dict) and "params" in group:
@@ -229,11 +246,18 @@ class AttachedOptimizer:
         for new_group in self.optimizer.param_groups[known:]:
             self._adopt(new_group, {})
         self.note_owned()
+        self.outside_changes.note()
         return result
 
     # The wrapped methods.
 
-    def _step(self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.outside_changes.in_step():
+            return self._step_once(step, *args, **kwargs)
+
+    def _step_once(
+        self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.gradients.state is State.OPEN:
             raise AmpRuntimeError(
                 "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
@@ -338,7 +362,7 @@ def keeps_moments(optimizer: Any) -> bool:
 
 
 def _bound_wrapper(
-    attached: AttachedOptimizer, method: Callable[..., Any], original: Callable[..., Any]
+    attached: AttachedOptimizer, holder: Any, method: Callable[..., Any], original: Callable[..., Any]
 ) -> Any:
     """Return `method(original, ...)` as a bound method: schedulers look for its `__func__`."""
 
@@ -348,4 +372,4 @@ def _bound_wrapper(
             return original(*args, **kwargs)
         return method(original, *args, **kwargs)
 
-    return types.MethodType(wrapper, attached.optimizer)
+    return types.MethodType(wrapper, holder)

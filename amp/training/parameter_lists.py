@@ -25,6 +25,7 @@ class ParameterLists:
         masters, master_ids: the masters.
         models: the model's parameter of each master.
         unmastered: the parameters that are stepped themselves.
+        masters_may_move: whether what a master holds may lie elsewhere later.
         are_plain: whether none is a DTensor, or of another class with its values elsewhere.
         process_groups: whose ranks hold parts or copies of any of `stepped`.
         master_list, model_list, unmastered_list: what they hold, with what a launch must know of them.
@@ -46,7 +47,7 @@ class ParameterLists:
         self.model_list = self._values_of_models()
         self.unmastered_list = TensorList(list(map(local, self.unmastered)))
         self.master_ids = list(map(id, self.masters))
-        self._masters_may_move = not all(isinstance(m, MasterParameter) for m in self.masters)
+        self.masters_may_move = not all(isinstance(m, MasterParameter) for m in self.masters)
         _ = self.model_list.addresses  # by which `notice_moved` tells that a parameter has moved
 
     @classmethod
@@ -64,7 +65,7 @@ class ParameterLists:
 
         Masters of the class `MasterParameter` do not move, and are not asked.
         """
-        if self._masters_may_move:
+        if self.masters_may_move:
             self.master_list = _values_of(self.masters)
         values = self.models if self.are_plain else list(map(local, self.models))
         if tuple(map(Tensor.data_ptr, values)) == self.model_list.addresses:

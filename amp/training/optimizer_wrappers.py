@@ -1,0 +1,68 @@
+"""Wrappers around optimizers: which one steps, and which methods a wrapper has of its own.
+
+A wrapper, such as SAM, Lookahead, apex's LARC or Accelerate's, holds the optimizer that steps, and
+shares its groups. It may be a `torch.optim.Optimizer` itself.
+"""
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether `value` is an optimizer, or a wrapper that looks like one, such as apex's LARC."""
+    return isinstance(value, torch.optim.Optimizer) or (
+        not isinstance(value, type)
+        and callable(getattr(value, "step", None))
+        and callable(getattr(value, "zero_grad", None))
+        and isinstance(getattr(value, "param_groups", None), list)
+        and isinstance(getattr(value, "state", None), dict)
+    )
+
+
+def chain_of(optimizer: Any) -> list[Any]:
+    """Return an optimizer and what it wraps, outermost first; the last one steps."""
+    chain = [optimizer]
+    while (inner := _held_by(chain[-1])) is not None and all(inner is not each for each in chain):
+        chain.append(inner)
+    return chain
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer that steps: `optimizer` itself, or what it wraps."""
+    return chain_of(optimizer)[-1]
+
+
+def _held_by(optimizer: Any) -> Any:
+    """Return the optimizer that another one holds and shares its groups with, or None."""
+    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
+        if value is not optimizer and is_optimizer(value) and _share_groups(optimizer, value):
+            return value
+    return None
+
+
+def _share_groups(a: Any, b: Any) -> bool:
+    ours, theirs = getattr(a, "param_groups", None), b.param_groups
+    if ours is theirs:
+        return True
+    if not isinstance(ours, list) or not ours or len(ours) != len(theirs):
+        return False
+    return all(x is y for x, y in zip(ours, theirs, strict=True))
+
+
+def own_methods(optimizer: Any) -> Iterator[str]:
+    """Yield the names of the public methods that an optimizer has besides those of every optimizer."""
+    for cls in type(optimizer).__mro__:
+        if cls is torch.optim.Optimizer or cls is object:
+            continue
+        for name, value in vars(cls).items():
+            is_method = isinstance(value, FunctionType) and not name.startswith("_")
+            if is_method and not hasattr(torch.optim.Optimizer, name):
+                yield name
+
+
+def inherits(optimizer: Any, name: str) -> bool:
+    """Whether a method is that of `torch.optim.Optimizer`, which knows nothing of what is wrapped."""
+    return getattr(type(optimizer), name, None) is getattr(torch.optim.Optimizer, name)

@@ -1,0 +1,150 @@
+"""Changes of masters outside of `step`: SAM's two steps, Schedule-Free's `eval`, averages.
+
+They reach the model before its next forward. Methods of the optimizer, and of wrappers around it, are
+followed by a copy to the model. Anything else that changes a master leaves a trace, its version or its
+address, and the model's forward looks for it. A forward in compiled code does not look; then the next
+`scale_loss` warns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp.errors import AmpWarning
+from amp.kernels.tensor_lists import local
+from amp.lazy import kernels
+from amp.masters.parameter import stored_grad
+from amp.masters.whole import MasterWeights
+from amp.training.gradients import Gradients
+
+
+class OutsideChanges:
+    """Carries changes of the masters of one optimizer to the model.
+
+    Args:
+        gradients: those of the optimizer.
+        masters: the session's.
+    """
+
+    def __init__(self, gradients: Gradients, masters: MasterWeights) -> None:
+        self._gradients = gradients
+        self._masters = masters
+        self._known: Sequence[Tensor] = ()
+        self._traces: list[int] = []
+        self._is_stepping = False
+        self._has_warned = False
+
+    def note(self) -> None:
+        """Note that the model has what the masters hold now. No host sync."""
+        self._known = self._gradients.lists.masters
+        self._traces = self._traces_now()
+
+    def _traces_now(self) -> list[int]:
+        lists = self._gradients.lists
+        values = self._known if lists.are_plain else list(map(local, self._known))
+        traces = [value._version for value in values]
+        if lists.masters_may_move:
+            traces += map(Tensor.data_ptr, values)
+        return traces
+
+    def _changed(self) -> list[Tensor]:
+        """Return the masters that something else has changed."""
+        now = self._traces_now()
+        if now == self._traces:
+            return []
+        count = len(self._known)
+        changed = [i % count for i, (a, b) in enumerate(zip(now, self._traces, strict=True)) if a != b]
+        return [self._known[i] for i in dict.fromkeys(changed)]
+
+    def write_back(self) -> None:
+        """Write the masters that something else has changed to the model. No host sync."""
+        changed = [] if self._is_stepping else self._changed()
+        if changed:
+            self._masters.write_back(changed)
+            self.note()
+
+    def warn_if_missed(self) -> None:
+        """Warn, once, if a master has changed since the forward whose loss is about to be scaled."""
+        if not (self._is_stepping or self._has_warned) and self._changed():
+            self._has_warned = True
+            warnings.warn(
+                "master weights were changed outside of optimizer.step, and the last forward did not "
+                "see it, as in compiled code: it ran on the old weights. Change the model's parameters "
+                "instead, under torch.no_grad(): masters follow them in the next step",
+                AmpWarning,
+                stacklevel=5,
+            )
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Run the optimizer's step, which writes to the model itself."""
+        self._is_stepping = True
+        try:
+            with self._masters.as_they_are_kept():
+                yield
+        finally:
+            self._is_stepping = False
+        self.note()
+
+    @contextmanager
+    def around_method(self) -> Iterator[None]:
+        """Run a method of the optimizer, or of a wrapper, that may change masters. No host sync."""
+        lists = self._gradients.look_at_groups()
+        if self._is_stepping or not lists.masters:
+            yield
+            return
+        self.write_back()
+        self._masters.follow_requires_grad(lists.masters, lists.models)
+        self._masters.follow_all(lists.masters, lists.models)
+        with self._masters.as_float32(lists.masters):
+            self.note()
+            try:
+                yield
+            finally:
+                self._write_all()
+        self.note()
+
+    def _write_all(self) -> None:
+        """Write all masters to the model, for they may have been changed through `.data` as well.
+
+        That leaves no trace, and where none is, writing leaves none either: a graph that is still to be
+        run backward stays valid if nothing was changed.
+        """
+        lists = self._gradients.lists
+        changed = set(self._changed() if self._masters.are_whole else lists.masters)
+        self._masters.write_back(changed)
+        rest = [
+            (local(master).detach(), local(model).data)
+            for master, model in zip(lists.masters, lists.models, strict=True)
+            if master not in changed and (model.requires_grad or stored_grad(master) is not None)
+        ]
+        kernels.master_copy.master_copy([a for a, _ in rest], [b for _, b in rest])
+
+
+class _BeforeForward:
+    """A forward pre-hook of a model: changes of its masters reach it. A copy of the model has none."""
+
+    def __init__(self, optimizers: Sequence[OutsideChanges] = ()) -> None:
+        self._optimizers = optimizers
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling():
+            for each in self._optimizers:
+                each.write_back()
+
+    def __deepcopy__(self, memo: object) -> _BeforeForward:
+        return _BeforeForward()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (_BeforeForward, ())
+
+
+def look_before_forwards(model: nn.Module, optimizers: Sequence[OutsideChanges]) -> RemovableHandle:
+    """Let changes of masters reach a model before each of its forwards."""
+    return model.register_forward_pre_hook(_BeforeForward(optimizers), prepend=True)

@@ -1,0 +1,342 @@
+"""Wrappers around optimizers, and masters that change outside of `step`, learn as in FP32."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+
+LEVELS = ("O1", "O2", "O4", "O5")
+STEPS = 40
+
+
+class SAM(torch.optim.Optimizer):
+    """Foret et al. 2021, as scripts have it: two steps, and an optimizer inside."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(params, {"rho": rho, **kwargs})
+        self.base_optimizer = base(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old"] = p.data.clone()
+                    p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for p in self.parameters():
+            p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Zhang et al. 2019, written through `.data`, which leaves no trace."""
+
+    def __init__(self, base: Any, k: int = 5, alpha: float = 0.5) -> None:
+        self.base = base
+        self.k, self.alpha, self.count = k, alpha, 0
+        self.param_groups = base.param_groups
+        self.defaults = base.defaults
+        self.state = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("slow", p.data.clone())
+        result = self.base.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    slow = self.state[p]["slow"]
+                    slow += (p.data - slow) * self.alpha
+                    p.data.copy_(slow)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+class Sometimes(torch.optim.Optimizer):
+    """Steps at every `every`th call, as Accelerate's wrapper does in `accumulate`."""
+
+    def __init__(self, optimizer: Any, every: int) -> None:
+        self.optimizer, self.every, self.calls = optimizer, every, 0
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.calls % self.every == 0:
+            self.optimizer.zero_grad(set_to_none)
+
+
+class Averaged(torch.optim.SGD):
+    """An optimizer that is evaluated at an average of what it stepped on, as Schedule-Free is."""
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "stepped" in self.state[p]:
+                p.copy_(self.state[p]["stepped"])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["stepped"] = p.clone()
+            p.mul_(0.5)
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    return model, torch.randn(64, 8), torch.randn(64, 1)
+
+
+def sgd(parameters: Any, **kwargs: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **kwargs)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any) -> Tensor:
+    loss = loss_of(model, x, y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return loss
+
+
+def train_sam(level: str, base: Any = torch.optim.SGD, scale: str = "outer", **overrides: Any) -> float:
+    model, x, y = problem()
+    sam = SAM(model.parameters(), base, lr=0.05)
+    model, sam = amp.initialize(model, sam, opt_level=level, verbosity=0, **overrides)
+    optimizer = sam if scale == "outer" else sam.base_optimizer
+    for _ in range(STEPS):
+        backward(model, x, y, optimizer)
+        sam.first_step(zero_grad=True)
+        backward(model, x, y, optimizer)
+        sam.second_step(zero_grad=True)
+    return loss_of(model, x, y).item()
+
+
+def train_sam_by_closure(level: str) -> float:
+    model, x, y = problem()
+    model, sam = amp.initialize(
+        model, SAM(model.parameters(), torch.optim.SGD, lr=0.05), opt_level=level, verbosity=0
+    )
+    for _ in range(STEPS):
+        backward(model, x, y, sam)
+        sam.step(lambda: backward(model, x, y, sam))
+        sam.zero_grad()
+    return loss_of(model, x, y).item()
+
+
+def train_lookahead(level: str, **overrides: Any) -> float:
+    model, x, y = problem()
+    optimizer = Lookahead(sgd(model.parameters()))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **overrides)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, x, y, optimizer)
+        optimizer.step()
+    return loss_of(model, x, y).item()
+
+
+def train_accumulating(level: str) -> float:
+    model, x, y = problem()
+    optimizer = Sometimes(sgd(model.parameters()), every=4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(STEPS):
+        for part in range(4):
+            rows = slice(16 * part, 16 * part + 16)
+            loss = loss_of(model, x[rows], y[rows]) / 4
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss_of(model, x, y).item()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "train",
+    [train_sam, train_sam_by_closure, train_lookahead, train_accumulating],
+    ids=lambda f: f.__name__,
+)
+def test_wrappers_learn_as_in_fp32(level: str, train: Callable[[str], float]) -> None:
+    expected = train("O0")
+    amp.get_session().close()
+    assert train(level) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("base", [amp.optimizers.FusedSGD, torch.optim.Adam], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("masters", [None, "split16"])
+def test_sam_around_other_optimizers_and_masters(base: Any, masters: str | None) -> None:
+    expected = train_sam("O0", base)
+    amp.get_session().close()
+    assert train_sam("O5", base, master_weights=masters) == pytest.approx(expected, abs=0.01)
+
+
+def test_lookahead_around_lean_masters() -> None:
+    expected = train_lookahead("O0")
+    amp.get_session().close()
+    assert train_lookahead("O5", master_weights="split16") == pytest.approx(expected, rel=0.02)
+
+
+def test_a_loss_is_scaled_for_the_wrapper_or_for_what_it_wraps() -> None:
+    assert train_sam("O2", scale="outer") == train_sam("O2", scale="inner")
+
+
+def test_an_overflow_in_sams_first_step_is_skipped() -> None:
+    model, x, y = problem()
+    model, sam = amp.initialize(
+        model, SAM(model.parameters(), torch.optim.SGD, lr=0.05), opt_level="O1", verbosity=0
+    )
+    before = [p.clone() for p in model.parameters()]
+    backward(model, x * float("inf"), y, sam)
+    sam.first_step(zero_grad=True)
+    backward(model, x, y, sam)
+    sam.second_step(zero_grad=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    for _ in range(3):
+        backward(model, x, y, sam)
+        sam.first_step(zero_grad=True)
+        backward(model, x, y, sam)
+        sam.second_step(zero_grad=True)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+def test_groups_that_a_wrapper_adds_get_masters() -> None:
+    model, x, y = problem()
+    head = nn.Linear(1, 1)
+    wholes = nn.Sequential(model, head)
+    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
+    wholes, sam = amp.initialize(wholes, sam, opt_level="O5", verbosity=0)
+    sam.add_param_group({**sam.base_optimizer.defaults, "params": list(head.parameters())})
+    assert all(p.dtype is torch.float32 for p in amp.master_params(sam))
+    before = head.bias.clone()
+    backward(wholes, x, y, sam)
+    sam.first_step(zero_grad=True)
+    backward(wholes, x, y, sam)
+    sam.second_step()
+    assert not torch.equal(before, head.bias)
+
+
+def test_a_wrapper_is_as_before_when_its_session_is_closed() -> None:
+    model, *_ = problem()
+    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
+    before = set(vars(sam)), set(vars(sam.base_optimizer))
+    amp.initialize(model, sam, opt_level="O5", verbosity=0)
+    assert "first_step" in vars(sam)
+    amp.get_session(sam).close()
+    assert (set(vars(sam)), set(vars(sam.base_optimizer))) == before
+    assert all(p.dtype is torch.bfloat16 for group in sam.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_methods_of_an_optimizer_reach_the_model(level: str) -> None:
+    model, x, y = problem()
+    optimizer = Averaged(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(model, x, y, optimizer)
+    optimizer.step()
+    before = model[0].weight.float()
+    optimizer.eval()
+    assert torch.equal(model[0].weight.float(), before * 0.5)
+    optimizer.train()
+    assert torch.equal(model[0].weight.float(), before)
+
+
+def scale_by_half(p: Tensor) -> None:
+    p.mul_(0.5)
+
+
+def assign_half(p: Tensor) -> None:
+    p.data = p.data * 0.5
+
+
+def lerp_to_zero(p: Tensor) -> None:
+    p.lerp_(torch.zeros_like(p), 0.5)
+
+
+@pytest.mark.parametrize("change", [scale_by_half, assign_half, lerp_to_zero], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [sgd, amp.optimizers.FusedAdam], ids=["SGD", "FusedAdam"])
+def test_what_is_written_to_masters_is_in_the_next_forward(change: Any, make: Any) -> None:
+    model, x, y = problem()
+    model, optimizer = amp.initialize(model, make(model.parameters()), opt_level="O5", verbosity=0)
+    backward(model, x, y, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model[2].bias.fill_(3.0)  # masters follow this one, as before
+        masters = list(amp.master_params(optimizer))
+        before = masters[0].clone()
+        change(masters[0])
+    model(x)
+    assert torch.equal(model[0].weight, (before * 0.5).bfloat16())
+    backward(model, x, y, optimizer)
+    optimizer.step()
+    assert model[2].bias.item() == pytest.approx(3.0, abs=0.5)
+    assert torch.equal(model[0].weight, masters[0].bfloat16())
+
+
+def test_a_forward_in_compiled_code_does_not_look_and_says_so() -> None:
+    model, x, y = problem()
+    model, optimizer = amp.initialize(model, sgd(model.parameters()), opt_level="O5", verbosity=0)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    backward(compiled, x, y, optimizer)
+    optimizer.step()
+    with torch.no_grad():
+        next(amp.master_params(optimizer)).mul_(0.5)
+    with pytest.warns(amp.AmpWarning, match="changed outside of optimizer.step"):
+        backward(compiled, x, y, optimizer)
+
+
+def test_a_graph_stays_valid_while_a_method_changes_nothing() -> None:
+    model, x, y = problem()
+    optimizer = Sometimes(sgd(model.parameters()), every=2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    loss = loss_of(model, x, y)
+    optimizer.step()  # does nothing this time
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
