@@ -8,8 +8,10 @@ the last layer goes, the attribute is the original object again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any
 
 _SITE = "__amp_site__"
@@ -104,3 +106,26 @@ class Patches(AbstractContextManager["Patches"]):
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+
+# Functions that were imported by name.
+
+
+def modules_of_others() -> Iterator[ModuleType]:
+    """Yield the loaded modules that are neither torch's nor ours."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "amp"):
+            yield module
+
+
+def show_patched(holder: Any, attributes: Mapping[int, tuple[Any, str, Any]]) -> None:
+    """Let attributes of `holder` that are patched functions be what those are in their place now.
+
+    Args:
+        holder: a module, or any object with a `__dict__`.
+        attributes: where a function is patched, its name there and the function, by the function's id.
+    """
+    for name, value in list(vars(holder).items()):
+        if id(value) in attributes:
+            target, attribute, _ = attributes[id(value)]
+            setattr(holder, name, getattr(target, attribute))

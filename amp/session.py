@@ -34,6 +34,7 @@ from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
+from amp.training.clipping import led_to_masters
 from amp.training.outside_changes import OutsideChanges, look_before_forwards
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
@@ -163,6 +164,7 @@ class Session:
                     strategy.prepare_model(model, undo)
             for handle in install_state_dict_hooks(self._masters, models, self.properties):
                 undo.callback(handle.remove)
+            undo.enter_context(led_to_masters())
             if self.properties.master_weights:
                 undo.enter_context(copied_in_float32(self._masters))
                 if dcp.is_in_use():

@@ -7,11 +7,9 @@ every name that a loaded module has for them, and in what modules of the model h
 import functools
 import hashlib
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from amp.casting.subclassing import restore_classes
 from amp.casting.wrappers import check_rnn_input, make_wrapper
 from amp.dtypes import dtype_name
 from amp.errors import AmpRuntimeError, AmpWarning
-from amp.patching import Patches
+from amp.patching import Patches, modules_of_others, show_patched
 from amp.profiles.properties import Properties
 
 
@@ -48,8 +46,9 @@ class CastOps(Strategy):
         self.live = False
         self._has_begun = False
         self._patches = Patches()
-        # Originals and wrappers, by their ids: the function, its rule, and what holds it.
-        self._functions: dict[int, tuple[Any, OpRule, Any]] = {}
+        # Of originals and wrappers, by their ids.
+        self._rules: dict[int, OpRule] = {}
+        self._places: dict[int, tuple[Any, str, Any]] = {}
         self._watched: list[weakref.ref[nn.Module]] = []
 
     @staticmethod
@@ -97,7 +96,8 @@ class CastOps(Strategy):
 
         original = self._patches.wrap(target, rule.name, make)
         for function in (original, shown, getattr(target, rule.name)):
-            self._functions.setdefault(id(function), (function, rule, target))
+            self._rules.setdefault(id(function), rule)
+            self._places.setdefault(id(function), (target, rule.name, function))
         if target is Tensor and rule.name in vars(FunctionalTensor):
             self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
         if rule.in_place is not None and hasattr(target, rule.in_place.name):
@@ -105,12 +105,11 @@ class CastOps(Strategy):
 
     def rule_of(self, function: Any) -> OpRule | None:
         """Return the rule for a function of torch, or for a wrapper of it, while it is patched."""
-        known = self._functions.get(id(function))
-        return None if known is None else known[1]
+        return self._rules.get(id(function))
 
     def replace_names(self) -> None:
         """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""
-        for module in _modules_of_others():
+        for module in modules_of_others():
             self._rename(module)
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
@@ -124,10 +123,10 @@ class CastOps(Strategy):
             self._rename(module)
             self._watched.append(weakref.ref(module))
             for where, value in _held_by(module, name or type(module).__name__):
-                if id(value) in self._functions:
-                    _, rule, target = self._functions[id(value)]
-                    if getattr(target, rule.name) is not value:
-                        held[f"{where} {rule.op}"] = None
+                if id(value) in self._places:
+                    target, name_there, _ = self._places[id(value)]
+                    if getattr(target, name_there) is not value:
+                        held[f"{where} {self._rules[id(value)].op}"] = None
         if held:
             warnings.warn(
                 "some functions were taken from torch before amp.initialize and will not cast their "
@@ -153,16 +152,13 @@ class CastOps(Strategy):
         regions.close_for(self)
         self._patches.undo()
         watched = [module for reference in self._watched if (module := reference()) is not None]
-        for holder in (*_modules_of_others(), *watched):
+        for holder in (*modules_of_others(), *watched):
             self._rename(holder)
         _forget_compiled()
 
     def _rename(self, holder: Any) -> None:
         """Let the attributes of `holder` that are patched functions be what those are in torch now."""
-        for name, value in list(vars(holder).items()):
-            if id(value) in self._functions:
-                _, rule, target = self._functions[id(value)]
-                setattr(holder, name, getattr(target, rule.name))
+        show_patched(holder, self._places)
 
 
 def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
@@ -175,13 +171,6 @@ def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
     for cls in type(module).__mro__:
         for key, value in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
             yield f"{cls.__qualname__}.{key} is", getattr(value, "__func__", value)
-
-
-def _modules_of_others() -> Iterator[ModuleType]:
-    """Yield the loaded modules that are neither torch's nor ours."""
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "amp"):
-            yield module
 
 
 def _introduce_dynamo() -> None:

@@ -22,6 +22,7 @@ from amp.errors import AmpError, AmpRuntimeError, AmpValueError
 from amp.masters.parameter import MasterParameter
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
+from amp.training import clipping
 from amp.training.gradients import Gradients, State
 from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
 from amp.training.outside_changes import OutsideChanges
@@ -116,6 +117,7 @@ class AttachedOptimizer:
             before: what parameters held before they were cast.
         """
         self._is_attached = True
+        clipping.watch(self.gradients)
         setattr(self.optimizer, _ATTRIBUTE, self)
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
@@ -164,6 +166,7 @@ class AttachedOptimizer:
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self.gradients.clear()
         self._is_attached = False
+        clipping.let_go(self.gradients)
         self._patches.undo()
         delattr(self.optimizer, _ATTRIBUTE)
         parameter_of: dict[Tensor, Tensor] = {}
@@ -345,6 +348,7 @@ class AttachedOptimizer:
     def write_back(self) -> None:
         """Write all masters to the model. No host sync."""
         self.masters.write_back(self.gradients.look_at_groups().masters)
+        self.outside_changes.note()
 
     def _report_all(self, verdicts: Sequence[Verdict]) -> None:
         for scaler in {verdict.scaler: None for verdict in verdicts}:

@@ -137,6 +137,12 @@ class Gradients:
         return self.lists
 
     @property
+    def are_whole_in_block(self) -> bool:
+        """Whether what backward adds to in the open block is all that will be stepped."""
+        there = self._held is not None or any(stored_grad(m) is not None for m in self.lists.masters)
+        return self._open is not None and self._open.scaler.is_identity and not there
+
+    @property
     def open_scale(self) -> Tensor | None:
         """What the loss of the open block was scaled by, on the device; None outside of any."""
         return None if self._open is None else self._open.scale.scale

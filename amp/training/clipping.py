@@ -1,0 +1,127 @@
+"""torch's functions that clip gradients, led to where the gradients of a session's parameters are.
+
+Between a block and the step, the gradient of a 16-bit parameter with a master is in the master's
+`.grad`, and its own `.grad` is None: `clip_grad_norm_(model.parameters(), 1.0)` would find nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from amp.errors import AmpWarning
+from amp.masters.parameter import stored_grad
+from amp.patching import Patches, modules_of_others, show_patched
+from amp.training.gradients import Gradients, State
+
+_OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+_OF_GRADIENTS = "get_total_norm"
+
+_live: weakref.WeakSet[Gradients] = weakref.WeakSet()
+"""The gradients of all optimizers that are in a session."""
+
+
+def watch(gradients: Gradients) -> None:
+    """Let torch's functions find these gradients."""
+    _live.add(gradients)
+
+
+def let_go(gradients: Gradients) -> None:
+    """Forget what `watch` was told."""
+    _live.discard(gradients)
+
+
+@contextmanager
+def led_to_masters() -> Iterator[None]:
+    """Let torch's functions that clip find gradients where they are, until the block ends.
+
+    Modules that imported them by name find them too.
+    """
+    patches = Patches()
+    shown: dict[int, tuple[Any, str, Any]] = {}
+
+    def show() -> None:
+        for module in modules_of_others():
+            show_patched(module, shown)
+
+    try:
+        for place in (torch.nn.utils, clip_grad):
+            for name in (*_OF_PARAMETERS, _OF_GRADIENTS):
+                if hasattr(place, name):
+                    function = _total_norm if name == _OF_GRADIENTS else functools.partial(_clip, name)
+                    before = getattr(place, name)
+                    patches.surround(place, name, function)
+                    for each in (before, getattr(place, name)):
+                        shown.setdefault(id(each), (place, name, each))
+        show()
+        yield
+    finally:
+        patches.undo()
+        show()
+
+
+def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Clip the gradients of what is stepped for the parameters."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return original(_stepped_for(given, name) or parameters, *args, **kwargs)
+
+
+def _stepped_for(parameters: Sequence[Tensor], name: str) -> list[Tensor]:
+    """Return masters in place of parameters that have one, whose gradients are unscaled then."""
+    ids = set(map(id, parameters))
+    master_of: dict[int, Tensor] = {}
+    for gradients in list(_live):
+        lists = gradients.lists
+        if ids.isdisjoint(map(id, lists.stepped)) and ids.isdisjoint(map(id, lists.models)):
+            continue
+        if gradients.state is State.OPEN:
+            _warn_in_block(gradients, name)
+            continue
+        gradients.finish_delayed()
+        gradients.gather_strays()
+        master_of |= zip(map(id, lists.models), lists.masters, strict=True)
+    return [master_of.get(id(parameter), parameter) for parameter in parameters]
+
+
+def _warn_in_block(gradients: Gradients, name: str) -> None:
+    if gradients.are_whole_in_block:
+        return
+    warnings.warn(
+        f"torch.nn.utils.{name} was called inside amp.scale_loss, where gradients are multiplied by "
+        "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what will be "
+        "stepped. Call it after the block",
+        AmpWarning,
+        stacklevel=5,
+    )
+
+
+def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warn where gradients of masters are missing among those that a norm is asked of."""
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    ids = set(map(id, given))
+    for gradients in list(_live):
+        lists = gradients.lists
+        own, theirs = ({id(g) for g in _grads_of(p)} for p in (lists.unmastered, lists.masters))
+        are_in_masters = bool(theirs) or gradients.state is State.HELD
+        is_about_them = not ids or not ids.isdisjoint(own)
+        if are_in_masters and is_about_them and ids.isdisjoint(theirs):
+            warnings.warn(
+                f"torch.nn.utils.get_total_norm was given {len(given)} gradients, and not those of "
+                f"{len(lists.masters)} parameters whose gradients are in their FP32 masters. Pass "
+                "[p.grad for p in amp.master_params(optimizer) if p.grad is not None]",
+                AmpWarning,
+                stacklevel=3,
+            )
+    return original(given, *args, **kwargs)
+
+
+def _grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [grad for p in parameters if (grad := stored_grad(p)) is not None]
