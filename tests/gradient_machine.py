@@ -355,8 +355,14 @@ class Script(Actions):
     def clip(self, i: int, by_norm: bool) -> None:
         """Clip with torch's functions, by value or by the norm of all."""
         expected = self.expected[i]
+        if not expected.is_finite:
+            return
+        clip_grad_norm_(amp.master_params(self.optimizers[i]), math.inf)
+        for other in self.expected:
+            if other.gradients.keys() & expected.gradients.keys():
+                other.prepare_step()
         totals = [g.total for g in expected.gradients.values() if g.total is not None]
-        if expected.delayed is not None or not totals or not expected.is_finite:
+        if not totals:
             return
         stepped = self.look_at(i)
         if by_norm:

@@ -221,7 +221,8 @@ def test_a_fused_step_asks_little_of_what_is_the_users(level: str, blocks: int, 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_and_hardly_anything_of_what_is_its_own(blocks: int) -> None:
     questions = count("O2", FusedAdam, blocks)
-    assert questions.most("master") <= 1 + blocks, questions.of  # is a gradient there already?
+    # Is a gradient there already? Has anybody changed it, before the forward and after the step?
+    assert questions.most("master") <= 3 + blocks, questions.of
     assert all(questions.most(name) <= 1 for name in ("exp_avg", "exp_avg_sq", "step")), questions.of
 
 

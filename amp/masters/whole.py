@@ -209,7 +209,7 @@ class MasterWeights:
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Let a master have the values of its parameter that are not its own, rounded."""
-        ours, theirs = local(master), local(parameter)
+        ours, theirs = local(master).data, local(parameter)  # see `load`
         same = ours.to(theirs.dtype) == theirs
         ours.copy_(torch.where(same, ours, theirs.to(ours.dtype)))
 
@@ -220,8 +220,11 @@ class MasterWeights:
         return master.detach()
 
     def load(self, master: Tensor, values: Tensor) -> Tensor:
-        """Make a master hold other values, and return what its parameter is to hold."""
-        master.detach().copy_(values)
+        """Make a master hold other values, and return what its parameter is to hold.
+
+        It is written through `.data`: the version of a master moves when somebody else changes it.
+        """
+        master.data.copy_(values)
         return values
 
 

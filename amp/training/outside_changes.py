@@ -38,12 +38,14 @@ class OutsideChanges:
         self._known: Sequence[Tensor] = ()
         self._traces: list[int] = []
         self._is_stepping = False
+        self._has_looked = False
         self._has_warned = False
 
     def note(self) -> None:
         """Note that the model has what the masters hold now. No host sync."""
         self._known = self._gradients.lists.masters
         self._traces = self._traces_now()
+        self._has_looked = False
 
     def _traces_now(self) -> list[int]:
         lists = self._gradients.lists
@@ -68,10 +70,11 @@ class OutsideChanges:
         if changed:
             self._masters.write_back(changed)
             self.note()
+        self._has_looked = True
 
     def warn_if_missed(self) -> None:
         """Warn, once, if a master has changed since the forward whose loss is about to be scaled."""
-        if not (self._is_stepping or self._has_warned) and self._changed():
+        if not (self._is_stepping or self._has_looked or self._has_warned) and self._changed():
             self._has_warned = True
             warnings.warn(
                 "master weights were changed outside of optimizer.step, and the last forward did not "
