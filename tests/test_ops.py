@@ -55,12 +55,11 @@ def in_forward(function: Any) -> Any:
     from amp.casting.regions import newest_caster, watch
 
     model = Calls()
-    handles = watch(model, newest_caster())
+    undo = watch(model, newest_caster())
     try:
         return model(function)
     finally:
-        for handle in handles:
-            handle.remove()
+        undo()
 
 
 WAYS = {"outside": lambda function: function(), "in forward": in_forward}

@@ -331,7 +331,7 @@ def test_an_interrupted_forward_leaves_nothing_for_the_next() -> None:
         model.linear.bias.fill_(3)
     assert (model(X)[0] == 3).all()
     assert not torch.is_autocast_enabled("cpu")
-    assert not regions.forwards.modules
+    assert not regions.forwards.are_running
     model.stop = True
     with pytest.raises(KeyboardInterrupt):
         model(X)

@@ -22,7 +22,6 @@ from amp.casting.policy import OpRule, policy_of, resolve
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy, Undo
-from amp.casting.subclassing import restore_classes
 from amp.casting.wrappers import check_rnn_input, make_wrapper
 from amp.dtypes import dtype_name
 from amp.errors import AmpRuntimeError, AmpWarning
@@ -134,10 +133,8 @@ class CastOps(Strategy):
                 AmpWarning,
                 stacklevel=2,
             )
-        for handle in regions.watch(model, self):
-            undo.callback(handle.remove)
-        chosen = run_in_float32(model, self.properties.rules, self)
-        undo.callback(restore_classes, chosen)
+        undo.callback(run_in_float32(model, self.properties.rules, self))
+        undo.callback(regions.watch(model, self))
 
     @property
     def casts_ops(self) -> bool:

@@ -315,7 +315,7 @@ def _computed_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 def _put_in(layers: Mapping[nn.Module, Any]) -> None:
     """Let modules run in FP8."""
-    classes = {cls: subclass_of(cls, _forward(cls)) for cls in dict.fromkeys(map(type, layers))}
+    classes = {cls: subclass_of(cls, forward=_forward(cls)) for cls in dict.fromkeys(map(type, layers))}
     for module, layer in layers.items():
         module.__class__ = classes[type(module)]
         vars(module)["_amp_fp8"] = layer

@@ -6,7 +6,7 @@ Dynamo follows a `with` statement, but not a region that one hook opens and anot
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,21 +14,26 @@ from torch import nn
 
 from amp.casting.containers import cast_tensors
 from amp.casting.regions import Caster, disable_casts
-from amp.casting.subclassing import has_forward_of_its_own, is_subclassed, subclass_of
+from amp.casting.subclassing import (
+    has_forward_of_its_own,
+    has_forward_of_ours,
+    subclass_of,
+    swap_classes,
+)
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpWarning
 from amp.profiles.rules import Rule
 
 
-def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> list[nn.Module]:
-    """Let the modules that the rules name run in FP32 while the caster is live, and return them.
+def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> Callable[[], None]:
+    """Let the modules that the rules name run in FP32 while the caster is live; return what undoes it.
 
     A module whose `forward` is not its class's gets a warning, since no rule can hold for it.
     """
     chosen = []
     for name, module in model.named_modules():
         rule = next((rule for rule in rules if rule.matches(name, module)), None)
-        if rule is None or rule.dtype is not torch.float32 or is_subclassed(module):
+        if rule is None or rule.dtype is not torch.float32 or has_forward_of_ours(module):
             continue
         cls = type(module)
         if has_forward_of_its_own(module):
@@ -41,9 +46,7 @@ def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> l
             continue
         chosen.append(module)
     classes = {cls: _float32_class(cls, caster) for cls in dict.fromkeys(map(type, chosen))}
-    for module in chosen:  # last: a warning may be an error
-        module.__class__ = classes[type(module)]
-    return chosen
+    return swap_classes({module: classes[type(module)] for module in chosen})  # a warning may raise
 
 
 def _float32_class(base: Any, caster: Caster) -> Any:
@@ -55,4 +58,4 @@ def _float32_class(base: Any, caster: Caster) -> Any:
         with disable_casts():
             return base.forward(self, *args, **kwargs)
 
-    return subclass_of(base, forward)
+    return subclass_of(base, forward=forward)

@@ -11,6 +11,7 @@ with enabled=False"; `_OFF` does.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,8 +22,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.amp import autocast_mode
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
+from amp.casting.subclassing import subclass_of, swap_classes
 from amp.patching import Patches
 
 _OFF = "ipu"
@@ -122,39 +123,46 @@ def plain_torch() -> AbstractContextManager[None]:
 
 
 class _Forwards(threading.local):
-    """The forwards of sessions' models that this thread is in, outermost first."""
+    """Whether this thread is in the forward of a session's model."""
 
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.regions = ExitStack()
-
-    def enter(self, module: nn.Module, caster: Caster) -> None:
-        if self.modules and self.modules[0] is module:
-            self.leave_all()  # an interrupt, which calls no hooks, ended its last forward
-        self.modules.append(module)
-        if len(self.modules) > 1:
-            return
-        # A region around the forward is the user's, and wins. Only in DataParallel's threads it is
-        # torch's, which enters it in the default dtype.
-        in_thread_of_torch = getattr(module, "_is_replica", False)
-        off = torch.is_autocast_enabled(_OFF)
-        for kind in filter(_is_available, DEVICE_TYPES):
-            enabled = torch.is_autocast_enabled(kind)
-            if enabled if in_thread_of_torch else not (enabled or off):
-                self.regions.enter_context(torch.autocast(kind, caster.dtype))
-
-    def leave(self, module: nn.Module) -> None:
-        if self.modules and self.modules[-1] is module:
-            self.modules.pop()
-            if not self.modules:
-                self.regions.close()
-
-    def leave_all(self) -> None:
-        self.modules.clear()
-        self.regions.close()
+    are_running = False
 
 
 forwards = _Forwards()
+
+
+class _AutocastState:
+    """torch's autocast state in this thread, to be put back after any exception, an interrupt too.
+
+    A `with` statement or a hook can be interrupted between a region and its end.
+    """
+
+    def __init__(self) -> None:
+        kinds = (_OFF, *DEVICE_TYPES)
+        self._enabled = [(kind, torch.is_autocast_enabled(kind)) for kind in kinds]
+        self._dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES]
+        self._caches = torch.is_autocast_cache_enabled()
+        self._depth = _nesting()
+        self._in_forward = forwards.are_running
+
+    def put_back(self) -> None:
+        """Make it what it was. What an interrupt leaves undone, a second call does."""
+        for kind, enabled in self._enabled:
+            torch.set_autocast_enabled(kind, enabled)
+        for kind, dtype in self._dtypes:
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
+        while _nesting() > self._depth:
+            torch.autocast_decrement_nesting()
+        if not self._depth:
+            torch.clear_autocast_cache()
+        forwards.are_running = self._in_forward
+
+
+def _nesting() -> int:
+    """Return how many regions this thread is in. torch tells it only to who enters or leaves one."""
+    counts = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return tuple(counts)[1]  # both calls in one, which no interrupt divides
 
 
 @functools.cache
@@ -162,45 +170,54 @@ def _is_available(kind: str) -> bool:
     return kind == "cpu" or torch.accelerator.is_available()
 
 
-class _ForwardHooks:
-    """A forward pre-hook and a forward hook: a model's forward runs in torch.autocast regions.
+def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
+    """Do what entering torch.autocast regions for all device types does.
 
-    A deep copy of the model has them too; a pickled one has hooks that do nothing.
+    A region around the forward is the user's, and wins. Only in DataParallel's threads it is torch's,
+    which enters it in the default dtype.
     """
-
-    def __init__(self, caster: Caster | None = None) -> None:
-        self.caster = caster
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        if self.caster is None or not self.caster.live or torch.compiler.is_compiling():
-            return  # Dynamo follows each hook by itself, and would lose what one opens for another
-        if _internals._functorch.peek_interpreter_stack() is None:
-            forwards.enter(module, newest_caster())  # a transform of torch.func would ignore regions
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            forwards.leave(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHooks:
-        return _ForwardHooks(self.caster)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_ForwardHooks, ())
+    forwards.are_running = True
+    in_thread_of_torch = getattr(module, "_is_replica", False)
+    off = torch.is_autocast_enabled(_OFF)
+    torch.autocast_increment_nesting()
+    for kind in filter(_is_available, DEVICE_TYPES):
+        enabled = torch.is_autocast_enabled(kind)
+        if enabled if in_thread_of_torch else not (enabled or off):
+            if torch.get_autocast_dtype(kind) is not dtype:
+                torch.clear_autocast_cache()  # it does not look at the dtype of the casts that it holds
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, True)
 
 
-def watch(model: nn.Module, caster: Caster) -> list[RemovableHandle]:
-    """Let each forward of the model run in torch.autocast regions, while the caster is live."""
-    hooks = _ForwardHooks(caster)
-    return [
-        model.register_forward_pre_hook(hooks.before, prepend=True),
-        model.register_forward_hook(hooks.after, always_call=True),
-    ]
+def _class_in_regions(base: Any, caster: Caster) -> Any:
+    """Return a subclass of a model's class whose calls run in torch.autocast regions."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        is_plain = not caster.live or forwards.are_running or torch.compiler.is_compiling()
+        # Dynamo does not follow the flags, and a transform of torch.func ignores regions.
+        if is_plain or _internals._functorch.peek_interpreter_stack() is not None:
+            return base.__call__(self, *args, **kwargs)
+        before = _AutocastState()
+        try:
+            try:
+                _enter_forward(self, newest_caster().dtype)
+                return base.__call__(self, *args, **kwargs)
+            finally:
+                before.put_back()
+        finally:
+            before.put_back()
+
+    return subclass_of(base, __call__=__call__)
+
+
+def watch(model: nn.Module, caster: Caster) -> Callable[[], None]:
+    """Let each forward of the model run in regions while the caster is live; return what undoes it."""
+    return swap_classes({model: _class_in_regions(type(model), caster)})
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether `watch` was called on the module, or on what it is a copy of."""
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    return any(isinstance(owner, _ForwardHooks) for owner in owners)
+    return type(module).__call__ is not getattr(module, "_amp_plain_class", type(module)).__call__
 
 
 # What torch has to be told.
@@ -209,7 +226,6 @@ def is_watched(module: nn.Module) -> bool:
 def open_for(caster: Caster, patches: Patches) -> None:
     """Make `caster` the newest, and let torch's own regions know of casts outside of them."""
     live_casters.append(caster)
-    forwards.leave_all()
     torch.set_autocast_enabled(_OFF, False)
     for target, name, function in (
         (torch.autocast, "__enter__", functools.partial(_enter, caster)),
@@ -223,10 +239,9 @@ def open_for(caster: Caster, patches: Patches) -> None:
 
 
 def close_for(caster: Caster) -> None:
-    """Forget `caster`, and end forwards that an interrupt left open in this thread."""
+    """Forget `caster`."""
     if caster in live_casters:
         live_casters.remove(caster)
-    forwards.leave_all()
 
 
 def _enter(caster: Caster, original: Function, region: Any) -> Any:

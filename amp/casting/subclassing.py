@@ -1,12 +1,12 @@
-"""Other forwards for single modules: a module's class becomes a subclass of the same name.
+"""Other methods for single modules: a module's class becomes a subclass of the same name.
 
 Parameters, names, hooks and `isinstance` stay what they are, a pickled module is of its own class
-again, and `restore_classes` undoes it.
+again, and it can be undone.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,6 +21,11 @@ class _OfAmp:
     """A mixin for subclasses of modules' classes. A pickled module is of its own class again."""
 
     _amp_plain_class: Any
+    """The user's own."""
+    _amp_base: Any
+    """The class that this one is put on: the user's own, or another subclass of ours."""
+    _amp_is_over = False
+    """Whether it was given up while another one was on top of it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Call no `__init_subclass__` of the user's: the subclass is none of theirs."""
@@ -53,26 +58,54 @@ def has_forward_of_its_own(module: nn.Module) -> bool:
     return "forward" in vars(module) or isinstance(module, (ScriptModule, LazyModuleMixin))
 
 
-def subclass_of(base: Any, forward: Callable[..., Any], **attributes: Any) -> Any:
-    """Return a subclass of a module's class with another forward, of the same name and docs."""
+def subclass_of(base: Any, **methods: Callable[..., Any]) -> Any:
+    """Return a subclass of a module's class with other methods, of the same name and docs."""
     body = {
-        "forward": functools.wraps(base.forward)(forward),
-        "_amp_plain_class": base,
+        **{name: functools.wraps(getattr(base, name))(method) for name, method in methods.items()},
+        "_amp_plain_class": getattr(base, "_amp_plain_class", base),
+        "_amp_base": base,
+        "_amp_is_over": False,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        **attributes,
     }
+    bases = (base,) if issubclass(base, _OfAmp) else (_OfAmp, base)
     # Past the metaclass, which may keep a registry of the user's classes.
-    return type.__new__(type(base), base.__name__, (_OfAmp, base), body)
+    return type.__new__(type(base), base.__name__, bases, body)
 
 
-def is_subclassed(module: nn.Module) -> bool:
-    """Whether the module has a forward of ours."""
-    return isinstance(module, _OfAmp)
+def has_forward_of_ours(module: nn.Module) -> bool:
+    """Whether the module's forward is one that `subclass_of` was given."""
+    return isinstance(module, _OfAmp) and type(module).forward is not module._amp_plain_class.forward
+
+
+def swap_classes(classes: Mapping[nn.Module, Any]) -> Callable[[], None]:
+    """Give modules other classes, made by `subclass_of` for them alone, and return what undoes it.
+
+    A class that another one was put on meanwhile goes when that one does.
+    """
+    for module, cls in classes.items():
+        module.__class__ = cls
+
+    def undo() -> None:
+        for cls in classes.values():
+            cls._amp_is_over = True
+        _take_off(classes)
+
+    return undo
 
 
 def restore_classes(modules: Iterable[nn.Module]) -> None:
-    """Give modules their classes back, where nothing else has changed them since."""
+    """Take the forward that `subclass_of` was given off modules that have it on top."""
+    own = [
+        module for module in modules if "forward" in vars(type(module)) and has_forward_of_ours(module)
+    ]
+    for module in own:
+        module.__class__ = vars(type(module))["_amp_base"]
+    _take_off(own)
+
+
+def _take_off(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        module.__class__ = vars(type(module)).get("_amp_plain_class", type(module))
+        while vars(type(module)).get("_amp_is_over"):
+            module.__class__ = vars(type(module))["_amp_base"]

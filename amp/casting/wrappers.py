@@ -77,7 +77,7 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
         return original(*args, **kwargs)
 
     def native(*args: Any, **kwargs: Any) -> Any:
-        if forwards.modules:
+        if forwards.are_running:
             return original(*args, **kwargs)
         return nothing_to_cast(*args, **kwargs)
 

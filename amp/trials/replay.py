@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from amp.casting.by_model import CastModel, cast_inputs_to
 from amp.casting.by_op import CastOps
 from amp.casting.module_rules import run_in_float32
-from amp.casting.subclassing import restore_classes
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.findings import Finding
@@ -118,8 +117,7 @@ class Replay:
                     stack.enter_context(self._upcast(module))
                 if caster is not None:
                     rule = Rule("module", "", torch.float32, "a trial")
-                    changed = run_in_float32(module, [rule], caster)
-                    stack.callback(restore_classes, changed)
+                    stack.callback(run_in_float32(module, [rule], caster))
             yield
 
     @contextmanager
