@@ -18,6 +18,7 @@ from amp import arguments, checkpoint, dcp, distributed
 from amp.advice import advise_on_eps, advise_on_rules
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.fp8_history import AmaxHistory
+from amp.casting.regions import ThreadState
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.casting.strategies import strategies_for
 from amp.casting.strategy import Undo
@@ -276,10 +277,11 @@ class Session:
             [attached.gradients for attached in given],
             list(dict.fromkeys(filter(None, histories))),
         )
-        scaled_loss = block.enter(loss)
-        if self._armed is not None:
-            self._armed.begin_block(block.scale.scale)
+        before = ThreadState()
         try:
+            scaled_loss = block.enter(loss)
+            if self._armed is not None:
+                self._armed.begin_block(block.scale.scale)
             self._report_overflows(scaler)
             yield scaled_loss
             if delay_unscale or not block.is_reduced():
@@ -290,6 +292,7 @@ class Session:
             if self._armed is not None:
                 self._armed.end()
         except BaseException:
+            before.put_back(after_error=True)
             block.abort()
             raise
 

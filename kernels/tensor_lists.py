@@ -158,4 +158,4 @@ def local(tensor: Tensor) -> Tensor:
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:
     """Tell autograd that kernels wrote to tensors: the version of each goes up by one."""
-    torch.autograd.graph.increment_version(tensors)
+    torch.autograd.graph.increment_version(list(tensors))

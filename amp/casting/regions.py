@@ -131,10 +131,11 @@ class _Forwards(threading.local):
 forwards = _Forwards()
 
 
-class _AutocastState:
-    """torch's autocast state in this thread, to be put back after any exception, an interrupt too.
+class ThreadState:
+    """torch's state in this thread, to be put back after any exception.
 
-    A `with` statement or a hook can be interrupted between a region and its end.
+    An interrupt may come where no `with` statement and no hook is told of it: between a region and the
+    line that holds it open.
     """
 
     def __init__(self) -> None:
@@ -144,9 +145,15 @@ class _AutocastState:
         self._caches = torch.is_autocast_cache_enabled()
         self._depth = _nesting()
         self._in_forward = forwards.are_running
+        self._has_grad = torch.is_grad_enabled()
 
-    def put_back(self) -> None:
-        """Make it what it was. What an interrupt leaves undone, a second call does."""
+    def put_back(self, after_error: bool = False) -> None:
+        """Make the state of autocast what it was; after an error that of autograd, too.
+
+        It may be called twice: the second call does what an interrupt has kept the first from.
+        """
+        if after_error:
+            torch._C._set_grad_enabled(self._has_grad)
         for kind, enabled in self._enabled:
             torch.set_autocast_enabled(kind, enabled)
         for kind, dtype in self._dtypes:
@@ -197,11 +204,14 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         # Dynamo does not follow the flags, and a transform of torch.func ignores regions.
         if is_plain or _internals._functorch.peek_interpreter_stack() is not None:
             return base.__call__(self, *args, **kwargs)
-        before = _AutocastState()
+        before = ThreadState()
         try:
             try:
                 _enter_forward(self, newest_caster().dtype)
                 return base.__call__(self, *args, **kwargs)
+            except BaseException:
+                before.put_back(after_error=True)
+                raise
             finally:
                 before.put_back()
         finally:

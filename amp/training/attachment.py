@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.casting.regions import ThreadState
 from amp.casting.strategy import Contents
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpRuntimeError, AmpValueError
@@ -255,8 +256,13 @@ class AttachedOptimizer:
     # The wrapped methods.
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.outside_changes.in_step():
-            return self._step_once(step, *args, **kwargs)
+        before = ThreadState()
+        try:
+            with self.outside_changes.in_step():
+                return self._step_once(step, *args, **kwargs)
+        except BaseException:
+            before.put_back(after_error=True)
+            raise
 
     def _step_once(
         self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any

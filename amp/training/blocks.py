@@ -40,7 +40,10 @@ class Block:
         self.scale: ScaleSnapshot  # what the loss was scaled by, once the block is entered
 
     def enter(self, loss: Tensor) -> Tensor:
-        """Make room for the gradients of a loss, and return it scaled. The host does not wait."""
+        """Make room for the gradients of a loss, and return it scaled. The host does not wait.
+
+        If it raises, `abort` is to be called.
+        """
         if any(gradients.state is State.OPEN for gradients in self._gradients):
             raise AmpRuntimeError(
                 "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
@@ -51,18 +54,11 @@ class Block:
         # Finishing a block moves a scale, perhaps this one: look again until none is left.
         while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
             pass
-        entered = []
-        try:
-            for gradients in self._gradients:
-                gradients.enter(self)
-                entered.append(gradients)
-            scaled_loss, self.scale = self.scaler.scale_and_remember(loss)
-            for history in self._histories:
-                history.begin(None if self.scaler.is_identity else self.scale.scale)
-        except BaseException:
-            for gradients in entered:
-                gradients.abort()
-            raise
+        for gradients in self._gradients:
+            gradients.enter(self)
+        scaled_loss, self.scale = self.scaler.scale_and_remember(loss)
+        for history in self._histories:
+            history.begin(None if self.scaler.is_identity else self.scale.scale)
         return scaled_loss
 
     def leave(self, update: bool = True) -> None:
@@ -82,9 +78,9 @@ class Block:
             gradients.delay(self)
 
     def abort(self) -> None:
-        """Drop the block's gradients."""
+        """Drop the block's gradients, and leave it, as far as it was entered."""
         for gradients in self._gradients:
-            gradients.abort()
+            gradients.abort(self)
 
     def finish(self) -> None:
         """Do what leaving the block without a delay would have done, where it is still to be done."""

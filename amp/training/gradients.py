@@ -158,12 +158,14 @@ class Gradients:
         self._masters.drop_stepped_grads(lists.masters)
         if self.delayed is None:
             self.gather_strays()
-            if not block.scaler.is_identity:
-                for parameter in lists.unmastered:
-                    if (grad := parameter.grad) is not None:
-                        self._aside.append((parameter, grad.clone() if grad._is_view() else grad))
-                        parameter.grad = None
-        self._open, self._held_before = block, self._held
+        aside = []
+        if self.delayed is None and not block.scaler.is_identity:
+            there = [(p, grad) for p in lists.unmastered if (grad := p.grad) is not None]
+            aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
+        # From here on the block can be left, so an interrupt finds it open or not entered.
+        self._aside, self._held_before, self._open = [*self._aside, *aside], self._held, block
+        for parameter, _ in aside:
+            parameter.grad = None
 
     def gather_strays(self) -> None:
         """Add to masters what a backward outside of any block has left in 16-bit parameters."""
@@ -177,15 +179,18 @@ class Gradients:
                     model.grad = None
                     add_grad(master, grad.to(torch.float32))
 
-    def abort(self) -> None:
-        """Leave a block that raised: its gradients are dropped, and those set aside come back.
+    def abort(self, block: Block) -> None:
+        """Leave a block that raised, if it was entered.
+
+        Its gradients are dropped, and those that were set aside come back.
 
         Gradients that it has added to others of its own scale, delayed ones or ones of a scale of 1,
         stay, as they do without amp.
         """
-        block, self._open = self._open, None
-        self._held = self._held_before
-        if self.delayed is None and block is not None and not block.scaler.is_identity:
+        if self._open is not block:
+            return
+        self._open, self._held = None, self._held_before
+        if self.delayed is None and not block.scaler.is_identity:
             for parameter in (*self.lists.models, *self.lists.unmastered):
                 parameter.grad = None
             self.drop_unreduced()

@@ -1,0 +1,109 @@
+"""Ctrl-C at any line of the library leaves torch's autocast state what it was, and training goes on."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+
+AMP = str(Path(amp.__file__).parent)
+KERNELS = str(Path(amp.__file__).parent.parent / "kernels")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.utils.checkpoint.checkpoint(self.hidden, x, use_reentrant=False)
+        with torch.autocast("cpu", enabled=False):
+            h = h.float().tanh()
+        return self.out(h)
+
+
+class Interrupter:
+    """Counts the lines of the library that run, and raises KeyboardInterrupt at one of them."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at = at
+        self.lines = 0
+        self.place = ""
+
+    def trace(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith((AMP, KERNELS)):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines - 1 == self.at:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self.trace
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        sys.settrace(self.trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("ipu"),
+        torch.is_autocast_cache_enabled(),
+        depth,
+    )
+
+
+def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    loss = nn.functional.mse_loss(model(x), y) + (model.out.weight @ model.out.weight.t()).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = Net()
+    made = optimizer(model.parameters(), lr=1e-2)
+    model, made = amp.initialize(model, made, opt_level=level, verbosity=0)
+    return model, made, torch.randn(8, 16), torch.randn(8, 1)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, amp.optimizers.FusedAdam], ids=lambda c: c.__name__
+)
+@pytest.mark.parametrize("level", ["O1", "O4", "O2", "O6"])
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
+    level: str, optimizer: Any, every: int
+) -> None:
+    parts = make(level, optimizer)
+    for _ in range(2):
+        step(*parts)
+    counted = Interrupter()
+    with counted.active():
+        step(*parts)
+    assert counted.lines > 300
+    before = state_of_torch()
+    for line in range(0, counted.lines, every):
+        interrupter = Interrupter(line)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            step(*parts)
+        assert state_of_torch() == before, interrupter.place
+        parts[1].zero_grad()
