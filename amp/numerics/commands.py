@@ -116,7 +116,7 @@ def add_commands(commands: Any) -> None:
     )
 
     parser = _parser(
-        *(commands, "lab", _lab, "write the lab, a page with seven figures, or serve it"),
+        *(commands, "lab", _lab, "write the lab, a page with eight figures, or serve it"),
         "reamp lab\nreamp lab --out numerics.html\nreamp lab --serve",
         as_json=False,
     )

@@ -1,4 +1,4 @@
-"""The lab: one HTML file with seven figures, self-contained, fed by the rest of this package.
+"""The lab: one HTML file with eight figures, self-contained, fed by the rest of this package.
 
 The page computes for itself, in JavaScript. `vectors` is a table of what this package computes, which
 the page compares its own numbers with when it opens.
@@ -26,7 +26,23 @@ from amp.numerics.scaling import simulate_scaler
 from amp.numerics.text import plain
 from amp.numerics.watching import Histogram
 
-_HERE = Path(__file__).parent
+_WEB = Path(__file__).parent / "web"
+HOME = "https://github.com/reamp/reamp"
+"""Where the page's links lead: it is opened from a checkout, from a site and from a server of one page."""
+DOCS = f"{HOME}/blob/main/docs"
+SCRIPTS = (
+    "formats.js",
+    "training.js",
+    "check.js",
+    "exact.js",
+    "controls.js",
+    "drawing.js",
+    "numbers.js",
+    "scales.js",
+    "budget.js",
+    "start.js",
+)
+"""The page's code, in the order in which it is joined."""
 OPTIMIZERS = (
     "adamw",
     "fusedadam",
@@ -47,20 +63,26 @@ def page() -> str:
         "scalings": SCALINGS,
         "vectors": vectors(),
     }
-    text = (_HERE / "lab.html").read_text(encoding="utf-8")
+    text = _read("lab.html")
     for mark, content in (
-        ("/*CSS*/", style()),
+        ("/*CSS*/", style() + _read("lab.css")),
+        ("/*DOCS*/", f"{DOCS}/"),
+        ("/*HOME*/", HOME),
         ("/*VERSION*/", amp.__version__),
         ("/*DATA*/", json.dumps(plain(data, mark="#"), separators=(",", ":"))),
-        ("/*JS*/", (_HERE / "lab.js").read_text(encoding="utf-8")),
+        ("/*JS*/", "\n".join(_read(name) for name in SCRIPTS)),
     ):
         text = text.replace(mark, content)
     return text
 
 
 def style() -> str:
-    """Return the style sheet, which other pages share."""
-    return (_HERE / "lab.css").read_text(encoding="utf-8")
+    """Return the part of the style sheet that other pages share."""
+    return _read("style.css")
+
+
+def _read(name: str) -> str:
+    return (_WEB / name).read_text(encoding="utf-8")
 
 
 def write(path: str | Path) -> Path:
