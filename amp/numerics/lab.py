@@ -28,7 +28,7 @@ from amp.numerics.watching import Histogram
 
 _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"
-"""Where the page's links lead: it is opened from a checkout, from a site and from a server of one page."""
+"""Where the links lead, whether the page is opened from a checkout, a site or `amp lab --serve`."""
 DOCS = f"{HOME}/blob/main/docs"
 SCRIPTS = (
     "formats.js",

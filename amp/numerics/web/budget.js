@@ -8,7 +8,7 @@ const gigabytes = (size) => (size / 1e9).toFixed(size < 1e12 ? 2 : 0);
 function drawMemory(rows, limit) {
   const narrow = isNarrow("memory-chart");
   const step = 26;
-  const chart = new Chart("memory-chart", 28 + rows.length * step + 52, { left: narrow ? 74 : 92, right: 62, top: 24 });
+  const chart = new Chart("memory-chart", 28 + rows.length * step + 56, { left: narrow ? 74 : 92, right: 62, top: 24 });
   const top = Math.max(...rows.map((row) => row.total), limit) / 1e9;
   const at = linear([0, top], [chart.left, chart.right]);
   rows.forEach((row, i) => {

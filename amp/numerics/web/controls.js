@@ -16,7 +16,7 @@ function rich(text) {
   return pieces(text).map((piece, i) => {
     if (i % 2 === 0) return piece;
     const [open, close] = piece.includes(" ") ? ["^(", ")"] : ["^", ""];
-    const mark = (hidden) => (hidden ? [element("span", { class: "unseen" }, hidden)] : []);
+    const mark = (hidden) => (hidden ? [element("span", { class: "caret" }, hidden)] : []);
     return element("sup", {}, ...mark(open), piece, ...mark(close));
   });
 }

@@ -4,7 +4,7 @@ const svgNames = "http://www.w3.org/2000/svg";
 const figures = [];
 
 class Chart {
-  constructor(id, height, { left = 20, right = 20, top = 12, bottom = 48 } = {}) {
+  constructor(id, height, { left = 20, right = 20, top = 12, bottom = 52 } = {}) {
     this.svg = $(id);
     this.svg.replaceChildren();
     const width = Math.round(this.svg.getBoundingClientRect().width) || 720;
@@ -52,7 +52,7 @@ class Chart {
     const room = Math.max(1, Math.floor((this.right - this.left) / 46));
     for (const power of ticks(low, high, room)) {
       this.line(at(power), this.bottom, at(power), this.bottom + 5, { stroke: "var(--edge)" });
-      this.text(at(power), this.bottom + 19, minus(`2^{${power}}`), "middle", "dim");
+      this.text(at(power), this.bottom + 22, minus(`2^{${power}}`), "middle", "dim");
     }
     this.titleBelow(title);
   }
@@ -61,14 +61,14 @@ class Chart {
     const room = Math.max(1, Math.floor((this.right - this.left) / 52));
     for (const x of ticks(low, high, room, whole)) {
       this.line(at(x), this.bottom, at(x), this.bottom + 5, { stroke: "var(--edge)" });
-      this.text(at(x), this.bottom + 19, shown(x), "middle", "dim");
+      this.text(at(x), this.bottom + 22, shown(x), "middle", "dim");
     }
     this.titleBelow(title);
   }
 
   titleBelow(title) {
     this.line(this.left, this.bottom, this.right, this.bottom, { stroke: "var(--edge)" });
-    this.text((this.left + this.right) / 2, this.bottom + 39, title, "middle");
+    this.text((this.left + this.right) / 2, this.bottom + 43, title, "middle");
   }
 
   // The vertical axis: lines across, labels at the left, and what they count above.

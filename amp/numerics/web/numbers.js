@@ -52,8 +52,8 @@ function showBitRow(pattern, fmt) {
 const coloured = (field, text) => element("span", { class: field }, text);
 
 function power(...children) {
-  const unseen = (text) => element("span", { class: "unseen" }, text);
-  return element("sup", {}, unseen("^("), ...children, unseen(")"));
+  const caret = (text) => element("span", { class: "caret" }, text);
+  return element("sup", {}, caret("^("), ...children, caret(")"));
 }
 
 // The formula that the bits stand for, each part in the colour of its field.
@@ -199,7 +199,7 @@ function showRanges() {
   const x = values.magnitude;
   const narrow = isNarrow("ranges-chart");
   const step = narrow ? 42 : 27;
-  const chart = new Chart("ranges-chart", 30 + 9 * step + 52, { left: narrow ? 4 : 130, right: narrow ? 12 : 130, top: 24 });
+  const chart = new Chart("ranges-chart", 30 + 9 * step + 56, { left: narrow ? 4 : 130, right: narrow ? 12 : 130, top: 24 });
   const at = linear([-152, 130], [chart.left, chart.right]);
   data.formats.forEach((fmt, i) => {
     const y = 30 + i * step;
