@@ -20,10 +20,13 @@ function drawMemory(rows, limit) {
       sum += row[term];
     }
     chart.text(0, y + 13, nameOf(row));
-    chart.text(at(row.total / 1e9) + 6, y + 13, gigabytes(row.total), "start", row.total > limit ? "alarm halo" : "halo");
   });
   chart.line(at(limit / 1e9), 18, at(limit / 1e9), chart.bottom, { stroke: "var(--ink)", "stroke-dasharray": "6 4" });
   chart.text(at(limit / 1e9), 13, `${shown(limit / 1e9)} GB`, "middle");
+  rows.forEach((row, i) => { // after the line, which they interrupt
+    const look = row.total > limit ? "alarm halo" : "halo";
+    chart.text(at(row.total / 1e9) + 6, 43 + i * step, gigabytes(row.total), "start", look);
+  });
   chart.numbersBelow(at, 0, top, "GB in each process", false);
 }
 
@@ -43,7 +46,7 @@ function fillTable(id, head, rows) {
 
 function fillMemoryTable(rows, limit) {
   const terms = Object.keys(termColours);
-  const heads = ["GB", "total", "verdict", ...terms.map((term) => term.replace("_", " "))];
+  const heads = ["GB", "total", "verdict", ...terms.map((term) => term.replace("optimizer_", ""))];
   const head = tableRow("th", heads, ["", "", "", ...terms.map((term) => termColours[term])]);
   fillTable("memory-table", head, rows.map((row) => {
     const fits = row.total <= limit;

@@ -58,7 +58,7 @@ class Chart {
   }
 
   numbersBelow(at, low, high, title, whole = true) {
-    const room = Math.max(1, Math.floor((this.right - this.left) / 52));
+    const room = Math.max(1, Math.floor((this.right - this.left) / 46));
     for (const x of ticks(low, high, room, whole)) {
       this.line(at(x), this.bottom, at(x), this.bottom + 5, { stroke: "var(--edge)" });
       this.text(at(x), this.bottom + 22, shown(x), "middle", "dim");
@@ -73,7 +73,7 @@ class Chart {
 
   // The vertical axis: lines across, labels at the left, and what they count above.
   axisLeft(y, low, high, title, label, whole = true) {
-    const room = Math.max(2, Math.floor((this.bottom - this.top) / 30));
+    const room = Math.max(2, Math.floor((this.bottom - this.top) / 26));
     for (const value of ticks(low, high, room, whole)) {
       this.line(this.left, y(value), this.right, y(value));
       this.text(this.left - 8, y(value) + 4, label(value), "end", "dim");

@@ -85,14 +85,16 @@ function copied(text, what) {
 function showBitFacts(x, pattern, fmt) {
   const value = decode(pattern, fmt);
   const [below, next] = neighbours(value, fmt);
+  const step = ulp(value, fmt);
   const off = value - x;
-  const steps = Number.isFinite(off) && off ? `, ${shown(Number((off / ulp(x, fmt)).toPrecision(3)))} ulp` : "";
+  const steps = Number.isFinite(off) && off ? `, ${shown(Number((off / step).toPrecision(3)))} ulp` : "";
   const side = (number) => (Number.isNaN(number) ? "none" : shown(number));
   const facts = [
     ["Exact value", copied(exactDecimal(value), "the exact value"), "exact"],
     ["Bits", copied(hexPattern(pattern, fmt), "the bits"), "hex"],
     ["In C", copied(hexFloat(value), "the number as C writes it"), "c"],
     ["Error", rich(`${shown(off)}${steps}`), "error"],
+    ["One ulp", rich(Number.isFinite(value) ? `2^{${minus(String(Math.log2(step)))}} = ${shown(step)}` : "none"), "ulp"],
     ["Neighbours", rich(`${side(below)} and ${side(next)}`), "neighbours"],
   ];
   $("bits-facts").replaceChildren(...facts.flatMap(([name, parts, key]) =>
