@@ -323,7 +323,8 @@ def test_the_address_restores_every_control(page: Page) -> None:
     assert page.run(errors) == ""
     drawn = page.run(DRAWN)
     assert sum(a != b for a, b in zip(first, drawn, strict=True)) == len(drawn)
-    state = page.wait("return location.hash.includes('delayed-infs=12') && location.hash.slice(1)")
+    saved = "return location.hash.includes('ulps-negative=true') && location.hash.slice(1)"
+    state = page.wait(saved)
     page.open(state)
     assert page.run(VALUES) == STATE
     assert page.run(DRAWN) == drawn

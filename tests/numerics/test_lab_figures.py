@@ -32,7 +32,7 @@ def test_bits_are_typed_flipped_and_chosen(page: Page) -> None:
     assert "underflow" not in page.text("bits-out")
     page["bits-number"].clear()
     page["bits-number"].send_keys("2^-130")
-    assert page.text("bits-out").endswith(": subnormal")
+    assert page.text("bits-out").endswith(": subnormal, an exponent of 0 counts as 1")
     page["bits-number"].clear()
     page["bits-number"].send_keys("abc")
     assert "“abc” is not a number" in page.text("bits-number-error")
@@ -70,16 +70,16 @@ def test_a_magnitude_in_every_range(page: Page) -> None:
 
     page.set("ranges-magnitude", "2^-27")
     assert fates()["float16"] == "becomes 0"
-    assert fates()["bfloat16"] == "8 bits"
+    assert fates()["bfloat16"] == "kept to 8 bits"
     assert "Too small, becomes 0: float16, float8_e4m3fn" in page.text("ranges-out")
     page.press("ranges-presets", "exp(12)")
     assert fates()["float16"] == "becomes inf"
     assert fates()["float8_e4m3fn"] == "becomes 448"
     page.set("ranges-magnitude", "2^-20")
-    assert fates()["float16"] == "5 of 11 bits"
-    assert "Subnormal: float16 (5 of 11 bits)" in page.text("ranges-out")
+    assert fates()["float16"] == "kept to 5 of 11 bits"
+    assert "Subnormal: float16 (kept to 5 of 11 bits)" in page.text("ranges-out")
     page.set("ranges-magnitude", "2^-149")
-    assert fates()["float32"] == "1 of 24 bits"
+    assert fates()["float32"] == "kept to 1 of 24 bits"
     assert fates()["float8_e8m0fnu"] == "becomes 2\u2212127"
 
 

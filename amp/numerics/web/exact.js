@@ -109,7 +109,7 @@ function shown(x, digits = 9) {
   if (Object.is(x, -0)) return minus("-0");
   const text = String(x).length <= digits + 3 ? String(x) : String(Number(x.toPrecision(digits)));
   const [factor, exponent] = text.split("e");
-  return minus(exponent === undefined ? factor : `${factor} × 10^{${Number(exponent)}}`);
+  return minus(exponent === undefined ? factor : `${factor}\u00a0×\u00a010^{${Number(exponent)}}`);
 }
 
 const minus = (text) => text.replaceAll("-", "\u2212");

@@ -108,7 +108,7 @@ function showBits() {
   const { fmt, x, pattern } = found;
   const value = decode(pattern, fmt);
   const notes = ["overflow", "underflow"].filter((key) => bits(x, fmt)[key]);
-  if (bits(value, fmt).subnormal) notes.push("subnormal");
+  if (bits(value, fmt).subnormal) notes.push("subnormal, an exponent of 0 counts as 1");
   if (Number.isNaN(x) && !Number.isNaN(value)) notes.push("the format has no NaN");
   showBitRow(pattern, fmt);
   showFieldKey(pattern, fmt);
@@ -183,9 +183,9 @@ function fateOf(x, fmt) {
   if (found.overflow) return ["too large", `becomes ${shown(found.value)}`];
   if (found.underflow) return ["too small", "becomes 0"];
   if (!fmt.has_zero && x < fmt.min_normal) return ["too small", `becomes 2^{${minus(String(fmt.min_exponent))}}`];
-  if (!found.subnormal) return ["held", `${fmt.mantissa_bits + 1} bit${fmt.mantissa_bits ? "s" : ""}`];
+  if (!found.subnormal) return ["normal", `kept to ${fmt.mantissa_bits + 1} bit${fmt.mantissa_bits ? "s" : ""}`];
   const left = Math.floor(Math.log2(found.value)) - (fmt.min_exponent - fmt.mantissa_bits) + 1;
-  return ["subnormal", `${left} of ${fmt.mantissa_bits + 1} bits`];
+  return ["subnormal", `kept to ${left} of ${fmt.mantissa_bits + 1} bits`];
 }
 
 function drawRange(chart, fmt, y, at) {
