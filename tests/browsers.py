@@ -11,6 +11,14 @@ from typing import Any
 
 import pytest
 
+FIELDS = """const field = (id) => document.getElementById(id);
+const tell = (id, text) => {
+  field(id).value = text;
+  field(id).dispatchEvent(new Event("input", {bubbles: true}));
+};
+"""
+"""For scripts: `field(id)`, and `tell(id, text)`, which types into it."""
+
 
 @contextmanager
 def chromium() -> Iterator[Any]:

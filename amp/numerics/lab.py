@@ -37,9 +37,11 @@ SCRIPTS = (
     "exact.js",
     "controls.js",
     "drawing.js",
-    "numbers.js",
+    "bits.js",
+    "ranges.js",
     "scales.js",
-    "budget.js",
+    "memory.js",
+    "fp8.js",
     "start.js",
 )
 """The page's code, in the order in which it is joined."""

@@ -2,6 +2,7 @@
 
 const typedForms = "3.14159, 1e-8, 1/3, 2^-24, 0x1p-24, inf or nan";
 const decimalForm = String.raw`(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?`;
+const powerForm = new RegExp(String.raw`^(?:(${decimalForm})\s*[×*]\s*)?(2|10)(?:\^|\*\*)([+-]?\d+(?:\.\d+)?)$`);
 
 // m * 2^e of integers, rounded once to float64.
 function ldexp(m, e) {
@@ -26,11 +27,11 @@ function parseMagnitude(text) {
   if (new RegExp(`^${decimalForm}$`).test(text)) return Number(text);
   const hex = text.match(/^0x([0-9a-f]*)\.?([0-9a-f]*)p([+-]?\d+)$/);
   if (hex && (hex[1] || hex[2])) return parseHexFloat(...hex.slice(1));
-  const power = text.match(new RegExp(`^(?:(${decimalForm})\\s*[×*]\\s*)?(2|10)(?:\\^|\\*\\*)([+-]?\\d+(?:\\.\\d+)?)$`));
+  const power = text.match(powerForm);
   if (!power) return undefined;
-  const [, factor, base, exponent] = power;
-  if (base === "10" && Number.isInteger(Number(exponent)) && !factor?.includes("e")) return Number(`${factor ?? 1}e${exponent}`);
-  return Number(factor ?? 1) * Number(base) ** Number(exponent);
+  const [, factor = "1", base, exponent] = power;
+  const isDecimal = base === "10" && Number.isInteger(Number(exponent)) && !factor.includes("e");
+  return isDecimal ? Number(`${factor}e${exponent}`) : Number(factor) * Number(base) ** Number(exponent);
 }
 
 function parseSigned(text) {
@@ -45,7 +46,8 @@ function parseNumber(text) {
   if (/^[+-]?nan$/.test(plain)) return NaN;
   const parts = plain.split("/").map((part) => parseSigned(part.trim()));
   if (parts.length > 2 || parts.includes(undefined)) {
-    throw new RangeError(plain === "" ? `Nothing is typed; try ${typedForms}.` : `“${text}” is not a number; try ${typedForms}.`);
+    const problem = plain === "" ? "Nothing is typed" : `“${text}” is not a number`;
+    throw new RangeError(`${problem}; try ${typedForms}.`);
   }
   if (parts.length === 1) return parts[0];
   if (parts[1] === 0) throw new RangeError(`“${text}” divides by 0; write inf for an infinity.`);

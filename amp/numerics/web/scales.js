@@ -62,7 +62,8 @@ function showScaling() {
   const fmt = formats[values.format];
   const counts = gradientCounts(values.mean, values.spread);
   const scaled = counts.map(([e, count]) => [e + values.scale, count]);
-  drawExponents("scaling-chart", fmt, scaled, [-60, 40], { title: "gradient times the scale", was: values.scale ? counts : [] });
+  const was = values.scale ? counts : [];
+  drawExponents("scaling-chart", fmt, scaled, [-60, 40], { title: "gradient times the scale", was });
   const found = fates(counts, fmt, values.scale);
   const best = bestScale(counts, fmt);
   $("scaling-best").disabled = best === null;
@@ -106,6 +107,10 @@ function drawSteps(chart, x, heights) {
   if (path) chart.add("path", { d: path, fill: "none", stroke: "var(--accent)", "stroke-width": 2.5 });
 }
 
+function drawCross(chart, x, y) {
+  chart.add("path", { d: `M${x - 5} ${y - 5}l10 10m0 -10l-10 10`, stroke: "var(--alarm)", "stroke-width": 3 });
+}
+
 function drawScale(trace, first) {
   const chart = new Chart("sim-chart", 260, { left: 44, right: 14, top: 34 });
   const scales = [trace.at(-1)?.next_scale ?? first, ...trace.map((step) => step.scale)].map(Math.log2);
@@ -115,8 +120,7 @@ function drawScale(trace, first) {
   drawSteps(chart, x, trace.map((step) => y(Math.log2(step.scale))));
   for (const { step, scale, overflow } of trace) {
     if (!overflow) continue;
-    const [cx, cy] = [x(step + 0.5), y(Math.log2(scale))];
-    chart.add("path", { d: `M${cx - 5} ${cy - 5}l10 10m0 -10l-10 10`, stroke: "var(--alarm)", "stroke-width": 3 });
+    drawCross(chart, x(step + 0.5), y(Math.log2(scale)));
   }
   chart.numbersBelow(x, 0, end, "step");
 }
@@ -147,7 +151,8 @@ function stepScaler(overflow) {
     play(false);
     return;
   }
-  $("sim-overflows").value = overflows.filter((i) => i !== steps).concat(overflow ? [steps] : []).sort((a, b) => a - b).join(", ");
+  const others = overflows.filter((i) => i !== steps);
+  $("sim-overflows").value = (overflow ? [...others, steps] : others).sort((a, b) => a - b).join(", ");
   give("sim-steps", String(steps + 1));
 }
 

@@ -5,7 +5,8 @@ fillSelect("memory-optimizer", Object.keys(data.memory), "adamw");
 fillSelect("fp8-scaling", data.scalings, "tensor");
 
 startFields();
-for (const start of [startBits, startRanges, startUlps, startScaling, startSimulator, startMemory, startFp8, startDelayed]) start();
+for (const start of [startBits, startRanges, startUlps, startScaling]) start();
+for (const start of [startSimulator, startMemory, startFp8, startDelayed]) start();
 redrawOnResize();
 startAddress();
 

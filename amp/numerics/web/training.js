@@ -80,7 +80,8 @@ function factorOf(amax, fmt) {
 }
 
 function partOf(scaling) {
-  return { tensor: [Infinity, Infinity], row: [1, Infinity], "1x128": [1, 128], "128x128": [128, 128], "1x32": [1, 32] }[scaling];
+  const blocks = { "1x128": [1, 128], "128x128": [128, 128], "1x32": [1, 32] };
+  return { tensor: [Infinity, Infinity], row: [1, Infinity], ...blocks }[scaling];
 }
 
 function quantize(rows, fmt, scaling) {

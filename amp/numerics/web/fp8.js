@@ -1,80 +1,3 @@
-// 6. Memory.
-
-const termColours = { weights: "accent", gradients: "mantissa", masters: "mark", optimizer_state: "soft",
-  activations: "sign", transient: "dim" };
-const nameOf = (row) => row.opt_level + (row.masters_kept === "split16" ? " split16" : "");
-const gigabytes = (size) => (size / 1e9).toFixed(size < 1e12 ? 2 : 0);
-
-function drawMemory(rows, limit) {
-  const narrow = isNarrow("memory-chart");
-  const step = 26;
-  const chart = new Chart("memory-chart", 28 + rows.length * step + 56, { left: narrow ? 74 : 92, right: 62, top: 24 });
-  const top = Math.max(...rows.map((row) => row.total), limit) / 1e9;
-  const at = linear([0, top], [chart.left, chart.right]);
-  rows.forEach((row, i) => {
-    const y = 30 + i * step;
-    let sum = 0;
-    for (const [term, colour] of Object.entries(termColours)) {
-      const [from, to] = [at(sum / 1e9), at((sum + row[term]) / 1e9)];
-      if (to > from) chart.bar(from, y, to, y + 16, { fill: `var(--${colour})`, class: "part" });
-      sum += row[term];
-    }
-    chart.text(0, y + 13, nameOf(row));
-  });
-  chart.line(at(limit / 1e9), 18, at(limit / 1e9), chart.bottom, { stroke: "var(--ink)", "stroke-dasharray": "6 4" });
-  chart.text(at(limit / 1e9), 13, `${shown(limit / 1e9)} GB`, "middle");
-  rows.forEach((row, i) => { // after the line, which they interrupt
-    const look = row.total > limit ? "alarm halo" : "halo";
-    chart.text(at(row.total / 1e9) + 6, 43 + i * step, gigabytes(row.total), "start", look);
-  });
-  chart.numbersBelow(at, 0, top, "GB in each process", false);
-}
-
-// The roles are said, because a style that makes a row a grid takes them away.
-function tableRow(tag, texts, looks = []) {
-  const cell = (text, i) => {
-    const [name, role] = tag === "th" ? ["th", "columnheader"] : i === 0 ? ["th", "rowheader"] : ["td", "cell"];
-    return element(name, { role, ...(looks[i] ? { class: looks[i] } : {}) }, text);
-  };
-  return element("tr", { role: "row" }, ...texts.map(cell));
-}
-
-function fillTable(id, head, rows) {
-  $(id).setAttribute("role", "table");
-  $(id).replaceChildren(element("thead", { role: "rowgroup" }, head), element("tbody", { role: "rowgroup" }, ...rows));
-}
-
-function fillMemoryTable(rows, limit) {
-  const terms = Object.keys(termColours);
-  const heads = ["GB", "total", "verdict", ...terms.map((term) => term.replace("optimizer_", ""))];
-  const head = tableRow("th", heads, ["", "", "", ...terms.map((term) => termColours[term])]);
-  fillTable("memory-table", head, rows.map((row) => {
-    const fits = row.total <= limit;
-    const verdict = fits ? "fits" : "too large";
-    return tableRow("td", [nameOf(row), gigabytes(row.total), verdict, ...terms.map((term) => gigabytes(row[term]))],
-      ["", "", fits ? "kept" : "lost"]);
-  }));
-}
-
-function showMemory() {
-  const values = read("memory");
-  if (!values) return;
-  const { params, optimizer, activations, world, sharding, gpu } = values;
-  const rows = memory(params, optimizer, { activations, world, sharding });
-  const limit = gpu * 1e9;
-  drawMemory(rows, limit);
-  fillMemoryTable(rows, limit);
-  const fitting = rows.filter((row) => row.total <= limit).map(nameOf);
-  say("memory-out", fitting.length ? `Fits in ${shown(gpu)} GB: ${fitting.join(", ")}.` : `Nothing fits in ${shown(gpu)} GB.`);
-}
-
-function startMemory() {
-  presets("memory-presets", [["ResNet-50", "25557032"], ["BERT large", "335e6"], ["7 billion", "7e9"], ["70 billion", "70e9"],
-    ["GPT-3", "175e9"]], (text) => give("memory-params", text));
-  onChange("memory", showMemory);
-  register(showMemory);
-}
-
 // 7. FP8.
 
 const fp8Shape = { rows: 32, columns: 128 };
@@ -149,7 +72,7 @@ function drawDelayed(trace, fmt) {
   drawSteps(chart, x, trace.map((step) => y(largest(step))));
   for (const { step, amax, saturated } of trace) {
     const [cx, cy] = [x(step + 0.5), y(Math.log2(amax))];
-    if (saturated) chart.add("path", { d: `M${cx - 5} ${cy - 5}l10 10m0 -10l-10 10`, stroke: "var(--alarm)", "stroke-width": 3 });
+    if (saturated) drawCross(chart, cx, cy);
     else chart.add("circle", { cx, cy, r: 4, fill: "var(--mark)" });
   }
   chart.numbersBelow(x, 0, end, "iteration");
@@ -157,7 +80,8 @@ function drawDelayed(trace, fmt) {
 
 function outcomeOf(last) {
   if (!last) return "No iteration yet.";
-  const found = `Iteration ${last.step}: the largest magnitude is ${shown(last.amax, 4)}, the scale ${shown(last.factor)}; it`;
+  const { step, amax, factor } = last;
+  const found = `Iteration ${step}: the largest magnitude is ${shown(amax, 4)}, the scale ${shown(factor)}; it`;
   if (last.amax === Infinity) return `${found} makes the result NaN, and does not enter the history.`;
   return `${found} ${last.saturated ? `is cut off, where a scale of its own would be ${shown(last.current)}` : "fits"}.`;
 }
