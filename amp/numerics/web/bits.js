@@ -4,6 +4,10 @@
 function textOf(pattern, fmt) {
   const value = decode(pattern, fmt);
   if (encode(roundTo(value, fmt), fmt) !== pattern) return hexPattern(pattern, fmt);
+  return plainText(value);
+}
+
+function plainText(value) {
   if (!Number.isFinite(value)) return notFinite(value);
   return Object.is(value, -0) ? "-0" : String(value);
 }
@@ -151,11 +155,9 @@ function moveInRow(event) {
 function keepNumber() {
   let before = formats[$("bits-format").value];
   $("bits-format").addEventListener("input", () => {
-    try {
-      const pattern = parsePattern($("bits-number").value, before);
-      const value = pattern === null ? null : decode(pattern, before);
-      if (value !== null) $("bits-number").value = Number.isFinite(value) ? String(value) : notFinite(value);
-    } catch { /* what does not fit is said beside the field */ }
+    const typed = $("bits-number").value;
+    const isPattern = /^\s*0x[0-9a-f]+\s*$/i.test(typed) && Number(typed) < 2 ** before.bits;
+    if (isPattern) $("bits-number").value = plainText(decode(Number(typed), before));
     before = formats[$("bits-format").value];
   });
 }

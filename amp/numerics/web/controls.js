@@ -14,10 +14,8 @@ const pieces = (text) => text.split(/\^\{([^}]*)\}/);
 // A text in which 2^{-24} is a power: raised for eyes, and 2^-24 for ears and when it is copied.
 function rich(text) {
   return pieces(text).map((piece, i) => {
-    if (i % 2 === 0) return piece;
-    const [open, close] = piece.includes(" ") ? ["^(", ")"] : ["^", ""];
-    const mark = (hidden) => (hidden ? [element("span", { class: "caret" }, hidden)] : []);
-    return element("sup", {}, ...mark(open), piece, ...mark(close));
+    const caret = element("span", { class: "caret" }, "^");
+    return i % 2 ? element("sup", {}, caret, piece) : piece;
   });
 }
 
@@ -30,13 +28,16 @@ function say(id, ...lines) {
 
 // Fields.
 
-const fieldsOf = (root = document) => [...root.querySelectorAll("main input:not([type=range]), main select")];
+const allFields = () => [...document.querySelectorAll("main input:not([type=range]), main select")];
+const fieldsOf = (prefix) => allFields().filter(({ id }) => id.startsWith(`${prefix}-`));
 
+// Say what is wrong with a field, or that nothing is; a figure that shows older values is pale.
 function complain(input, message) {
   input.setAttribute("aria-invalid", String(Boolean(message)));
   $(`${input.id}-error`).textContent = message;
-  input.closest("section").querySelector(".figure").classList.toggle(
-    "stale", input.closest("section").querySelector("[aria-invalid=true]") !== null);
+  const section = input.closest("section");
+  const isStale = section.querySelector("[aria-invalid=true]") !== null;
+  section.querySelector(".figure").classList.toggle("stale", isStale);
 }
 
 function checkedNumber(input) {
@@ -46,6 +47,16 @@ function checkedNumber(input) {
   const fits = x >= parseNumber(min) && x <= parseNumber(max) && (whole === undefined || Number.isInteger(x));
   if (!fits) throw new RangeError(`“${input.value}” does not fit: give ${kind} from ${min} to ${max}.`);
   return x;
+}
+
+// The number in a field, or null where there is none that fits, which is said elsewhere.
+function numberOf(input) {
+  try {
+    return checkedNumber(input);
+  } catch (error) {
+    if (error instanceof RangeError) return null;
+    throw error;
+  }
 }
 
 function checkedList(input) {
@@ -68,7 +79,7 @@ function checkedValue(input) {
 function read(prefix) {
   const found = {};
   let good = true;
-  for (const input of fieldsOf().filter(({ id }) => id.startsWith(`${prefix}-`))) {
+  for (const input of fieldsOf(prefix)) {
     try {
       found[input.id.slice(prefix.length + 1)] = checkedValue(input);
       if (input.type === "text") complain(input, "");
@@ -103,10 +114,10 @@ function addSlider(input) {
   const slider = element("input", { type: "range", id: `${input.id}-slider`, "aria-labelledby": `${input.id}-label`,
     min: end(min), max: end(max), step });
   const follow = () => {
-    try {
-      slider.value = positionOf(checkedNumber(input), isLog);
-      slider.setAttribute("aria-valuetext", input.value);
-    } catch { /* the message beside the field says why */ }
+    const x = numberOf(input);
+    if (x === null) return;
+    slider.value = positionOf(x, isLog);
+    slider.setAttribute("aria-valuetext", input.value);
   };
   slider.addEventListener("input", () => give(input.id, numberAt(Number(slider.value), isLog)));
   input.addEventListener("input", follow);
@@ -121,11 +132,9 @@ function stepByKeys(input) {
     const { min, max, step, log } = input.dataset;
     if (!way || step === undefined) return;
     event.preventDefault();
-    try {
-      const x = checkedNumber(input);
-      const next = log === undefined ? Number((x + way * Number(step)).toPrecision(12)) : x * 2 ** way;
-      if (next >= parseNumber(min) && next <= parseNumber(max)) give(input.id, String(next));
-    } catch { /* nothing to step from */ }
+    const x = numberOf(input);
+    const next = log === undefined ? Number((x + way * Number(step)).toPrecision(12)) : x * 2 ** way;
+    if (x !== null && next >= parseNumber(min) && next <= parseNumber(max)) give(input.id, String(next));
   });
 }
 
@@ -135,7 +144,7 @@ function addMessage(input) {
 }
 
 function startFields() {
-  for (const input of fieldsOf().filter(({ type }) => type === "text")) {
+  for (const input of allFields().filter(({ type }) => type === "text")) {
     for (const [key, value] of [["autocomplete", "off"], ["autocapitalize", "off"], ["spellcheck", "false"]]) {
       input.setAttribute(key, value);
     }
@@ -159,7 +168,7 @@ function presets(holder, entries, choose) {
 
 // Draw a figure again when one of its fields changes.
 function onChange(prefix, show) {
-  for (const input of fieldsOf().filter(({ id }) => id.startsWith(`${prefix}-`))) input.addEventListener("input", show);
+  for (const input of fieldsOf(prefix)) input.addEventListener("input", show);
 }
 
 // Copying.
@@ -196,7 +205,7 @@ let opening = {};
 let saving = null;
 
 function address(section) {
-  const changed = fieldsOf().filter((input) => stateOf(input) !== opening[input.id]);
+  const changed = allFields().filter((input) => stateOf(input) !== opening[input.id]);
   const query = new URLSearchParams(changed.map((input) => [input.id, stateOf(input)])).toString();
   const hash = `${section}${query && `?${query}`}`;
   return `${location.href.split("#")[0]}${hash && `#${hash}`}`;
@@ -233,7 +242,7 @@ function restoreState() {
 }
 
 function startAddress() {
-  opening = Object.fromEntries(fieldsOf().map((input) => [input.id, stateOf(input)]));
+  opening = Object.fromEntries(allFields().map((input) => [input.id, stateOf(input)]));
   document.querySelector("main").addEventListener("input", saveState);
   addEventListener("hashchange", restoreState);
   for (const section of document.querySelectorAll("main section")) {
