@@ -25,6 +25,7 @@ from amp.casting.strategy import Undo
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
+from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.masters.copies import copied_in_float32
 from amp.masters.lean import LeanMasterWeights
@@ -144,6 +145,7 @@ class Session:
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
             for model in model_list:
+                self._check_not_cast(model)
                 reshard(model)
                 arguments.check_model(model, allow_incoming_model_not_fp32)
                 for strategy in self._strategies:
@@ -154,6 +156,19 @@ class Session:
             )
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
+
+    @staticmethod
+    def _check_not_cast(model: nn.Module) -> None:
+        """Raise AmpRuntimeError for a model that a session has cast, as when a cell runs twice."""
+        other = Session.of(model)
+        if other is not None and other.properties.cast_model_type in LOW_PRECISION:
+            raise AmpRuntimeError(
+                f"this {type(model).__name__} was initialized already, at opt_level="
+                f"{other.properties.opt_level!r}, and that session has cast it. Go on with what that "
+                "call returned, or make a new model and optimizer, in the same cell of a notebook. To "
+                "start again from these weights, close that session and widen them: "
+                "amp.get_session(optimizer).close(); model.float()"
+            )
 
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Take the strategies' steps, and attach the optimizers; if any of it fails, undo all."""

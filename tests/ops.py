@@ -248,7 +248,7 @@ def cpu_rows() -> Iterator[Row]:
     yield from rows("float", "tT", "stft", V.repeat(4), 4, window=window, return_complex=True)
     for name in ("trace", "cov", "corrcoef"):
         yield from rows("float", "tT", name, X)
-    for name in ("inverse", "pinverse", "svd", "cholesky", "qr"):
+    for name in filter(torch.__dict__.__contains__, ("inverse", "pinverse", "svd", "cholesky", "qr")):
         yield from rows("float", "tT", name, SPD)
     yield from rows("float", "tTL", "matrix_power", SPD, 2)
     yield from rows("float", "tT", "lu", SPD)

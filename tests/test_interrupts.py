@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import amp
 
@@ -22,8 +23,8 @@ class Net(nn.Module):
         self.hidden = nn.Linear(16, 16)
         self.out = nn.Linear(16, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.utils.checkpoint.checkpoint(self.hidden, x, use_reentrant=False)
+    def forward(self, x: Tensor) -> Any:
+        h = checkpoint(self.hidden, x, use_reentrant=False)
         with torch.autocast("cpu", enabled=False):
             h = h.float().tanh()
         return self.out(h)
@@ -69,7 +70,7 @@ def state_of_torch() -> tuple[Any, ...]:
     )
 
 
-def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
     loss = nn.functional.mse_loss(model(x), y) + (model.out.weight @ model.out.weight.t()).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -300,6 +300,7 @@ def test_whatever_is_done_in_between(
     assert_same(*ends)
 
 
+@pytest.mark.filterwarnings("ignore:.*came from no amp.scale_loss block")
 @pytest.mark.parametrize(("level", "seed"), covering(["O1", "O2", "O5"], range(20), strength=1))
 def test_any_sequence_of_actions(level: str, seed: int) -> None:
     actions = [action for action in ACTIONS if action is not overflowing_block]  # to be stepped once

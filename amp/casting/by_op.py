@@ -23,7 +23,6 @@ from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy, Undo
 from amp.casting.wrappers import check_rnn_input, make_wrapper
-from amp.dtypes import dtype_name
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.patching import Patches, modules_of_others, show_patched
 from amp.profiles.properties import Properties
@@ -36,6 +35,7 @@ class CastOps(Strategy):
         policy: the rule of each function.
         dtype: of the ops that gain from half precision.
         live: whether functions are patched.
+        device_types: whose tensors functions cast outside of forwards, the models'; empty is all.
     """
 
     def __init__(self, properties: Properties) -> None:
@@ -43,6 +43,7 @@ class CastOps(Strategy):
         self.policy = policy_of(properties)
         self.dtype = self.policy.dtype
         self.live = False
+        self.device_types: set[str] = set()
         self._has_begun = False
         self._patches = Patches()
         # Of originals and wrappers, by their ids.
@@ -56,17 +57,10 @@ class CastOps(Strategy):
         return properties.patch_torch_functions
 
     def begin(self, undo: Undo) -> None:
-        """Patch the functions, once in a session; one that this torch lacks gets a warning."""
+        """Patch the functions that this torch has, once in a session."""
         if self._has_begun:
             return
         missing = self.policy.missing()
-        if missing:
-            warnings.warn(
-                f"torch {torch.__version__} has no {', '.join(missing)}: the rules for "
-                f"{dtype_name(self.dtype)} that name them do nothing",
-                AmpWarning,
-                stacklevel=2,
-            )
         undo.callback(self.stop)
         self.live = True
         _introduce_dynamo()
@@ -117,6 +111,7 @@ class CastOps(Strategy):
         Functions that its modules hold as attributes cast too. What is held in a way that cannot be
         patched gets a warning that names it.
         """
+        self.device_types |= {parameter.device.type for parameter in model.parameters()}
         held: dict[str, None] = {}  # in the order in which they were found
         for name, module in model.named_modules():
             self._rename(module)

@@ -49,6 +49,7 @@ class Caster(Protocol):
 
     dtype: torch.dtype
     live: bool
+    device_types: set[str]
 
 
 live_casters: list[Any] = []
@@ -66,7 +67,13 @@ def casts(caster: Caster, device_type: str) -> bool:
         return False
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
-    return not torch.is_autocast_enabled(_OFF)
+    is_of_models = not caster.device_types or device_type in caster.device_types
+    return is_of_models and not torch.is_autocast_enabled(_OFF) and not _is_in_worker()
+
+
+def _is_in_worker() -> bool:
+    """Whether this process loads data for another one, which has been forked with its patches."""
+    return not torch.compiler.is_dynamo_compiling() and torch.utils.data.get_worker_info() is not None
 
 
 def _is_in_op() -> bool:
@@ -196,6 +203,28 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
             torch.set_autocast_enabled(kind, True)
 
 
+def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function in which nothing casts; an interrupt, too, leaves casts as they were."""
+    if torch.compiler.is_compiling():
+        with disable_casts():
+            return function(*args, **kwargs)
+    before = ThreadState()
+    try:
+        try:
+            with disable_casts():
+                return function(*args, **kwargs)
+        finally:
+            before.put_back()
+    finally:
+        before.put_back()
+
+
+def device_types_of(module: nn.Module) -> set[str]:
+    """Return the device type of a module's parameters; empty if it has none."""
+    first = next(module.parameters(), None)
+    return set() if first is None else {first.device.type}
+
+
 def _class_in_regions(base: Any, caster: Caster) -> Any:
     """Return a subclass of a model's class whose calls run in torch.autocast regions."""
 
@@ -207,7 +236,9 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         before = ThreadState()
         try:
             try:
-                _enter_forward(self, newest_caster().dtype)
+                newest = newest_caster()
+                newest.device_types |= device_types_of(self)
+                _enter_forward(self, newest.dtype)
                 return base.__call__(self, *args, **kwargs)
             except BaseException:
                 before.put_back(after_error=True)

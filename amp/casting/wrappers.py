@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from amp.casting import regions
 from amp.casting.policy import OpRule
-from amp.casting.regions import DEVICE_TYPES, Caster, Function, casts, disable_casts, forwards
+from amp.casting.regions import (
+    DEVICE_TYPES,
+    Caster,
+    Function,
+    call_without_casts,
+    casts,
+    disable_casts,
+    forwards,
+)
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpNotImplementedError
 
@@ -45,8 +53,7 @@ def call_with_casts(
             return original(*args, **kwargs)
     if not rule.closed:
         return original(*args, **kwargs)
-    with disable_casts():
-        return original(*args, **kwargs)
+    return call_without_casts(original, args, kwargs)
 
 
 def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:

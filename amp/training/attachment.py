@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from amp.casting.regions import ThreadState
 from amp.casting.strategy import Contents
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpError, AmpRuntimeError, AmpValueError
+from amp.errors import AmpError, AmpValueError, AmpWarning
 from amp.masters.parameter import MasterParameter
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
@@ -267,12 +268,9 @@ class AttachedOptimizer:
     def _step_once(
         self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.gradients.state is State.OPEN:
-            raise AmpRuntimeError(
-                "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
-                "still scaled. Call it after the block."
-            )
         self.gradients.look_at_groups()
+        if self.gradients.state is State.OPEN:
+            self.gradients.take_for_step_in_block()
         if closure is not None:
             parts = self.optimizer, self.gradients, self.masters
             with_closure = ClosureStep(*parts, closure=closure, report=self._report_all)
@@ -286,7 +284,9 @@ class AttachedOptimizer:
         self.gradients.gather_strays()
         if not self._has_stepped or self.gradients.are_none():
             self._owned.check()
+        if not (self._has_stepped or self.gradients.are_none()):
             self._has_stepped = True
+            self._warn_if_unscaled()
         self.stepped_by, self.gradients.verdicts = self.gradients.verdicts, []
         try:
             way = self._way()
@@ -300,6 +300,21 @@ class AttachedOptimizer:
         self._end_iteration()
         self._report_all(self.stepped_by)  # last: a warning may be an error
         return result
+
+    def _warn_if_unscaled(self) -> None:
+        """Warn if gradients are stepped on whose loss was to be scaled, and was not."""
+        if self.gradients.were_scaled or all(scaler.is_identity for scaler in self.owner.scalers):
+            return
+        properties = self.owner.properties
+        warnings.warn(
+            f"{type(self.optimizer).__name__}.step() was called, and its gradients came from no "
+            f"amp.scale_loss block. At opt_level={properties.opt_level!r} losses are to be scaled: "
+            "float16 gradients below 6e-8 are 0 without it. Call scaled_loss.backward() in `with "
+            "amp.scale_loss(loss, optimizer) as scaled_loss:`. If another gradient scaler scales the "
+            "loss, or none is to, pass loss_scale=1.0 to amp.initialize",
+            AmpWarning,
+            stacklevel=5,
+        )
 
     def _note_bad(self) -> None:
         """Note whose gradients made an overflow that the host knows of."""

@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import place_gradients, shard_like
+from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import dense, local
 from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter, store_grad, stored_grad
@@ -81,6 +82,7 @@ class Gradients:
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, if one did.
         were_reduced: whether these were reduced over the ranks.
+        were_scaled: whether a block was ever entered for this optimizer.
         skips_on_device: tells whether the optimizer skips a step without a word from the host.
     """
 
@@ -103,6 +105,7 @@ class Gradients:
         self.verdicts: list[Verdict] = []
         self.delayed: Block | None = None
         self.were_reduced = True
+        self.were_scaled = False
         self._open: Block | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._held: Held | None = None
@@ -151,6 +154,7 @@ class Gradients:
 
     def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
+        self.were_scaled = True
         lists = self.look_at_groups()
         every = (*lists.stepped, *lists.models) if self.verdicts else ()
         if self._held is None and not self._aside and all(stored_grad(p) is None for p in every):
@@ -178,6 +182,21 @@ class Gradients:
                     check_device(master, model)
                     model.grad = None
                     add_grad(master, grad.to(torch.float32))
+
+    def take_for_step_in_block(self) -> None:
+        """Prepare a step inside the block, from a hook of backward: at a scale of 1 that is right.
+
+        Raises:
+            AmpRuntimeError: the gradients are scaled.
+        """
+        if self._open is None or not self._open.scaler.is_identity:
+            raise AmpRuntimeError(
+                "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
+                "still scaled. Call it after the block, or take a level without loss scaling, such as "
+                "O4 or O5, if each parameter is to be stepped in the backward."
+            )
+        self.show()
+        self.gather_strays()
 
     def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered.

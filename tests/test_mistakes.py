@@ -1,0 +1,137 @@
+"""What newcomers do: each is right, or is told by name what to do."""
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def start(level: str, **overrides: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    return amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **overrides)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_steps_without_scale_loss_warn_once(level: str) -> None:
+    model, optimizer = start(level)
+    model(X).mean().backward()
+    with pytest.warns(
+        amp.AmpWarning, match=r"SGD\.step.* came from no\s+amp\.scale_loss block"
+    ) as seen:
+        optimizer.step()
+    assert seen[0].filename == __file__
+    optimizer.zero_grad()
+    model(X).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("level", "scale"), [("O0", None), ("O3", None), ("O4", None), ("O5", None), ("O1", 1.0)]
+)
+def test_where_nothing_is_scaled_no_block_is_needed(level: str, scale: float | None) -> None:
+    model, optimizer = start(level, loss_scale=scale)
+    model(X).mean().backward()
+    optimizer.step()
+
+
+def test_a_first_step_without_gradients_says_nothing() -> None:
+    model, optimizer = start("O2")
+    optimizer.step()
+    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_cell_that_runs_twice(level: str) -> None:
+    model, optimizer = start(level)
+    before = [p.dtype for p in model.parameters()]
+    with pytest.raises(
+        RuntimeError, match=rf"Sequential was initialized already, at opt_level='{level}'"
+    ):
+        amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    assert [p.dtype for p in model.parameters()] == before
+    amp.get_session(optimizer).close()
+    model.float()
+    amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, amp.optimizers.FusedSGD], ids=lambda c: c.__name__)
+def test_each_parameter_is_stepped_in_the_backward(level: str, make: Any) -> None:
+    def train(level: str) -> list[Tensor]:
+        model = net()
+        of = {p: make([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+        amp.initialize(model, list(of.values()), opt_level=level, verbosity=0)
+
+        def step(p: Any) -> None:
+            of[p].step()
+            of[p].zero_grad()
+
+        for p in of:
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(20):
+            with amp.scale_loss((model(X) - 1).square().mean(), list(of.values())) as scaled_loss:
+                scaled_loss.backward()
+            assert not any(p.grad is not None and p.grad.any() for p in of)
+        masters = [p for optimizer in of.values() for p in amp.master_params(optimizer)]
+        amp.get_session().close()
+        return masters
+
+    for a, b in zip(train(level), train("O0"), strict=True):
+        assert torch.allclose(a.float(), b, atol=2e-2)
+
+
+def test_a_step_in_the_backward_is_refused_while_gradients_are_scaled() -> None:
+    model, optimizer = start("O2")
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with (
+        pytest.raises(RuntimeError, match="such as O4 or O5"),
+        amp.scale_loss(model(X).mean(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.eye(3) * 1e5 @ torch.ones(3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_nothing_casts_in_workers_of_data_loaders(level: str, start_method: str) -> None:
+    start(level)
+    context = multiprocessing.get_context(start_method)
+    loader = torch.utils.data.DataLoader(Images(), 2, num_workers=1, multiprocessing_context=context)
+    for batch in loader:
+        assert batch.dtype is torch.float32
+        assert (batch == 1e5).all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_work_on_other_devices_than_the_models_is_not_cast(level: str) -> None:
+    with torch.device("meta"):
+        model = net()
+    amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    assert (torch.eye(3) @ torch.ones(3)).dtype is torch.float32
+    model.to_empty(device="cpu")
+    model(X)  # says where the model is now
+    assert (torch.eye(3) @ torch.ones(3)).dtype is not torch.float32
