@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,10 +16,14 @@ from amp.arguments import attached_to
 from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
 from amp.profiles.loss_scaling import LossScaling
+from amp.profiles.overrides import SessionOptions
 from amp.profiles.properties import OVERRIDE_KEYS
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.training.recorder import Transition
+
+M = TypeVar("M")
+T = TypeVar("T")
 
 
 class _Default:
@@ -27,6 +31,26 @@ class _Default:
 
     session: Session | None = None
     waiting_state: Mapping[str, Any] | None = None
+
+
+@overload
+def initialize(
+    models: M,
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: str | os.PathLike[str] = "O1",
+    **options: Unpack[SessionOptions],
+) -> M: ...
+
+
+@overload
+def initialize(
+    models: M,
+    optimizers: T,
+    enabled: bool = True,
+    opt_level: str | os.PathLike[str] = "O1",
+    **options: Unpack[SessionOptions],
+) -> tuple[M, T]: ...
 
 
 def initialize(  # noqa: D417 (properties are described in docs/profiles.md)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ from amp.masters.state_dicts import install_state_dict_hooks
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.profiles.levels import resolve
+from amp.profiles.overrides import Overrides
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
@@ -45,6 +46,8 @@ from amp.training.synchronization import Synchronization
 
 logger = logging.getLogger("amp")
 
+M = TypeVar("M")
+T = TypeVar("T")
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -69,6 +72,7 @@ class Session:
         process_group: the process group, or list of them, whose ranks hold different gradients and must
             skip a step together. None is right for one process, for DDP, whose ranks hold the same
             gradients, and for DTensors, which know their groups.
+        enabled: False makes `initialize` and `scale_loss` do nothing.
         **overrides: properties on top of the profile, as in docs/profiles.md; None changes nothing.
 
     Attributes:
@@ -87,14 +91,15 @@ class Session:
         num_losses: int = 1,
         verbosity: int = 1,
         process_group: ProcessGroup | Sequence[ProcessGroup] | None = None,
-        **overrides: Any,
+        enabled: bool = True,
+        **overrides: Unpack[Overrides],
     ) -> None:
         if isinstance(num_losses, bool) or not hasattr(num_losses, "__index__") or num_losses < 1:
             raise AmpValueError(f"num_losses={num_losses!r} must be an integer of at least 1")
         self.properties = (
             Properties(enabled=False)
-            if overrides.get("enabled", True) is False
-            else resolve(opt_level, overrides)
+            if enabled is False
+            else resolve(opt_level, {"enabled": enabled, **overrides})
         )
         self.verbosity = verbosity
         self.closed = False
@@ -129,6 +134,16 @@ class Session:
         return next((x for x in _open if any(each is model for each in x._alive())), None)
 
     # Set up and tear down.
+
+    @overload
+    def initialize(
+        self, models: M, optimizers: None = None, *, allow_incoming_model_not_fp32: bool = False
+    ) -> M: ...
+
+    @overload
+    def initialize(
+        self, models: M, optimizers: T, *, allow_incoming_model_not_fp32: bool = False
+    ) -> tuple[M, T]: ...
 
     def initialize(
         self, models: Any, optimizers: Any = None, *, allow_incoming_model_not_fp32: bool = False

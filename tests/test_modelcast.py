@@ -464,7 +464,7 @@ def test_a_user_hook_sees_the_cast_output_and_runs_in_its_turn() -> None:
 
 def test_data_parallel_replicas_cast_too() -> None:
     model = amp.initialize(linear(), opt_level="O2")
-    replica = model._replicate_for_data_parallel()
+    replica: Any = model._replicate_for_data_parallel()
     replica.weight, replica.bias = model.weight.detach(), model.bias.detach()
     assert replica(torch.ones(1, 4)).dtype is torch.float32
 

@@ -124,7 +124,7 @@ class Averaged(torch.optim.SGD):
             p.mul_(0.5)
 
 
-def problem() -> tuple[nn.Module, Tensor, Tensor]:
+def problem() -> tuple[Any, Tensor, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     return model, torch.randn(64, 8), torch.randn(64, 1)

@@ -41,7 +41,8 @@ def prescribed(
 ) -> Prescription:
     torch.manual_seed(0)
     net: Any = model or Net(**options)
-    with amp.Session(level, verbosity=0, **(overrides or {})) as session:
+    given: dict[str, Any] = overrides or {}
+    with amp.Session(level, verbosity=0, **given) as session:
         net, one = session.initialize(net, OPTIMIZERS[optimizer](net.parameters()))
 
         def step() -> None:
