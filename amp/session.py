@@ -78,6 +78,7 @@ class Session:
     Attributes:
         properties: what the profile and the overrides resolved to.
         scalers: one loss scaler per loss.
+        masters: the master weights of all its optimizers.
         last_report: of the last step that `diagnose="on_overflow"` has watched, or None.
 
     Raises:
@@ -111,7 +112,7 @@ class Session:
         ]
         self._models: list[weakref.ref[nn.Module]] = []
         kind = self.properties.master_weights
-        self._masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
+        self.masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self._strategies = strategies_for(self.properties)
         self._fp8 = next((x for x in self._strategies if isinstance(x, Fp8Linears)), None)
         self.synchronization = Synchronization(self.properties, self._named_parameters)
@@ -193,11 +194,11 @@ class Session:
                 strategy.begin(undo)
                 for model in models:
                     strategy.prepare_model(model, undo)
-            for handle in install_state_dict_hooks(self._masters, models, self.properties):
+            for handle in install_state_dict_hooks(self.masters, models, self.properties):
                 undo.callback(handle.remove)
             undo.enter_context(led_to_masters())
             if self.properties.master_weights:
-                undo.enter_context(copied_in_float32(self._masters))
+                undo.enter_context(copied_in_float32(self.masters))
                 if dcp.is_in_use():
                     dcp.teach(undo.enter_context(Patches()))
             attached = [self._attach(optimizer, undo) for optimizer in optimizers]
@@ -231,7 +232,7 @@ class Session:
         attached = AttachedOptimizer(
             optimizer,
             owner=self,
-            masters=self._masters,
+            masters=self.masters,
             use_masters=bool(self.properties.master_weights),
             report=self._report_overflows,
             named_parameters=self._named_parameters,
@@ -373,10 +374,14 @@ class Session:
             self._armed.look(scaler)
         scaler.warn_if_endless()
 
-    def history(self) -> list[Transition]:
-        """Return the last updates of the loss scalers; see `amp.history`."""
+    def history(self, wait: bool = True) -> list[Transition]:
+        """Return the last updates of the loss scalers; see `amp.history`.
+
+        Args:
+            wait: for those that are still under way. Otherwise there is no host sync.
+        """
         for scaler in self.scalers:
-            self._report_overflows(scaler, wait=True)
+            self._report_overflows(scaler, wait)
         return [row for scaler in self.scalers for row in scaler.history()]
 
     def _tell(self, report: Report) -> None:

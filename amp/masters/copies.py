@@ -70,7 +70,7 @@ def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
     """Put copies in FP32 into a memo, of tensors in 16 bits and of the hooks that cast to these."""
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.dtype in LOW_PRECISION:
-            values = _values_of(tensor).clone()
+            values = values_of(tensor).clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
     for each in module.modules():
@@ -88,7 +88,7 @@ def _master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
     return None
 
 
-def _values_of(tensor: Tensor) -> Tensor:
+def values_of(tensor: Tensor) -> Tensor:
     """Return what a tensor in 16 bits stands for, float32. No host sync."""
     found = _master_of(tensor)
     if found is None:
@@ -98,11 +98,23 @@ def _values_of(tensor: Tensor) -> Tensor:
     return masters.values(master)
 
 
+@torch.no_grad()
+def put_values(tensor: Tensor, values: Tensor) -> None:
+    """Make a weight, and its master if it has one, stand for other values. No host sync.
+
+    Args:
+        tensor: of a model; in 16 bits without a master it takes them rounded.
+        values: float32, on any device.
+    """
+    found = _master_of(tensor)
+    tensor.copy_(values if found is None else found[0].load(found[1], values))
+
+
 def largest_in_master(tensor: Tensor) -> float:
     """Return the largest magnitude in a weight's master, NaN if it has none. The host waits."""
     if _master_of(tensor) is None:
         return math.nan
-    return float(torch.linalg.vector_norm(_values_of(tensor), math.inf))
+    return float(torch.linalg.vector_norm(values_of(tensor), math.inf))
 
 
 # Averages.
@@ -112,7 +124,7 @@ def _update_parameters(original: Callable[..., Any], averaged: nn.Module, model:
     """Run `AveragedModel.update_parameters` on a model whose tensors have the values of the masters."""
     narrow = [x for x in chain(model.parameters(), model.buffers()) if x.dtype in LOW_PRECISION]
     before = [tensor.data for tensor in narrow]
-    values = [_values_of(tensor) for tensor in narrow]
+    values = [values_of(tensor) for tensor in narrow]
     try:
         for tensor, wide in zip(narrow, values, strict=True):
             tensor.data = wide
@@ -138,4 +150,4 @@ def _as_wide_as(start: Any, end: Any) -> Any:
     is_narrow = isinstance(start, Tensor) and start.dtype is torch.float32
     if not is_narrow or not isinstance(end, Tensor) or end.dtype not in LOW_PRECISION:
         return end
-    return _values_of(end)
+    return values_of(end)

@@ -295,6 +295,8 @@ class AttachedOptimizer:
             self.gradients.verdicts = self.stepped_by  # the step is still to be taken
             raise
         torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
+        for scaler in {verdict.scaler: None for verdict in self.stepped_by}:
+            scaler.recorder.note_step(v.step for v in self.stepped_by if v.scaler is scaler)
         self._note_bad()
         self.gradients.drop_stepped()
         self._end_iteration()

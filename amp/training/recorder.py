@@ -49,6 +49,7 @@ class FlightRecorder:
         streak: what there was when a streak was reached last.
         streaks: the steps at which one was, each streak once.
         scale: after the newest row.
+        overflows: how many there were.
     """
 
     def __init__(self, loss_id: int, patience: int, scale: float) -> None:
@@ -59,6 +60,33 @@ class FlightRecorder:
         self._loss_id, self._patience = loss_id, patience
         self._below_one = 0
         self._is_streak = False
+        self.overflows = 0
+        self._skipped = 0
+        self._newest = self._counted_to = -1
+        self._overflowed: set[int] = set()
+        self._steps: deque[frozenset[int]] = deque()
+        """The updates of each step that is not counted yet, and those of them that overflowed."""
+
+    def note_step(self, updates: Iterable[int]) -> None:
+        """Note that an optimizer has stepped on what these updates checked, or has skipped the step.
+
+        Optimizers that step on the same are one.
+        """
+        numbers = frozenset(updates)
+        if max(numbers) > self._counted_to and numbers not in self._steps:
+            self._steps.append(numbers)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, of those whose updates have come."""
+        come = [numbers for numbers in self._steps if max(numbers) <= self._newest]
+        return self._skipped + sum(not numbers.isdisjoint(self._overflowed) for numbers in come)
+
+    def _count_steps_before(self, update: int) -> None:
+        while self._steps and (last := max(self._steps[0])) < update:
+            self._skipped += not self._steps.popleft().isdisjoint(self._overflowed)
+            self._overflowed = {number for number in self._overflowed if number > last}
+            self._counted_to = last
 
     def record(
         self, step: int, next_scale: float, in_a_row: float, norm: float | None = None
@@ -67,6 +95,11 @@ class FlightRecorder:
         overflow = in_a_row > 0
         row = Transition(step, self._loss_id, self.scale, overflow, int(in_a_row), next_scale, norm)
         self.rows.append(row)
+        if overflow:
+            self.overflows += 1
+            self._overflowed.add(step)
+        self._newest = step
+        self._count_steps_before(step)  # another optimizer may still step on this one
         self._below_one = self._below_one + 1 if overflow and self.scale < 1.0 else 0
         is_streak = in_a_row >= self._patience or self._below_one >= min(BELOW_ONE, self._patience)
         if is_streak and not self._is_streak:

@@ -123,7 +123,7 @@ class Replay:
     @contextmanager
     def _upcast(self, module: nn.Module) -> Iterator[None]:
         """Give a module's weights the values of their masters, and its inputs FP32."""
-        masters = self.owner._masters
+        masters = self.owner.masters
         with ExitStack() as stack:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.dtype in (torch.float16, torch.bfloat16):

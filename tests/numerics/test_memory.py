@@ -93,7 +93,7 @@ def test_every_term_is_what_is_counted(kind: str, setting: tuple[str, dict[str, 
         own = {id(p) for p in model.parameters()}
         masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if "master_weights" in overrides:
-            masters += session._masters.low_halves(list(masters)) or []
+            masters += session.masters.low_halves(list(masters)) or []
         assert bytes_of([*model.parameters(), *model.buffers()]) == predicted.weights
         assert bytes_of(masters) == predicted.masters
         assert bytes_of(tensors_of_state(optimizer)) == predicted.optimizer_state

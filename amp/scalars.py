@@ -1,0 +1,79 @@
+"""What a training run logs of its precision, as a flat dict for whatever logs numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.arguments import attached_to
+from amp.frontend import get_session
+from amp.training.attachment import AttachedOptimizer
+
+
+def scalars(optimizer: Any = None, *, wait: bool = False, norms: bool = False) -> dict[str, float]:
+    """Return numbers of the loss scalers, and of the optimizer, to log after each step.
+
+        wandb.log(amp.scalars(optimizer), step=step)
+        for name, value in amp.scalars(optimizer).items():
+            writer.add_scalar(name, value, step)
+
+    The host does not wait for the device: the numbers are those that have reached it by themselves,
+    which on a GPU may be a step or so old. `wait` and `norms` make it wait.
+
+    Args:
+        optimizer: whose session is meant; None is that of the last `initialize`.
+        wait: for the numbers that are under way.
+        norms: compute the norms of what the optimizer steps: call it after `scale_loss` and before
+            `step`, where there are gradients.
+
+    Returns:
+        A dict with, for each loss,
+
+        - "amp/loss_scale": after the last update;
+        - "amp/skipped_steps": steps that were skipped for an overflow since `initialize`;
+        - "amp/overflows", "amp/overflows_in_a_row": of backwards, of which several may be for one step;
+        - "amp/grad_norm": of unscaled gradients, where `max_grad_norm` of a fused optimizer or `norms`
+          has computed it;
+        - "amp/weight_norm": with `norms`.
+
+        Where there are several losses the names of the first four end in "/0", "/1" and so on.
+
+    Raises:
+        AmpRuntimeError: `initialize` has not been called, or `norms` was asked for without an optimizer
+            that came out of it.
+    """
+    session = get_session(optimizer)
+    if not session.properties.enabled:
+        return {}
+    rows = session.history(wait)
+    values: dict[str, float] = {}
+    for scaler in session.scalers:
+        recorder = scaler.recorder
+        end = f"/{scaler.loss_id}" if len(session.scalers) > 1 else ""
+        last = next((row for row in reversed(rows) if row.loss_id == scaler.loss_id), None)
+        values |= {
+            f"amp/loss_scale{end}": recorder.scale,
+            f"amp/skipped_steps{end}": float(recorder.skipped_steps),
+            f"amp/overflows{end}": float(recorder.overflows),
+            f"amp/overflows_in_a_row{end}": 0.0 if last is None else float(last.in_a_row),
+        }
+        if last is not None and last.norm is not None:
+            values[f"amp/grad_norm{end}"] = last.norm
+    return values | _norms(attached_to(optimizer)) if norms else values
+
+
+def _norms(attached: AttachedOptimizer) -> dict[str, float]:
+    """Return the norms of the gradients and weights that an optimizer has now. The host waits."""
+    lists = attached.gradients.look_at_groups()
+    attached.gradients.finish_delayed()
+    grads = [each.grad for each in lists.stepped if each.grad is not None]
+    with attached.masters.as_float32(lists.masters):
+        weights = [each.detach() for each in lists.stepped]
+        return {"amp/grad_norm": _norm(grads), "amp/weight_norm": _norm(weights)}
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    norm: Any = torch.nn.utils.get_total_norm(tensors)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
