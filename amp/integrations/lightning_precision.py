@@ -1,0 +1,231 @@
+"""What Lightning's precision plugins do with a session, whichever of its packages they derive from.
+
+Trainer: `convert_module`, the wrapping in DDP, `configure_optimizers`, `connect`, training, `teardown`.
+Fabric: `convert_module`, the wrapping, and the callback `on_after_setup`, at which it tells a
+LightningModule, which is what has an attribute `_fabric`, of the optimizers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp.casting.containers import cast_tensors
+from amp.casting.model_inputs import ModelInputs
+from amp.dtypes import CASTABLE
+from amp.errors import AmpRuntimeError
+from amp.integrations.late_optimizers import LateOptimizers
+from amp.integrations.lightning_masters import patch_for_masters
+from amp.patching import Patches
+
+
+class AmpPlugin:
+    """The methods of a `Precision` that differ; a class of Lightning's comes after it.
+
+    Args:
+        opt_level: a level, an alias, or a path to a YAML profile.
+        num_losses: how many losses are scaled independently; `manual_backward(loss, loss_id=1)`.
+        verbosity, **overrides: as in `amp.initialize`.
+
+    Raises:
+        AmpError: whatever is wrong with these.
+    """
+
+    def __init__(
+        self,
+        opt_level: str | os.PathLike[str] = "O1",
+        *,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        **overrides: Any,
+    ) -> None:
+        super().__init__()
+        self._amp = LateOptimizers(opt_level, num_losses=num_losses, verbosity=verbosity, **overrides)
+        self._calls = _OwnCalls()
+        self._patches = Patches()
+        self._is_in_trainer = False
+
+    # Set up and tear down.
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Prepare the model; its optimizers are prepared by `connect` or when Fabric has set it up."""
+        self._amp.cast(module)
+        if self._amp.running().properties.casts_model and hasattr(module, "training_step"):
+            self._calls.watch(module)
+        if getattr(module, "_trainer", None) is None:
+            _tell_of_fabric(module, self._attach)
+        return module
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Prepare the Trainer's optimizers, where it is going to train."""
+        self._is_in_trainer = True
+        module: Any = getattr(model, "module", model)
+        if module.trainer.state.fn == "fit":
+            self._attach(optimizers, model)
+            self._patches = patch_for_masters(module, self._amp.optimizers)
+        return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def _attach(self, optimizers: list[Any], wrapped: nn.Module) -> None:
+        if optimizers:
+            self._amp.attach(optimizers, wrapped)
+        else:
+            self._amp.forget_float32()
+
+    def teardown(self) -> None:
+        """Close the session: the model and the optimizers' state are FP32 again. The host waits."""
+        self._calls.stop()
+        self._patches.undo()
+        self._amp.end()
+        super().teardown()  # type: ignore[misc]
+
+    # A step.
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Run a step of the LightningModule, which may call parts of itself, or Fabric's forward."""
+        self._amp.write_back()
+        return nullcontext()
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
+        """Scale the loss, and leave unscaled gradients. No host sync.
+
+        Raises:
+            AmpRuntimeError: no optimizers were set up with the model.
+        """
+        optimizer = args[0] if self._is_in_trainer else None
+        optimizers = self._amp.optimizers if optimizer is None else [optimizer]
+        if not optimizers:
+            raise AmpRuntimeError(
+                "AmpPrecision does not know the model's optimizers. Set up both together: "
+                "model, optimizer = fabric.setup(model, optimizer)"
+            )
+        with self._amp.running().scale_loss(tensor, optimizers, loss_id) as scaled_loss:
+            if self._is_in_trainer:
+                super().backward(scaled_loss, model, *args, **kwargs)  # type: ignore[misc]
+            else:
+                scaled_loss.backward(*args, **kwargs)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Call the Trainer's hooks."""
+        if not self._is_in_trainer:
+            return tensor
+        return super().pre_backward(tensor, module)  # type: ignore[misc]
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Call the Trainer's hooks."""
+        if not self._is_in_trainer:
+            return tensor
+        return super().post_backward(tensor, module)  # type: ignore[misc]
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Step, or skip the step after an overflow; `amp.scale_loss` says when the host waits.
+
+        An optimizer that cannot do without a closure, such as LBFGS, gets it; after an overflow it is
+        evaluated again at the lower scale.
+        """
+        if not self._is_in_trainer:
+            return optimizer.step(**kwargs, **({} if closure is None else {"closure": closure}))
+        assert closure is not None
+        if _needs_closure(optimizer):
+            return super().optimizer_step(  # type: ignore[misc]
+                optimizer, model=model, closure=closure, **kwargs
+            )
+        result = closure()
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        optimizer.step(**kwargs)
+        return result
+
+    # What is saved.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `amp.state_dict` does. The host waits for the device."""
+        return self._amp.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._amp.load_state_dict(state_dict)
+
+
+class _OwnCalls:
+    """Lets a cast LightningModule be called as its steps do it: by its parts, and through DDP.
+
+    `self.net(x)` in a step gives FP32, as `self(x)` does. DDP calls the step in place of `forward`,
+    with the batch, which is not cast then: it goes in as it does without DDP.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def watch(self, root: nn.Module) -> None:
+        """Hook a module and those that it may call."""
+        inputs = next((h for h in root._forward_pre_hooks.values() if isinstance(h, ModelInputs)), None)
+        enter = partial(self._enter, inputs, None if inputs is None else inputs.which)
+        self._handles += [
+            root.register_forward_pre_hook(enter, prepend=True),
+            root.register_forward_hook(self._leave, always_call=True),
+            *(part.register_forward_hook(self._widen) for part in _parts(root)),
+        ]
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._depth = [], 0
+
+    def _enter(self, inputs: Any, which: Any, root: nn.Module, args: Any) -> None:
+        is_step = "forward" in vars(root)  # which DDP is made to call so
+        self._depth += not is_step
+        if inputs is not None:
+            inputs.which = False if is_step else which
+
+    def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
+        # A step has put `forward` back by now: what it did not count, it does not take off.
+        self._depth = max(0, self._depth - 1)
+
+    def _widen(self, part: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._depth else cast_tensors(output, CASTABLE, torch.float32)
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside that may be called, the outermost ones."""
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return [
+        part
+        for child in module.children()
+        for part in (_parts(child) if isinstance(child, containers) else [child])
+    ]
+
+
+def _tell_of_fabric(module: Any, attach: Callable[[list[Any], nn.Module], None]) -> None:
+    """Have Fabric tell of the optimizers that it sets up with a module."""
+    own = getattr(module, "on_after_setup", None)
+    is_lightning_module = hasattr(module, "_fabric")
+
+    def on_after_setup(fabric: Any, module: Any) -> None:
+        original = module._original_module
+        del original.on_after_setup
+        attach([each.optimizer for each in original._fabric_optimizers], module._forward_module)
+        if not is_lightning_module:
+            fabric._callbacks = [each for each in fabric._callbacks if each is not original]
+            del original._fabric, original._fabric_optimizers
+        elif own is not None:
+            own(fabric=fabric, module=module)
+
+    if not is_lightning_module:
+        module._fabric = None
+    module.on_after_setup = on_after_setup
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether `step` cannot be called without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,97 @@
+"""Two ranks under Lightning's DDP: `python -m tests.integrations.lightning_ddp FOLDER PORT LEVEL...`.
+
+Each level is trained, accumulated, saved and resumed.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.integrations.lightning_models import (
+    QUIET,
+    Classifier,
+    L,
+    ModelCheckpoint,
+    batches,
+    loader,
+    plugins,
+    weights,
+)
+
+warnings.simplefilter("ignore")
+
+
+class OneOfTwo(Classifier):
+    """Takes every second row of a batch on either rank, and starts from other weights on the second."""
+
+    def on_fit_start(self) -> None:
+        self.is_batch_fp32 = True
+
+    def setup(self, stage: str) -> None:
+        if self.global_rank:
+            with torch.no_grad():
+                self.net[0].weight.add_(0.5)
+
+    def loss(self, batch: tuple[Tensor, Tensor], i: int) -> Tensor:
+        x, y = batch
+        assert x.dtype is torch.float32, "the batch was cast"
+        return super().loss((x[self.global_rank :: 2], y[self.global_rank :: 2]), i)
+
+
+def train(level: str | None, epochs: int, path: str | None = None, **kwargs: Any) -> list[Tensor]:
+    model = OneOfTwo()
+    options = {
+        **QUIET,
+        "devices": 2,
+        "strategy": "ddp",
+        "use_distributed_sampler": False,
+        "max_epochs": epochs,
+        "plugins": plugins(level),
+        **kwargs,
+    }
+    trainer = L.Trainer(**options)
+    trainer.fit(model, loader(batches()), ckpt_path=path)
+    return weights(model)
+
+
+def main(rank: int, folder: str, levels: list[str], port: str) -> None:
+    import os
+
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+    }
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for level in levels:
+        name = None if level == "FP32" else level
+        accumulating = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+        results[level, "plain"] = train(name, 1)
+        results[level, "accumulated"] = train(name, 1, **accumulating)
+        at = f"{folder}/{level}"
+        checkpoint = ModelCheckpoint(at, save_last=True, save_on_train_epoch_end=True)
+        train(name, 1, callbacks=[checkpoint], enable_checkpointing=True)
+        results[level, "straight"] = train(name, 2)
+        results[level, "resumed"] = train(name, 2, path=f"{at}/last.ckpt")
+    torch.save(results, Path(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    folder, port, *levels = sys.argv[1:]
+    context = torch.multiprocessing.get_context("fork")
+    ranks = [context.Process(target=main, args=(i, folder, levels, port)) for i in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    sys.exit(any(each.exitcode for each in ranks))

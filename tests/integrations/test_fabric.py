@@ -1,0 +1,190 @@
+"""AmpPrecision in Fabric, against Fabric's own FP32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amp
+from amp.errors import AmpRuntimeError
+from amp.integrations.lightning import AmpPrecision
+from tests.integrations.lightning_models import L, batches, differences, net, same_bits, weights
+from tests.integrations.quick import levels
+
+TOLERANCES = {"O0": 0.0, "O1": 2e-3, "O2": 2e-3, "O3": 1e-2, "O4": 2e-2, "O5": 2e-2}
+
+
+class Run:
+    """A model and its optimizer under Fabric."""
+
+    def __init__(self, level: str | None, **kwargs: Any) -> None:
+        self.precision = None if level is None else precision(level)
+        plugins = None if self.precision is None else [self.precision]
+        self.fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugins)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.model(x).float(), y)
+
+    def train(self, data: Any, every: int = 1, **clip: Any) -> Run:
+        for i, batch in enumerate(data):
+            is_last = (i + 1) % every == 0
+            with self.fabric.no_backward_sync(self.model, enabled=not is_last):
+                self.fabric.backward(self.loss(batch) / every)
+            if is_last:
+                if clip:
+                    self.fabric.clip_gradients(self.model, self.optimizer, **clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def values(self) -> list[Tensor]:
+        return [value.clone() for value in self.model.state_dict().values()]
+
+
+def precision(level: str, **kwargs: Any) -> AmpPrecision:
+    scale = {"loss_scale": {"init": 1024}} if level in ("O1", "O2") else {}
+    return AmpPrecision(level, verbosity=0, **{**scale, **kwargs})
+
+
+@pytest.mark.parametrize("level", levels("O2", "O4"))
+def test_a_fabric_script_trains_as_in_fp32(level: str) -> None:
+    reference, run = (Run(each).train(batches(), every=2, max_norm=0.5) for each in (None, level))
+    assert max(differences(run.values(), reference.values())) <= TOLERANCES[level]
+    assert all(value.dtype is torch.float32 for value in run.values())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_by_value_is_of_unscaled_gradients(level: str) -> None:
+    runs = [Run(each).train(batches(1), clip_val=1e-3) for each in (None, level)]
+    start = weights(net())
+    steps = [[x - y for x, y in zip(run.values(), start, strict=True)] for run in runs]
+    assert max(differences(*steps)) < 5e-6
+    assert max(step.abs().max().item() for step in steps[0]) > 9e-5
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(level: str, tmp_path: Path) -> None:
+    straight = Run(level).train(batches(8, bad=1))
+    saved = Run(level).train(batches(8, bad=1)[:4])
+    state = {"model": saved.model, "optimizer": saved.optimizer, "amp": saved.precision}
+    saved.fabric.save(tmp_path / "state.ckpt", state)
+    resumed = Run(level)
+    with torch.no_grad():
+        resumed.model.module[0].weight.zero_()
+    state = {"model": resumed.model, "optimizer": resumed.optimizer, "amp": resumed.precision}
+    resumed.fabric.load(tmp_path / "state.ckpt", state)
+    resumed.train(batches(8, bad=1)[4:])
+    assert same_bits(resumed.values(), straight.values())
+    assert resumed.precision is not None
+    assert straight.precision is not None
+    assert resumed.precision.state_dict() == straight.precision.state_dict()
+
+
+def test_an_overflow_skips_the_step_and_training_goes_on() -> None:
+    run = Run("O2")
+    start = run.values()
+    run.train(batches(1, bad=0))
+    assert same_bits(run.values(), start)
+    assert amp.step_was_skipped(run.optimizer)
+    assert amp.loss_scale() == 512
+    run.train(batches(2))
+    assert not same_bits(run.values(), start)
+
+
+def test_two_models_with_an_optimizer_each() -> None:
+    def train(level: str | None) -> list[Tensor]:
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=level and [precision(level)])
+        torch.manual_seed(0)
+        parts = [nn.Linear(8, 8), nn.Linear(8, 3)]
+        (first, a), (second, b) = (
+            fabric.setup(part, torch.optim.SGD(part.parameters(), lr=0.1)) for part in parts
+        )
+        for x, y in batches(4):
+            fabric.backward(F.cross_entropy(second(first(x)), y))
+            for optimizer in (a, b):
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*first.state_dict().values(), *second.state_dict().values()]
+
+    assert max(differences(train("O2"), train(None))) < 2e-3
+
+
+def test_a_closure_is_evaluated_by_the_optimizer() -> None:
+    def train(level: str | None) -> list[Tensor]:
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=level and [precision(level)])
+        model = net()
+        model, optimizer = fabric.setup(
+            model, torch.optim.LBFGS(model.parameters(), max_iter=2, lr=0.1)
+        )
+        x, y = batches(1)[0]
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            fabric.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+        return list(model.state_dict().values())
+
+    assert max(differences(train("O2"), train(None))) < 1e-2
+
+
+def test_the_module_keeps_nothing_of_fabric() -> None:
+    run = Run("O2")
+    assert not {"_fabric", "_fabric_optimizers", "on_after_setup"} & vars(run.model.module).keys()
+    assert run.model.module not in run.fabric._callbacks
+
+
+def test_a_model_for_inference_alone() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[precision("O2")])
+    model = fabric.setup(net())
+    with torch.no_grad():
+        assert model(batches(1)[0][0]).dtype is torch.float32
+    with pytest.raises(AmpRuntimeError, match="Set up both together"):
+        fabric.backward(model(batches(1)[0][0]).sum())
+
+
+def test_optimizers_that_are_set_up_alone_are_refused() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[precision("O2")])
+    bare = net()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    model = fabric.setup_module(bare)
+    fabric.setup_optimizers(optimizer)
+    with pytest.raises(AmpRuntimeError, match="Set up both together"):
+        fabric.backward(model(batches(1)[0][0]).sum())
+
+
+def test_a_lightning_module_in_fabric_hears_of_its_setup() -> None:
+    heard = []
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def training_step(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def on_after_setup(self, fabric: Any, module: Any) -> None:
+            heard.append(fabric)
+
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[precision("O5")])
+    module = Module()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    fabric.backward(model.training_step(batches(1)[0]))
+    optimizer.step()
+    assert heard == [fabric]
+    assert module._fabric_optimizers == [optimizer]
