@@ -1,0 +1,197 @@
+"""Hugging Face Accelerate: `prepare(accelerator, model, optimizer, loader, opt_level="O2")`.
+
+Accelerate asks `accelerator.scaler`, an object like torch's GradScaler, to scale losses, to step, and
+for what a checkpoint needs. `Scaler` does that with a session, so `accelerator.backward`,
+`accumulate`, `save_state` and `load_state` need no change.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError as error:
+    raise ImportError(
+        "amp.integrations.accelerate needs Accelerate: pip install 'reamp[huggingface]'"
+    ) from error
+
+import amp
+from amp.errors import AmpRuntimeError
+from amp.integrations.late_optimizers import LateOptimizers
+from amp.session import Session
+from amp.training.optimizer_wrappers import is_optimizer
+
+_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU")
+"""The kinds of Accelerate's processes that hold whole models."""
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    opt_level: str | os.PathLike[str] = "O1",
+    device_placement: list[bool] | None = None,
+    **options: Any,
+) -> Any:
+    """Do what `accelerator.prepare` does, and train the model among the objects at an opt level.
+
+    It takes the same objects in the same order. In one process they may have been prepared by
+    `accelerator.prepare` already. A model and its optimizer may come in two calls, the model first;
+    then the options of the first call count.
+
+    Args:
+        accelerator: with `mixed_precision="no"`.
+        *objects: models, optimizers, data loaders, schedulers.
+        opt_level: a level, an alias, or a path to a YAML profile.
+        device_placement: as in `accelerator.prepare`.
+        **options: as in `amp.initialize`.
+
+    Returns:
+        What `accelerator.prepare` returns.
+
+    Raises:
+        AmpRuntimeError: the accelerator casts or shards models itself, a model is in DDP already, or an
+            optimizer comes before its model.
+        AmpError: as `amp.initialize`.
+    """
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    optimizers = [each for each in objects if _is_optimizer(each)]
+    scaler = _scaler_of(accelerator) or configure(accelerator, opt_level, **options)
+    if optimizers and not models and scaler.late.session is None:
+        raise AmpRuntimeError(
+            "an optimizer was prepared, and no model before it or with it. Prepare the model with it "
+            "or first, and not in DataParallel: torchrun gives each GPU a process"
+        )
+    for model in models:
+        bare = getattr(model, "module", model) if _is_ddp(model) else model
+        bare = getattr(bare, "_orig_mod", bare)  # of torch.compile
+        if _is_ddp(model) and Session.of(bare) is None:
+            raise AmpRuntimeError(
+                "the model was put into DistributedDataParallel by accelerator.prepare already. Call "
+                "amp.integrations.accelerate.prepare in place of accelerator.prepare"
+            )
+        scaler.late.cast(bare)
+    prepared = Accelerator.prepare(accelerator, *objects, device_placement=device_placement)
+    each_prepared = prepared if len(objects) > 1 else (prepared,)
+    if optimizers:
+        wrapped = next((each for each in accelerator._models if _is_ddp(each)), None)
+        scaler.take([each for each in each_prepared if isinstance(each, AcceleratedOptimizer)], wrapped)
+    return prepared
+
+
+def configure(
+    accelerator: Accelerator, opt_level: str | os.PathLike[str] = "O1", **options: Any
+) -> Scaler:
+    """Give an accelerator its scaler, which `prepare` uses; see there.
+
+    Raises:
+        AmpRuntimeError: the accelerator casts or shards models itself.
+        AmpError: whatever is wrong with the level or the options.
+    """
+    _check(accelerator)
+    accelerator.scaler = scaler = Scaler(LateOptimizers(opt_level, **options))
+    return scaler
+
+
+def end(accelerator: Accelerator) -> None:
+    """Close the session that `prepare` made: the model is FP32 again. Idempotent. The host waits."""
+    scaler = _scaler_of(accelerator)
+    if scaler is not None:
+        scaler.late.end()
+
+
+class Scaler:
+    """What `accelerator.scaler` is; its methods are those of torch's GradScaler that Accelerate calls.
+
+    Args:
+        late: the session.
+    """
+
+    def __init__(self, late: LateOptimizers) -> None:
+        self.late = late
+        self._wrappers: list[weakref.ref[AcceleratedOptimizer]] = []
+
+    def take(self, wrappers: list[AcceleratedOptimizer], model: nn.Module | None) -> None:
+        """Prepare the optimizers in these wrappers, and let the wrappers step by this scaler."""
+        self.late.attach([each.optimizer for each in wrappers], model)
+        for each in wrappers:
+            # It takes `optimizer.step` when it is made, so it is made again with the one of amp.
+            AcceleratedOptimizer.__init__(each, each.optimizer, device_placement=False, scaler=self)
+        self._wrappers += map(weakref.ref, wrappers)
+
+    def scale(self, loss: Tensor) -> _ScaledLoss:
+        """Return what has the `backward` of a scaled loss."""
+        return _ScaledLoss(self.late, loss)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Do nothing: gradients are unscaled when `backward` returns."""
+
+    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and tell Accelerate if the step was skipped. The host may wait for 4 bytes."""
+        result = optimizer.step() if closure is None else optimizer.step(closure)
+        if amp.step_was_skipped(optimizer):
+            for each in filter(None, (reference() for reference in self._wrappers)):
+                if each.optimizer is optimizer:
+                    each._accelerate_step_called = False
+        return result
+
+    def update(self) -> None:
+        """Do nothing: the scale moves when `backward` returns."""
+
+    def is_enabled(self) -> bool:
+        """Say yes."""
+        return True
+
+    def get_scale(self) -> float:
+        """Return the loss scale. The host waits for the device."""
+        return self.late.running().loss_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `amp.state_dict` does. The host waits for the device."""
+        return self.late.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.late.load_state_dict(state)
+
+
+class _ScaledLoss:
+    def __init__(self, late: LateOptimizers, loss: Tensor) -> None:
+        self._late, self._loss = late, loss
+
+    def backward(self, **kwargs: Any) -> None:
+        """Leave unscaled gradients. No host sync."""
+        with self._late.running().scale_loss(self._loss, self._late.optimizers) as scaled_loss:
+            scaled_loss.backward(**kwargs)
+
+
+def _scaler_of(accelerator: Accelerator) -> Scaler | None:
+    return accelerator.scaler if isinstance(accelerator.scaler, Scaler) else None
+
+
+def _is_optimizer(value: Any) -> bool:
+    return is_optimizer(value) and not isinstance(value, nn.Module)
+
+
+def _is_ddp(model: Any) -> bool:
+    return isinstance(model, nn.parallel.DistributedDataParallel)
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Raise AmpRuntimeError for an accelerator that casts or shards models itself."""
+    if accelerator.mixed_precision != "no":
+        raise AmpRuntimeError(
+            f"the accelerator has mixed_precision='{accelerator.mixed_precision}', and would cast what "
+            "amp casts. Pass mixed_precision='no', or leave out fp16=True and bf16=True"
+        )
+    if accelerator.distributed_type.name not in _PLAIN:
+        raise AmpRuntimeError(
+            f"amp.integrations.accelerate does not work with {accelerator.distributed_type.name}, "
+            "which shards the model. Use DDP, or call amp.initialize as docs/distributed.md says"
+        )

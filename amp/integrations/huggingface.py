@@ -1,0 +1,86 @@
+"""Hugging Face transformers: `AmpTrainer(model, args, train_dataset=data, opt_level="O2")`.
+
+`AmpMixin` does the same for other classes that derive from `Trainer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+try:
+    from transformers import Trainer, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "amp.integrations.huggingface needs transformers: pip install 'reamp[huggingface]'"
+    ) from error
+
+from amp.integrations.accelerate import configure, end, prepare
+
+
+@dataclass
+class AmpTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with an opt level; `--opt_level O2` on a command line."""
+
+    opt_level: str = field(default="O1", metadata={"help": "An opt level of amp or a YAML profile."})
+
+
+class AmpMixin:
+    """What comes before `Trainer`, or before a class that derives from it, to train at an opt level.
+
+    The model is cast when `train` begins, and FP32 again, with all bits of its masters, when it ends;
+    evaluation in between runs at the level, and later evaluation in FP32. Checkpoints hold FP32 weights
+    and the scaler, and a resumed run is the uninterrupted one bit for bit.
+
+    Args:
+        opt_level: a level, an alias, or a path to a YAML profile; None is that of the arguments, or O1.
+        amp_options: what else `amp.initialize` takes, such as `{"loss_scale": 1024.0}`.
+
+    Raises:
+        AmpRuntimeError: the arguments have `fp16=True` or `bf16=True`, which cast themselves.
+    """
+
+    args: Any
+    accelerator: Any
+    model: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        opt_level: str | os.PathLike[str] | None = None,
+        amp_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._opt_level, self._amp_options = opt_level, dict(amp_options or {})
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let the Trainer's accelerator prepare models at the opt level."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        level: Any = self._opt_level or getattr(self.args, "opt_level", "O1")
+        configure(self.accelerator, level, **self._amp_options)
+        self.accelerator.prepare = functools.partial(prepare, self.accelerator)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and leave the model in FP32."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            end(self.accelerator)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save FP32 weights, and a configuration that says so: `from_pretrained` goes by it."""
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        if config is not None and hasattr(config, "save_pretrained"):
+            config.dtype = torch.float32
+            config.save_pretrained(output_dir or self.args.output_dir)
+
+
+class AmpTrainer(AmpMixin, Trainer):
+    """transformers' `Trainer` at an opt level."""

@@ -1,0 +1,87 @@
+"""PyTorch Ignite: the update function of a supervised trainer, after `amp.initialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from ignite.engine import Engine
+    from ignite.utils import convert_tensor
+except ImportError as error:
+    raise ImportError("amp.integrations.ignite needs Ignite: pip install 'reamp[ignite]'") from error
+
+import amp
+from amp.errors import AmpValueError
+
+
+def _prepare_batch(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
+    x, y = batch
+    x = convert_tensor(x, device=device, non_blocking=non_blocking)
+    return x, convert_tensor(y, device=device, non_blocking=non_blocking)
+
+
+def _loss_of(x: Any, y: Any, y_pred: Any, loss: Tensor) -> Any:
+    return loss.item()
+
+
+def supervised_training_step(  # noqa: D417 (several arguments in one line)
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    device: str | torch.device | None = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: Callable[[Any, Any, Any, Tensor], Any] = _loss_of,
+    gradient_accumulation_steps: int = 1,
+    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    *,
+    max_norm: float | None = None,
+) -> Callable[[Engine, Any], Any]:
+    """Return an update function for `ignite.engine.Engine`, as Ignite's factories of this name do.
+
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        trainer = Engine(supervised_training_step(model, optimizer, loss_fn))
+
+    The scaler goes into Ignite's `Checkpoint` as `to_save={..., "amp": amp.Stateful()}`.
+
+    Args:
+        model: what `amp.initialize` returned, perhaps in DDP.
+        optimizer: what `amp.initialize` returned.
+        loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn: as in
+            `ignite.engine.supervised_training_step`. The default `output_transform` makes the host wait
+            for the loss, as Ignite's does.
+        gradient_accumulation_steps: over how many batches gradients are averaged for a step.
+        max_norm: to clip the norm of unscaled gradients to; None does not clip.
+
+    Raises:
+        AmpRuntimeError: the optimizer did not come out of `amp.initialize`.
+        AmpValueError: `gradient_accumulation_steps` is below 1.
+    """
+    steps = gradient_accumulation_steps
+    if steps < 1:
+        raise AmpValueError(f"gradient_accumulation_steps={steps} is below 1; 1 accumulates nothing")
+    amp.get_session(optimizer)  # refuses another optimizer
+
+    def update(engine: Engine, batch: Any) -> Any:
+        iteration = engine.state.iteration
+        if (iteration - 1) % steps == 0:
+            optimizer.zero_grad()
+        model.train()
+        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+        y_pred = model_transform(model_fn(model, x))
+        loss = loss_fn(y_pred, y)
+        is_last = iteration % steps == 0
+        with amp.scale_loss(loss / steps, optimizer, delay_unscale=not is_last) as scaled_loss:
+            scaled_loss.backward()
+        if is_last:
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)
+            optimizer.step()
+        return output_transform(x, y, y_pred, loss)
+
+    return update

@@ -1,0 +1,75 @@
+"""timm: a loss scaler for its training loop, in the place of `NativeScaler` and `ApexScaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+try:
+    from timm.utils.clip_grad import dispatch_clip_grad
+except ImportError as error:
+    raise ImportError("amp.integrations.timm needs timm: pip install 'reamp[timm]'") from error
+
+import amp
+from amp.session import Session
+
+
+class AmpScaler:
+    """What timm's scripts call for backward, clipping and the step, after `amp.initialize`.
+
+    It is called as timm's own scalers are, and timm's `CheckpointSaver` and `resume_checkpoint` save
+    and load its state under "amp", as they do for `ApexScaler`.
+
+    Args:
+        session: whose state is saved; None is that of the last `initialize`.
+    """
+
+    state_dict_key = "amp"
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._stateful = amp.Stateful(session)
+
+    def __call__(
+        self,
+        loss: Tensor,
+        optimizer: Any,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        parameters: Iterable[Tensor] | None = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+    ) -> None:
+        """Run backward, clip unscaled gradients, and step; `amp.scale_loss` says when the host waits.
+
+        Args:
+            loss: float, of one element.
+            optimizer: that went through `amp.initialize`.
+            clip_grad: the norm, value or factor to clip by; None does not clip.
+            clip_mode: "norm", "value" or "agc".
+            parameters: of the model, which to clip: their masters are, where they have one. None is all
+                that the optimizer steps.
+            create_graph: as in `Tensor.backward`.
+            need_update: False accumulates gradients for a later call.
+        """
+        with amp.scale_loss(loss, optimizer, delay_unscale=not need_update) as scaled_loss:
+            scaled_loss.backward(create_graph=create_graph)
+        if not need_update:
+            return
+        if clip_grad is not None:
+            masters = amp.get_session(optimizer).masters
+            given = amp.master_params(optimizer) if parameters is None else parameters
+            found = ((each, masters.master(each)) for each in given)
+            stepped = [each if master is None else master for each, master in found]
+            with masters.as_float32(each for each in stepped if masters.model(each) is not None):
+                dispatch_clip_grad(stepped, clip_grad, mode=clip_mode)
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `amp.state_dict` does. The host waits for the device."""
+        return self._stateful.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, or what `ApexScaler` saved."""
+        self._stateful.load_state_dict(state_dict)
