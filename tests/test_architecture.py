@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "commands": ("__init__", "__main__", "cli"),
-    "faces": ("frontend", "grad_scaler", "compat", "fp16_utils", "numerics", "trials"),
+    "integrations": ("integrations",),
+    "faces": ("frontend", "grad_scaler", "compat", "fp16_utils", "numerics", "scalars", "trials"),
     "session": ("advice", "session", "arguments", "checkpoint", "dcp", "diagnosis"),
     "training": ("training", "masters", "optimizers"),
     "casting": ("casting",),
