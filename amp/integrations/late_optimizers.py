@@ -36,8 +36,9 @@ class LateOptimizers:
     """
 
     def __init__(self, opt_level: Any, **options: Any) -> None:
-        self._options = {"opt_level": opt_level, **options}
-        Session(**{**self._options, "verbosity": 0}).close()  # what is wrong with them is said now
+        self._options: dict[str, Any] = {"opt_level": opt_level, **options}
+        quiet: dict[str, Any] = {**self._options, "verbosity": 0}
+        Session(**quiet).close()  # what is wrong with them is said now
         self.session: Session | None = None
         self._cast: list[Tensor] = []
         self._float32: dict[Tensor, Tensor] = {}

@@ -196,7 +196,6 @@ class Gradients:
                 "O4 or O5, if each parameter is to be stepped in the backward."
             )
         self.show()
-        self.gather_strays()
 
     def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered.
