@@ -49,10 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from amp.numerics import commands as of_numerics  # slow to load, and no script waits for it
+    from amp import about  # slow to load, and no script waits for it
+    from amp.numerics import commands as of_numerics
     from amp.trials import commands as of_trials
 
     parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
+    parser.add_argument("--version", action="version", version=f"reamp {about.version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "run",
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     of_numerics.add_commands(commands)
     of_trials.add_commands(commands)
+    about.add_commands(commands)
     return parser
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def add_commands(commands: Any) -> None:
         *(commands, "ulp", _ulp, "show the numbers next to a number, and whether updates survive"),
         "reamp ulp 1.0\nreamp ulp 1024 --format bf16\nreamp ulp 1.0 --update 5e-5",
     )
-    parser.add_argument("number", type=_number)
+    parser.add_argument("number", type=_number, help="the number to look at")
     parser.add_argument("--update", type=_number, help="what is added to the number")
     _add_formats(parser)
 
@@ -60,10 +61,24 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=20, help="iterations (20)")
     parser.add_argument("--overflows", type=_integers, default=[], help="which overflow: 10,11,15")
     parser.add_argument("--init", type=_number, default=2.0**16, help="first scale (65536)")
-    parser.add_argument("--growth-factor", type=_number, default=2.0)
-    parser.add_argument("--backoff-factor", type=_number, default=0.5)
-    parser.add_argument("--growth-interval", type=int, default=2000)
-    parser.add_argument("--hysteresis", type=int, default=1)
+    parser.add_argument(
+        "--growth-factor",
+        type=_number,
+        default=2.0,
+        help="factor after --growth-interval good iterations (2)",
+    )
+    parser.add_argument(
+        "--backoff-factor", type=_number, default=0.5, help="factor after an overflow (0.5)"
+    )
+    parser.add_argument(
+        "--growth-interval",
+        type=int,
+        default=2000,
+        help="good iterations in a row before growth (2000)",
+    )
+    parser.add_argument(
+        "--hysteresis", type=int, default=1, help="overflows before the scale goes down (1)"
+    )
     parser.add_argument("--min", type=_number, default=None, help="floor")
     parser.add_argument("--max", type=_number, default=2.0**24, help="ceiling (2**24)")
 
@@ -96,15 +111,17 @@ def add_commands(commands: Any) -> None:
 
     parser = _parser(
         *(commands, "memory", _memory, "say what training keeps in memory at each level"),
-        "reamp memory --params 7e9 --optimizer adamw\n"
-        "reamp memory --params 175e9 --world-size 64 --sharding zero3 --gpu-memory 80",
+        "reamp memory --params 7B --optimizer adamw\n"
+        "reamp memory --params 175B --world-size 64 --sharding zero3 --gpu-memory 80",
         plot=True,
     )
-    parser.add_argument("--params", type=_number, required=True, help="parameters, such as 7e9")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, sgd-momentum, FusedAdam, ...")
-    parser.add_argument("--activations", type=_number, default=0.0, help="numbers kept for backward")
     parser.add_argument(
-        "--linear-inputs", type=_number, default=0.0, help="more of them, which linear layers keep"
+        "--params", type=_count, required=True, help="parameters, such as 350M, 7B or 7e9"
+    )
+    parser.add_argument("--optimizer", default="adamw", help="adamw, sgd-momentum, FusedAdam, ...")
+    parser.add_argument("--activations", type=_count, default=0.0, help="numbers kept for backward")
+    parser.add_argument(
+        "--linear-inputs", type=_count, default=0.0, help="more of them, which linear layers keep"
     )
     parser.add_argument("--world-size", type=int, default=1, help="processes (1)")
     parser.add_argument("--sharding", default="none", help="none, zero1, zero2, zero3, fsdp2")
@@ -178,6 +195,23 @@ def _number(text: str) -> float:
         return float.fromhex(text) if text.lower().lstrip("+-").startswith("0x") else float(text)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number, such as 3.14159 or 1e-8") from None
+
+
+_THOUSANDS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def _count(text: str) -> float:
+    """Read how many there are: 350M, 1.5T and 7e9."""
+    digits, factor = text, 1
+    if text[-1:].lower() in _THOUSANDS:
+        digits, factor = text[:-1], _THOUSANDS[text[-1].lower()]
+    try:
+        return float(Decimal(digits) * factor)  # exact: 1.1B is a whole number
+    except InvalidOperation:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a count: give a number such as 7e9, or one with K, M, B or T after it, "
+            "such as 350M, 7B or 1.5T"
+        ) from None
 
 
 def _integers(text: str) -> list[int]:

@@ -103,6 +103,14 @@ def test_memory(capsys: Any) -> None:
     assert rows[0]["activations"] == 4e9
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("7B", 7e9), ("350m", 350e6), ("1.5T", 1.5e12), ("7e9", 7e9), ("1.1B", 1.1e9)]
+)
+def test_counts_are_written_as_people_write_them(capsys: Any, text: str, count: float) -> None:
+    rows = json.loads(run(capsys, "memory", "--params", text, "--json"))
+    assert rows[0]["weights"] == 4 * count
+
+
 def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "crises", functools.cache(commands.crises))  # seconds of training
     found = {row["name"]: row for row in json.loads(run(capsys, "crises", "--json"))}
@@ -152,6 +160,7 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
         (["survival", "a\0b"], "is no file of tensors"),
         (["ranges", "--plot", ""], "a picture is a .png or .svg file"),
         (["memory", "--params", "7e9", "--activations", "inf"], "activations=inf must be"),
+        (["memory", "--params", "7X"], "'7X' is not a count: give a number such as 7e9, or one with K"),
         (["memory", "--params", "-7e9"], "parameters: give a whole number of at least 1"),
         (["memory", "--params", "7e9", "--optimizer", "adamv"], "'adamv' keeps is not known"),
         (["memory", "--params", "7e9", "--gpu-memory", "-1"], "--gpu-memory -1: give the GB"),

@@ -1,0 +1,200 @@
+"""The commands of `python -m amp` about this library and this machine: `env` and `levels`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp.lazy import kernels
+from amp.numerics.text import Printer
+from amp.profiles.keys import shown
+from amp.profiles.levels import LEVELS, aliases, load_profile
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "PyYAML",
+    "torchvision",
+    "lightning",
+    "transformers",
+    "accelerate",
+)
+"""The distributions whose versions a bug report needs."""
+
+VARIABLES = (
+    *("AMP_KERNELS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "ROCR_VISIBLE_DEVICES"),
+    *("TORCHDYNAMO_DISABLE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE"),
+    *("TRITON_INTERPRET", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "WORLD_SIZE"),
+)
+"""The environment variables that change what runs. Others are not shown: they may hold secrets."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers of these commands to those of the program."""
+    parser = _add(commands, "env", "say what a bug report needs: versions, devices, kernels")
+    parser.set_defaults(run=_env)
+    parser = _add(commands, "levels", "list the levels, with their aliases")
+    parser.set_defaults(run=_levels)
+
+
+def _add(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"examples:\n  reamp {name}\n  reamp {name} --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    return parser
+
+
+def environment() -> dict[str, Any]:
+    """Return what a bug report needs, in values that JSON can hold.
+
+    The names of machine and user are left out, and so are paths.
+    """
+    found: dict[str, Any] = {"reamp": version(), "python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name.lower()] = importlib.metadata.version(name)
+    found["torch"] = torch.__version__  # with the build, which the distribution's version may lack
+    found["cuda"], found["hip"] = torch.version.cuda, torch.version.hip
+    libc = " ".join(platform.libc_ver())
+    found["os"] = f"{platform.system()} {platform.machine()} {libc}".strip()
+    found["cpu"] = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    found["threads"] = torch.get_num_threads()
+    found["devices"] = _devices()
+    found["kernels"] = _backends()
+    found["variables"] = {
+        name: _without_path(os.environ[name]) for name in VARIABLES if name in os.environ
+    }
+    return found
+
+
+def version() -> str:
+    """Return the version of this library."""
+    import amp
+
+    return amp.__version__
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Return the accelerators, with what decides which formats they compute in."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        architecture = f"sm_{properties.major}{properties.minor}"
+        if torch.version.hip is not None:
+            architecture = properties.gcnArchName.partition(":")[0]
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "architecture": architecture,
+                "memory": properties.total_memory,
+            }
+        )
+    if torch.backends.mps.is_available():
+        found.append({"device": "mps", "name": "Apple GPU", "architecture": "mps", "memory": None})
+    for index in range(torch.xpu.device_count()):
+        xpu = torch.xpu.get_device_properties(index)
+        found.append(
+            {
+                "device": f"xpu:{index}",
+                "name": xpu.name,
+                "architecture": "xpu",
+                "memory": xpu.total_memory,
+            }
+        )
+    return found
+
+
+def _backends() -> dict[str, str]:
+    """Return which kernels run on the CPU and on the first CUDA or ROCm device."""
+    devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+    found = {}
+    for device in devices:
+        try:
+            uses_triton = kernels.backend.uses_triton(torch.device(device))
+            found[device] = "Triton" if uses_triton else "plain torch"
+        except (RuntimeError, ValueError) as error:
+            found[device] = f"none: {error}"
+    return found
+
+
+def _without_path(value: str) -> str:
+    """Return a value, or that it is a path, which may hold names of people and machines."""
+    return "(a path)" if "/" in value or "\\" in value else value
+
+
+def _env(arguments: argparse.Namespace) -> None:
+    found = environment()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        if isinstance(value, str | int):
+            print(f"{name}: {value}")
+    if importlib.util.find_spec("triton") is None:
+        print("triton: not installed; kernels run in plain torch")
+    for device in found["devices"]:
+        memory = "" if device["memory"] is None else f", {device['memory'] / 1e9:.0f} GB"
+        print(f"{device['device']}: {device['name']}, {device['architecture']}{memory}")
+    if not found["devices"]:
+        print("accelerators: none that torch finds")
+    for device, backend in found["kernels"].items():
+        print(f"kernels on {device}: {backend}")
+    for name, value in found["variables"].items():
+        print(f"{name}={value}")
+
+
+def levels() -> list[dict[str, Any]]:
+    """Return a row for each level, in values that JSON can hold."""
+    rows = []
+    for level in LEVELS:
+        properties = load_profile(level)
+        rows.append(
+            {
+                "level": level,
+                "aliases": [alias for alias, of in aliases().items() if of == level],
+                "brief": properties.brief,
+                "weights": shown(properties.cast_model_type or torch.float32),
+                "computes_in": shown(
+                    properties.patch_torch_functions_type or properties.cast_model_type
+                ),
+                "masters": bool(properties.master_weights),
+                "loss_scale": properties.loss_scaling.mode,
+                "fp8": properties.fp8 is not None,
+            }
+        )
+    return rows
+
+
+def _levels(arguments: argparse.Namespace) -> None:
+    rows = levels()
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    shown_rows = [(row["level"], ", ".join(row["aliases"]) or "-", row["brief"]) for row in rows]
+    Printer().table(("level", "alias", "what it does"), shown_rows)
