@@ -46,7 +46,9 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
     if name == "reference":
         return False
     if triton is None:
-        raise RuntimeError(f"{source}='triton', and Triton is not installed: pip install triton")
+        raise RuntimeError(
+            f"{source}='triton', and Triton is not installed: pip install 'reamp[triton]'"
+        )
     if device.type != ("cpu" if INTERPRETED else "cuda"):
         raise RuntimeError(
             f"{source}='triton' cannot run tensors on {device}: Triton runs CUDA and ROCm devices, and "
@@ -67,7 +69,7 @@ def has_float64(device: torch.device) -> bool:
 def _works(device: torch.device) -> bool:
     """Whether Triton is there and runs a CUDA or ROCm device; says once if not."""
     if triton is None:
-        obstacle = "Triton is not installed (pip install triton)"
+        obstacle = "Triton is not installed (pip install 'reamp[triton]')"
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         obstacle = "Triton finds no C compiler for its launchers (install gcc or clang, or set CC)"
     elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):

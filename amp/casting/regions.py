@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from amp.casting.subclassing import subclass_of, swap_classes
 from amp.patching import Patches
+from amp.torch_versions import accelerator_type
 
 _OFF = "ipu"
 """Casts are off in this thread: kept as the autocast flag of a device type that no tensor is on.
@@ -33,8 +34,8 @@ So it is thread-local, autograd's threads inherit it, and Dynamo guards it, also
 as `lambda x: x @ w`, in which it sees nothing of ours to guard.
 """
 
-_accelerator = torch.accelerator.current_accelerator()
-DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator.type)
+_accelerator = accelerator_type()
+DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator)
 """The device types whose tensors are cast: the CPU, and the accelerator that torch is built for."""
 
 
