@@ -1,17 +1,26 @@
-"""What the documents say can be checked where it is code: profiles load, and links lead somewhere."""
+"""What the documents say can be checked where it is code: snippets run, profiles load, links lead.
+
+Python snippets of a page run one after the other. A comment that begins with `<!-- setup` starts anew,
+with the code in it, which readers do not see. A comment `<!-- fragment: reason -->` over a snippet says
+why it cannot run; it is only compiled.
+"""
 
 from __future__ import annotations
 
 import doctest
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import amp
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
+LANGUAGES = ("json", "pycon", "python", "sh", "text", "toml", "yaml")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [page for page in PAGES if re.search(r"^\s*>>> ", page.read_text(), re.MULTILINE)]
 PROFILES = [
@@ -21,6 +30,76 @@ PROFILES = [
         re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     )
 ]
+
+CODE = re.compile(
+    r"^<!-- setup(?P<own> in a process of its own)?\n(?P<setup>.*?)^-->$"
+    r"|^(?:<!-- fragment:(?P<reason>.*?) -->\n)?```python\n(?P<snippet>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Program(NamedTuple):
+    """Snippets that run one after the other, each at its own line of the page."""
+
+    page: Path
+    line: int
+    own_process: bool
+    code: str
+
+
+def programs(page: Path) -> Iterator[Program]:
+    """Yield the programs of a page."""
+    text = page.read_text()
+    lines: list[str] = []
+    start, own_process = 1, False
+    for found in CODE.finditer(text):
+        if found["setup"] is not None and any(lines):
+            yield Program(page, start, own_process, "\n".join(lines))
+        if found["setup"] is not None:
+            lines, start = [], text[: found.start()].count("\n") + 1
+            own_process = found["own"] is not None
+        if found["reason"] is None:
+            group = "setup" if found["setup"] is not None else "snippet"
+            lines += [""] * (text[: found.start(group)].count("\n") - len(lines))
+            lines += found[group].splitlines()
+    if any(lines):
+        yield Program(page, start, own_process, "\n".join(lines))
+
+
+PROGRAMS = [
+    pytest.param(program, id=f"{program.page.relative_to(ROOT).with_suffix('')}:{program.line}")
+    for page in PAGES
+    if page.stem != "integrations"  # tests/integrations runs these
+    for program in programs(page)
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_snippets_run(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if program.own_process:
+        file = tmp_path / f"{program.page.stem}.py"
+        file.write_text(program.code)
+        done = run_python(file)
+        assert done.returncode == 0, done.stderr
+        return
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program.code, program.page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_is_fenced_and_fragments_have_reasons(page: Path) -> None:
+    text = page.read_text()
+    fences = re.findall(r"^ *```(\w*)$", text, re.MULTILINE)
+    assert all(language in LANGUAGES for language in fences[::2]), fences
+    assert not re.search(r"^ +```python", text, re.MULTILINE), "indented snippets are not run"
+    outside = re.sub(r"^( *)```.*?^\1```$|^<!--.*?-->$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"(?<=\n\n) {4}(?![-*]|\d+\.)\S", outside), (
+        "code that is not fenced is not run"
+    )
+    for found in CODE.finditer(text):
+        if found["reason"] is not None:
+            assert len(found["reason"].split()) > 2
+            compile(found["snippet"], page, "exec")
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -42,8 +121,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)
-def test_examples_give_what_they_say(page: Path) -> None:
-    failed, attempted = doctest.testfile(str(page), module_relative=False, verbose=False)
+def test_examples_give_what_they_say(page: Path, tmp_path: Path) -> None:
+    text = tmp_path / page.name
+    text.write_text(
+        re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)
+    )  # else output has fences
+    failed, attempted = doctest.testfile(str(text), module_relative=False, verbose=False)
     assert (failed, attempted > 0) == (0, True)
 
 
