@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo test test-slow test-all test-gpu sanitize bench bench-gpu predict lint types format wheel clean
+.PHONY: help install demo docs test test-slow test-all test-gpu sanitize bench bench-gpu predict lint types format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -15,7 +15,7 @@ install: $(READY)  ## Make .venv with the tested versions
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,examples,integrations]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,examples,integrations]"
 	@touch $@
 
 demo: $(READY)  ## Train on real digits at every opt level: one table, one picture
@@ -57,6 +57,10 @@ bench-gpu:  ## Measure the kernels and the step on a GPU, with the python3 at ha
 
 predict: $(READY)  ## Predict the kernels' bandwidth from their compiled code, for GPUs that are not at hand
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/predict_kernels.py
+
+docs: $(READY)  ## Build the site into build/site, and check its links
+	PYTHONPATH=. $(BIN)/python docs/site/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean --config-file docs/site/mkdocs.yml
 
 lint: $(READY)  ## Check style and format
 	$(BIN)/ruff check .

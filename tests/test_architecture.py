@@ -15,13 +15,22 @@ ROOT = Path(__file__).parents[1]
 LAYERS: dict[str, tuple[str, ...]] = {
     "commands": ("__init__", "__main__", "cli"),
     "integrations": ("integrations",),
-    "faces": ("frontend", "grad_scaler", "compat", "fp16_utils", "numerics", "scalars", "trials"),
+    "faces": (
+        "frontend",
+        "grad_scaler",
+        "compat",
+        "fp16_utils",
+        "numerics",
+        "scalars",
+        "trials",
+        "about",
+    ),
     "session": ("advice", "session", "arguments", "checkpoint", "dcp", "diagnosis"),
     "training": ("training", "masters", "optimizers"),
     "casting": ("casting",),
     "profiles": ("profiles",),
     "kernels": ("kernels", "lazy"),
-    "base": ("errors", "dtypes", "distributed", "patching"),
+    "base": ("errors", "dtypes", "distributed", "patching", "torch_versions"),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""
 

@@ -1,0 +1,88 @@
+"""What MkDocs does besides: API pages, and links that lead out of docs/ go to the repository."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = "https://github.com/reamp/reamp/blob/main/"
+DOCS = Path(__file__).parents[1]
+
+API = {
+    "training": (
+        "Training",
+        "initialize scale_loss master_params state_dict load_state_dict Stateful get_state_dict "
+        "set_state_dict step_was_skipped loss_scale history get_session Session fsdp_policy",
+    ),
+    "profiles": ("Profiles and rules", "load_profile Properties LossScaling Rule AmpError AmpWarning"),
+    "functions": (
+        "Functions and ops",
+        "disable_casts half_function bfloat16_function float_function promote_function "
+        "register_half_function register_bfloat16_function register_float_function "
+        "register_promote_function",
+    ),
+    "diagnosis": ("Diagnosis", "diagnose doctor check compare explain"),
+    "grad_scaler": ("GradScaler", "GradScaler"),
+    "optimizers": (
+        "Fused optimizers",
+        *["FusedAdam FusedSGD FusedLAMB FusedLion FusedAdagrad FusedNovoGrad"],
+    ),
+    "fp16_utils": (
+        "fp16_utils",
+        "FP16_Optimizer LossScaler DynamicLossScaler network_to_half FP16Model BN_convert_float tofp16 "
+        "convert_module convert_network prep_param_lists model_grads_to_master_grads "
+        "master_params_to_model_params clip_grad_norm to_python_float SAFE_GLOBALS",
+    ),
+    "numerics": (
+        "Numerics",
+        "describe bits round_to ulp neighbours survives_update decode footprint footprints "
+        "simulate_scaler gradient_survival fp8_losses fp8_scaled simulate_fp8 watch crises overflow "
+        "underflow vanishing_update Format FORMATS Bits Neighbours Footprint ScalerStep FormatSurvival "
+        "GradientSurvival Fp8Loss Fp8Step Watch WatchReport WatchedLayer Histogram Crisis",
+    ),
+    "compat": ("apex", "install uninstall"),
+}
+"""The API pages: a title, and the names on the page in their order."""
+
+SLOW = {
+    "check": "amp.trials.checking",
+    "compare": "amp.trials.comparing",
+    "explain": "amp.trials.explaining",
+}
+"""Where the names are that `amp` imports when they are asked for, which mkdocstrings does not see."""
+
+
+def full_name(page: str, name: str) -> str:
+    """Return the name by which mkdocstrings finds what a page documents."""
+    package = f"amp.{page}" if page in ("optimizers", "fp16_utils", "numerics", "compat") else "amp"
+    return f"{SLOW.get(name, package)}.{name}"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the API pages."""
+    for page, (title, names) in API.items():
+        blocks = [f"::: {full_name(page, name)}" for name in names.split()]
+        text = "\n\n".join([f"# {title}", *blocks]) + "\n"
+        files.append(File.generated(config, f"api/{page}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Let links to files that are not on the site lead to the repository."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def led(link: re.Match[str]) -> str:
+        name, _, anchor = link[1].partition("#")
+        target = posixpath.normpath(posixpath.join(folder, name))
+        outside = target.startswith("../") or target.endswith(".py")
+        if not name or "://" in name or not outside or not (DOCS / target).exists():
+            return link[0]
+        path = os.path.relpath(DOCS / target, DOCS.parent)
+        return f"]({REPOSITORY}{path}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", led, markdown)
