@@ -402,13 +402,14 @@ def test_the_module_runs() -> None:
     assert "runs in float16" in result.stdout
 
 
-def test_a_table_that_names_what_this_torch_lacks_says_so() -> None:
-    """Tables may be ahead of an older torch: the name is reported, and the rest works."""
+def test_a_table_may_name_what_this_torch_lacks() -> None:
+    """Torch gains ops and drops some: what is not there cannot be called, and the rest works."""
     by_op, undo = CastOps(amp.load_profile("O1")), Undo()
     new = OpRule("float", "torch", "an_op_of_tomorrow")
     by_op.policy = replace(by_op.policy, rules=(*by_op.policy.rules, new))
-    with pytest.warns(amp.AmpWarning, match="has no torch.an_op_of_tomorrow: the rules for float16"):
+    try:
         by_op.begin(undo)
-    assert (X @ X).dtype is HALF
-    undo.close()
+        assert (X @ X).dtype is HALF
+    finally:
+        undo.close()
     assert (X @ X).dtype is WIDE

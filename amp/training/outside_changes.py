@@ -35,7 +35,7 @@ class OutsideChanges:
     def __init__(self, gradients: Gradients, masters: MasterWeights) -> None:
         self._gradients = gradients
         self._masters = masters
-        self._known: Sequence[Tensor] = ()
+        self._lists = gradients.lists
         self._traces: list[int] = []
         self._is_stepping = False
         self._has_looked = False
@@ -43,15 +43,15 @@ class OutsideChanges:
 
     def note(self) -> None:
         """Note that the model has what the masters hold now. No host sync."""
-        self._known = self._gradients.lists.masters
+        self._lists = self._gradients.lists
         self._traces = self._traces_now()
         self._has_looked = False
 
     def _traces_now(self) -> list[int]:
-        lists = self._gradients.lists
-        values = self._known if lists.are_plain else list(map(local, self._known))
+        masters = self._lists.masters
+        values = masters if self._lists.are_plain else list(map(local, masters))
         traces = [value._version for value in values]
-        if lists.masters_may_move:
+        if self._lists.masters_may_move:
             traces += map(Tensor.data_ptr, values)
         return traces
 
@@ -60,9 +60,10 @@ class OutsideChanges:
         now = self._traces_now()
         if now == self._traces:
             return []
-        count = len(self._known)
-        changed = [i % count for i, (a, b) in enumerate(zip(now, self._traces, strict=True)) if a != b]
-        return [self._known[i] for i in dict.fromkeys(changed)]
+        masters = self._lists.masters
+        pairs = enumerate(zip(now, self._traces, strict=True))
+        changed = [i % len(masters) for i, (a, b) in pairs if a != b]
+        return [masters[i] for i in dict.fromkeys(changed)]
 
     def write_back(self) -> None:
         """Write the masters that something else has changed to the model. No host sync."""
@@ -120,7 +121,7 @@ class OutsideChanges:
         run backward stays valid if nothing was changed.
         """
         lists = self._gradients.lists
-        changed = set(self._changed() if self._masters.are_whole else lists.masters)
+        changed = dict.fromkeys(self._changed() if self._masters.are_whole else lists.masters)
         self._masters.write_back(changed)
         rest = [
             (local(master).detach(), local(model).data)
