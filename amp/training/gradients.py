@@ -189,11 +189,13 @@ class Gradients:
         Raises:
             AmpRuntimeError: the gradients are scaled.
         """
-        if self._open is None or not self._open.scaler.is_identity:
+        scaler = None if self._open is None else self._open.scaler
+        if scaler is None or not scaler.is_identity or scaler.config.check is True:
             raise AmpRuntimeError(
                 "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
-                "still scaled. Call it after the block, or take a level without loss scaling, such as "
-                "O4 or O5, if each parameter is to be stepped in the backward."
+                "still scaled, or are still to be checked. Call it after the block, or take a level "
+                "without loss scaling, such as O4 or O5, if each parameter is to be stepped in the "
+                "backward."
             )
         self.show()
 
