@@ -14,7 +14,7 @@ import shutil
 
 import torch
 
-from amp.kernels.language import INTERPRETED, triton
+from amp.kernels.language import INTERPRETED, MISSING, triton
 
 logger = logging.getLogger("amp")
 
@@ -46,9 +46,7 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
     if name == "reference":
         return False
     if triton is None:
-        raise RuntimeError(
-            f"{source}='triton', and Triton is not installed: pip install 'reamp[triton]'"
-        )
+        raise RuntimeError(f"{source}='triton', and {MISSING}")
     if device.type != ("cpu" if INTERPRETED else "cuda"):
         raise RuntimeError(
             f"{source}='triton' cannot run tensors on {device}: Triton runs CUDA and ROCm devices, and "
@@ -69,7 +67,7 @@ def has_float64(device: torch.device) -> bool:
 def _works(device: torch.device) -> bool:
     """Whether Triton is there and runs a CUDA or ROCm device; says once if not."""
     if triton is None:
-        obstacle = "Triton is not installed (pip install 'reamp[triton]')"
+        obstacle = MISSING
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         obstacle = "Triton finds no C compiler for its launchers (install gcc or clang, or set CC)"
     elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from amp.casting.subclassing import subclass_of, swap_classes
 from amp.patching import Patches
-from amp.torch_versions import accelerator_type
+from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
 _OFF = "ipu"
 """Casts are off in this thread: kept as the autocast flag of a device type that no tensor is on.
@@ -195,6 +195,8 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
     in_thread_of_torch = getattr(module, "_is_replica", False)
     off = torch.is_autocast_enabled(_OFF)
     torch.autocast_increment_nesting()
+    if CASTS_LOSE_GRADIENTS:
+        torch.set_autocast_cache_enabled(False)
     for kind in filter(_is_available, DEVICE_TYPES):
         enabled = torch.is_autocast_enabled(kind)
         if enabled if in_thread_of_torch else not (enabled or off):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import runpy
+import sys
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -302,7 +305,7 @@ def test_a_backend_that_does_not_exist_or_cannot_run(monkeypatch: pytest.MonkeyP
         backend.uses_triton(tensor.device, "triton")
     monkeypatch.setattr(backend, "triton", None)
     with pytest.raises(
-        RuntimeError, match="AMP_KERNELS='triton', and Triton is not installed: pip inst"
+        RuntimeError, match=r"AMP_KERNELS='triton', and Triton is not installed \(pip inst"
     ):
         monkeypatch.setenv("AMP_KERNELS", "triton")
         backend.uses_triton(tensor.device)
@@ -330,6 +333,19 @@ def test_where_triton_cannot_run_the_reference_does_and_says_so_once(
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(missing)
     assert record.getMessage().endswith(": kernels run in plain torch, slower")
+
+
+def test_a_triton_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: Any = types.ModuleType("triton.language")
+    fake: Any = types.ModuleType("triton")
+    fake.language, fake.jit, words.constexpr = words, lambda **_: lambda f: f, lambda value: value
+    monkeypatch.setitem(sys.modules, "triton", fake)
+    monkeypatch.setitem(sys.modules, "triton.language", words)
+    for version, missing in (("3.5.1", "Triton 3.5.1 is older than 3.6"), ("3.10.0", "")):
+        fake.__version__ = version
+        read = runpy.run_path(language.__file__)
+        assert (read["triton"] is None) == bool(missing)
+        assert not missing or read["MISSING"] == missing
 
 
 def test_the_interpreter_never_gets_addresses_of_another_device(
