@@ -78,7 +78,8 @@ PROGRAMS = [
 def test_snippets_run(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if program.own_process:
         file = tmp_path / f"{program.page.stem}.py"
-        file.write_text(program.code)
+        away = f"__import__('os').chdir({str(tmp_path)!r})"  # on the line of the page's title
+        file.write_text(away + program.code)
         done = run_python(file)
         assert done.returncode == 0, done.stderr
         return
