@@ -1,0 +1,22 @@
+// A box over the table of ops: it shows the rows that have what is typed in them.
+const table = location.pathname.endsWith("ops-table.html") && document.querySelector("article table");
+if (table) {
+  const box = document.createElement("input");
+  const found = document.createElement("p");
+  const rows = [...table.querySelectorAll("tbody tr")];
+  const show = () => {
+    const wanted = box.value.trim().toLowerCase();
+    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
+    const left = rows.filter((row) => !row.hidden).length;
+    found.textContent = left
+      ? `${left} of ${rows.length} rows`
+      : `No rule names ${wanted}: it follows its input, and runs in the dtype of its arguments.`;
+  };
+  Object.assign(box, { type: "search", placeholder: "softmax", className: "ops-filter" });
+  box.setAttribute("aria-label", "Show the functions with this in their names");
+  found.setAttribute("role", "status");
+  box.addEventListener("input", show);
+  (table.closest(".md-typeset__scrollwrap") ?? table).before(box, found);
+  box.value = new URLSearchParams(location.search).get("op") ?? "";
+  show();
+}
