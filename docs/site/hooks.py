@@ -17,7 +17,7 @@ API = {
     "training": (
         "Training",
         "initialize scale_loss master_params state_dict load_state_dict Stateful get_state_dict "
-        "set_state_dict step_was_skipped loss_scale history get_session Session fsdp_policy",
+        "set_state_dict step_was_skipped loss_scale history scalars get_session Session fsdp_policy",
     ),
     "profiles": ("Profiles and rules", "load_profile Properties LossScaling Rule AmpError AmpWarning"),
     "functions": (
@@ -45,9 +45,18 @@ API = {
         "underflow vanishing_update Format FORMATS Bits Neighbours Footprint ScalerStep FormatSurvival "
         "GradientSurvival Fp8Loss Fp8Step Watch WatchReport WatchedLayer Histogram Crisis",
     ),
+    "integrations": (
+        "Frameworks",
+        "lightning.AmpPrecision huggingface.AmpTrainer huggingface.AmpMixin "
+        "huggingface.AmpTrainingArguments accelerate.prepare accelerate.configure accelerate.end "
+        "ignite.supervised_training_step timm.AmpScaler",
+    ),
     "compat": ("apex", "install uninstall"),
 }
 """The API pages: a title, and the names on the page in their order."""
+
+PACKAGES = ("optimizers", "fp16_utils", "numerics", "integrations", "compat")
+"""The pages whose names are in the package of that name, and not in `amp`."""
 
 SLOW = {
     "check": "amp.trials.checking",
@@ -59,7 +68,7 @@ SLOW = {
 
 def full_name(page: str, name: str) -> str:
     """Return the name by which mkdocstrings finds what a page documents."""
-    package = f"amp.{page}" if page in ("optimizers", "fp16_utils", "numerics", "compat") else "amp"
+    package = f"amp.{page}" if page in PACKAGES else "amp"
     return f"{SLOW.get(name, package)}.{name}"
 
 

@@ -1,0 +1,96 @@
+"""The site of the documentation, as `make docs` builds it, opened as files and without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import amp
+from docs.site import reference
+from tests.browsers import Page, chromium
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "docs" / "site"
+
+needs_mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("material") is None, reason="needs the docs extra"
+)
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_pages_made_of_the_code_are_those_of_this_code(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == reference.PAGES[name](), "run `make docs`"
+
+
+@needs_mkdocs
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    from docs.site import hooks
+
+    named = [name for page, (_, names) in hooks.API.items() for name in names.split()]
+    assert set(amp.__all__) <= set(named)
+    for package in (amp.optimizers, amp.fp16_utils, amp.compat):
+        assert set(package.__all__) <= set(named)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "-f", SITE / "mkdocs.yml", "-d", folder],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        check=True,
+    )
+    return folder
+
+
+@pytest.fixture
+def page(site: Path) -> Iterator[Page]:
+    with chromium() as browser:
+        shown = Page(browser, (site / "index.html").as_uri())
+        yield shown
+        shown.close()  # fails if anything could not be loaded, as from a network
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_search_works_in_files(page: Page) -> None:
+    page.wait("return document.readyState == 'complete'")
+    box = page.driver.find_element("css selector", "input[data-md-component=search-query]")
+    box.click()
+    box.send_keys("split16")
+    found = "document.querySelectorAll('.md-search-result__item h1')"
+    assert "Fused optimizers" in page.wait(f"return [...{found}].map((e) => e.textContent).join()")
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_the_table_of_ops_is_filtered(page: Page, site: Path) -> None:
+    page.driver.get((site / "ops-table.html").as_uri() + "?op=torch.softmax")
+    page.wait("return document.querySelector('.ops-filter')")
+    shown = [row.text for row in page.driver.find_elements("css selector", "article tbody tr:not([hidden])")]
+    assert len(shown) == 1
+    assert shown[0].startswith("torch.softmax,")
+    assert shown[0].endswith("float32 float32")
+    box = page.driver.find_element("css selector", ".ops-filter")
+    box.clear()
+    box.send_keys("torch.relu")
+    assert page.texts(".ops-filter + p") == [
+        "No rule names torch.relu: it follows its input, and runs in the dtype of its arguments."
+    ]
+
+
+@needs_mkdocs
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_is_wider_than_a_phone(page: Page, site: Path, scheme: str) -> None:
+    page.look(390, scheme)
+    for file in sorted(site.rglob("*.html")):
+        if file.name not in ("404.html", "lab.html"):  # the lab has tests of its own
+            page.driver.get(file.as_uri())
+            assert page.run("return document.documentElement.scrollWidth") <= 390, file
