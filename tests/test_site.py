@@ -73,7 +73,8 @@ def test_search_works_in_files(page: Page) -> None:
 def test_the_table_of_ops_is_filtered(page: Page, site: Path) -> None:
     page.driver.get((site / "ops-table.html").as_uri() + "?op=torch.softmax")
     page.wait("return document.querySelector('.ops-filter')")
-    shown = [row.text for row in page.driver.find_elements("css selector", "article tbody tr:not([hidden])")]
+    rows = page.driver.find_elements("css selector", "article tbody tr:not([hidden])")
+    shown = [row.text for row in rows]
     assert len(shown) == 1
     assert shown[0].startswith("torch.softmax,")
     assert shown[0].endswith("float32 float32")
