@@ -17,22 +17,20 @@ from typing import Any
 
 import torch
 
-OLDEST_TRITON = "3.6"
+OLDEST_TRITON = 3, 6
 MISSING = "Triton is not installed (pip install 'reamp[triton]')"
 """Why `triton` is None, should it be: then `amp.kernels.backend` chooses plain torch."""
 
 try:
     import triton
     import triton.language as tl
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        MISSING = f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+        raise ImportError(MISSING)
 except ImportError:
     triton = None
     tl = None
-else:
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if version < tuple(map(int, OLDEST_TRITON.split("."))):
-        MISSING = f"Triton {triton.__version__} is older than {OLDEST_TRITON}"
-        triton = None
-        tl = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 """Whether Triton runs kernels on the CPU, in Python. Triton looks when a kernel is defined."""

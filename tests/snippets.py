@@ -15,8 +15,21 @@ from torch import Tensor, nn
 import amp
 
 __all__ = [
-    *("F", "Net", "Tensor", "amp", "batches", "compute_loss", "contextlib", "fresh", "lone_rank"),
-    *("loss_of", "nn", "started", "torch", "x", "y"),
+    "F",
+    "Net",
+    "Tensor",
+    "amp",
+    "batches",
+    "compute_loss",
+    "contextlib",
+    "fresh",
+    "lone_rank",
+    "loss_of",
+    "nn",
+    "started",
+    "torch",
+    "x",
+    "y",
 ]
 
 x, y = torch.randn(8, 16), torch.randn(8, 4)
