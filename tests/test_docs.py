@@ -138,6 +138,23 @@ def test_docstrings_give_what_they_say(module: str) -> None:
     assert (failed, attempted > 0) == (0, True)
 
 
+def test_the_table_of_memory_is_what_the_planner_says() -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    table = text.partition("<!-- checked by tests/test_docs.py -->")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")[3:-1]]
+    assert len(rows) == 7
+    for name, *numbers in rows:
+        levels = re.findall(r"O\d", name) or ["O2", "O5"]  # "the same" is said of these
+        optimizer = "adamw" if "AdamW" in name else "FusedAdam"
+        options = {"master_weights": "split16"} if "split16" in name or "the same" in name else {}
+        options |= {"state_dtype": "bfloat16"} if "state_dtype" in name else {}
+        for level in levels:
+            found = amp.numerics.footprint(10**9, level, optimizer, **options)
+            parts = [found.weights, found.gradients, found.masters, found.optimizer_state]
+            assert [round(part / 1e9) for part in parts] == [int(n) for n in numbers[:-1]], name
+            assert sum(map(int, numbers[:-1])) == int(numbers[-1]), name
+
+
 def slug(heading: str) -> str:
     """Return the anchor that a heading gets."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
