@@ -6,8 +6,18 @@ import torch
 
 VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
-CASTS_LOSE_GRADIENTS = VERSION < (2, 11)
-"""Whether torch.autocast keeps a cast of a weight that was made under `no_grad` for uses after it."""
+
+def _casts_lose_gradients() -> bool:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        weight = torch.ones(1, 1, device="cpu", requires_grad=True)
+        with torch.no_grad():
+            torch.mm(weight, weight)
+        return not torch.mm(weight, weight).requires_grad
+
+
+CASTS_LOSE_GRADIENTS = VERSION < (2, 13) and _casts_lose_gradients()
+"""Whether torch.autocast keeps a cast of a weight that was made under `no_grad` for uses after it, as
+torch 2.10 does. Releases from 2.13 on need not be asked."""
 
 
 def accelerator_type() -> str | None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amp
+from amp.torch_versions import CASTS_LOSE_GRADIENTS
 from tests.models import BY_OP_DTYPE as HALF
 from tests.models import adamw, batch, conv_net, initialize, linear, sgd
 
@@ -224,7 +225,7 @@ def test_a_weight_used_twice_is_cast_once_and_gets_both_gradients(grad: bool) ->
     model, optimizer = initialize(model, sgd(model), "O1")
     x = torch.ones(1, 4)
     with torch.set_grad_enabled(grad):
-        assert count_casts(lambda: model(x)) == 1
+        assert count_casts(lambda: model(x)) == (2 if CASTS_LOSE_GRADIENTS else 1)
         assert count_casts(lambda: F.linear(F.linear(x, model.weight), model.weight)) == 2
     if grad:
         with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
