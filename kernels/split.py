@@ -10,8 +10,9 @@ The dtype of low says which of two ways it is:
 - int16 (`split16`), for float16: the same in units of float16. Every FP32 number of at least 2^-16
   (1.5e-5) comes back bit for bit, smaller ones within 2^-40 (9.1e-13). From 65520 on the weight is inf,
   and from 65791.99 on the master.
-- the weight's (`kahan`): the weight is the master rounded to nearest even, and low is what that lost,
-  rounded: 16 significant bits in bfloat16, 22 in float16, as in Kahan's summation.
+- the weight's (`kahan`): the master is rounded to 16 significant bits for bfloat16, 22 for float16, as
+  in Kahan's summation. The weight is that rounded to nearest even, and low is what is left. A master
+  that came from `decode` comes back in the same halves.
 
 Shapes: the i-th tensors of each list have one shape, of any size. Launches: one for each device and
 dtype. Memory traffic: each tensor is read or written once.
@@ -104,12 +105,19 @@ def decode_block(weight, low):
 
 
 @jit
+def _halves(master, DTYPE: tl.constexpr):
+    weight = narrow(master, DTYPE)
+    lost = tl.where(not_finite(weight), 0.0, master - weight.to(tl.float32))
+    return weight, narrow(lost, DTYPE)
+
+
+@jit
 def encode_block(master, WEIGHT: tl.constexpr, LOW: tl.constexpr):
     """Return the weights and low halves of a block of masters."""
     if WEIGHT == LOW:
-        weight = narrow(master, WEIGHT)
-        lost = tl.where(not_finite(weight), 0.0, master - weight.to(tl.float32))
-        low = narrow(lost, LOW)
+        weight, low = _halves(master, WEIGHT)
+        # What low has lost may have made a tie of the master, which goes to the other weight.
+        weight, low = _halves(weight.to(tl.float32) + low.to(tl.float32), WEIGHT)
     else:
         bits = master.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -194,12 +202,17 @@ def decode(weight: Tensor, low: Tensor) -> Tensor:
     return torch.where(high < 0, -master, master)
 
 
+def _halves_of(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight = master.to(dtype)
+    lost = torch.where(weight.isfinite(), master - weight.float(), 0.0)
+    return weight, lost.to(dtype)
+
+
 def encode(master: Tensor, weight_dtype: torch.dtype, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the weights and low halves of masters, float32, in plain torch."""
     if low_dtype is not torch.int16:
-        weight = master.to(weight_dtype)
-        lost = torch.where(weight.isfinite(), master - weight.float(), 0.0)
-        return weight, lost.to(low_dtype)
+        weight, low = _halves_of(master, weight_dtype)
+        return _halves_of(weight.float() + low.float(), weight_dtype)  # see `encode_block`
     bits = master.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000

@@ -32,10 +32,10 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def make(
-    masters: Any, level: str = "O5", optimizer: str = "FusedAdam", **kwargs: Any
+    masters: Any, level: str = "O5", optimizer: str = "FusedAdam", width: int = 8, **kwargs: Any
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2))
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.02}]
     kwargs.setdefault("loss_scale", {"init": 2.0**10, "growth_interval": 3})
     return initialize(model, OPTIMIZERS[optimizer](groups), level, master_weights=masters, **kwargs)
@@ -90,6 +90,23 @@ def test_checkpoints_convert_exactly(masters: tuple[Any, Any], optimizer: str) -
     amp.load_state_dict(saved[2])
     opt.zero_grad()
     assert_equal(model.state_dict(), saved[0])
+    assert_equal(expected, train(model, opt, first=5))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["split16", "kahan"])
+def test_resume_is_exact(kind: str, optimizer: str, level: str) -> None:
+    expected = train(*make(kind, level, optimizer, width=1024))
+    model, opt = make(kind, level, optimizer, width=1024)
+    train(model, opt, last=5)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
+    model, opt = make(kind, level, optimizer, width=1024)
+    model.load_state_dict(saved[0])
+    opt.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    assert all(map(torch.equal, weights, model.parameters()))
     assert_equal(expected, train(model, opt, first=5))
 
 

@@ -101,13 +101,31 @@ def test_kahan_keeps_twice_the_bits(device: torch.device, dtype: torch.dtype) ->
     masters = torch.cat([torch.randn(999), torch.tensor([0.0, 1e30, torch.inf, -torch.inf])]).to(device)
     weight, back = round_trip(masters, dtype, "kahan")
     nearest = masters.to(dtype)
-    assert torch.equal(weight, nearest)
     finite = nearest.isfinite()
     bits = 22 if dtype is F16 else 16
     bound = masters.abs() * 2.0**-bits + (2.0**-25 if dtype is F16 else 0)
     assert bool(((back - masters).abs() <= bound)[finite].all())
+    assert torch.equal(back.to(dtype), weight)
+    assert torch.equal(weight[~finite], nearest[~finite])
     assert torch.equal(back[~finite], weight[~finite].float())
     assert bool((back != weight.float()).any())
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("kind", ["split16", "kahan"])
+def test_what_was_joined_is_split_as_before(
+    device: torch.device, kind: Kind, dtype: torch.dtype
+) -> None:
+    """Also where the low half is half a unit of the weight, so that nearest even is another weight."""
+    torch.manual_seed(0)
+    masters = torch.randn(2**14, device=device)
+    weights = [torch.empty_like(masters, dtype=dtype) for _ in range(2)]
+    lows = [torch.empty_like(masters, dtype=low_dtype(kind, dtype)) for _ in range(2)]
+    split([masters], weights[:1], lows[:1])
+    join(weights[:1], lows[:1], [masters])
+    split([masters], weights[1:], lows[1:])
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(lows[0], lows[1])
 
 
 @pytest.mark.parametrize("kind", ["split16", "kahan"])
