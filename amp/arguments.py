@@ -81,7 +81,7 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
             raise AmpRuntimeError(
                 f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
                 "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
-                "model.float() first, after closing the session that cast it if one did. To "
+                "model.float() first, or close the session that cast it if one did. To "
                 "start from these values, pass allow_incoming_model_not_fp32=True."
             )
 

@@ -182,8 +182,7 @@ class Session:
                 f"this {type(model).__name__} was initialized already, at opt_level="
                 f"{other.properties.opt_level!r}, and that session has cast it. Go on with what that "
                 "call returned, or make a new model and optimizer, in the same cell of a notebook. To "
-                "start again from these weights, close that session and widen them: "
-                "amp.get_session(optimizer).close(); model.float()"
+                "start again from these weights, close that session: amp.get_session(optimizer).close()"
             )
 
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
@@ -201,6 +200,7 @@ class Session:
                 undo.enter_context(copied_in_float32(self.masters))
                 if dcp.is_in_use():
                     dcp.teach(undo.enter_context(Patches()))
+            self.masters.note_casts(undo.before)
             attached = [self._attach(optimizer, undo) for optimizer in optimizers]
             for model in models if self.properties.master_weights else ():
                 handle = look_before_forwards(model, self._outside_changes)
@@ -221,6 +221,7 @@ class Session:
             self._outside_changes.append(one.outside_changes)
             one.recast_state(self.properties.state_dtype)
             one.note_owned()
+            self._undo.callback(one.recast_state)  # once its parameters have their dtype again
         for message in filter(None, said):
             self._log(logging.INFO, message)
         on_eps = [advise_on_eps(one.optimizer) for one in attached]
@@ -259,8 +260,9 @@ class Session:
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were. Idempotent.
 
-        The dtype of the models stays what it was cast to; `model.float()` widens it. Optimizer state
-        is recast to the parameters' dtype. The host waits for the device, to log the last overflows.
+        Models have the dtype that they had before, with the values of the masters, and optimizer state
+        the dtype of its parameters. A `DistributedDataParallel` around a model that was cast is to be
+        made anew. The host waits for the device, to log the last overflows.
         """
         self.closed = True
         _open.discard(self)

@@ -390,30 +390,63 @@ def test_close_gives_everything_back(level: str) -> None:
     model = conv_net()
     optimizer = adamw(model)
     params = list(model.parameters())
-    keys = list(model.state_dict())
+    names = model.state_dict()
     with amp.Session(level) as session:
         model, optimizer = session.initialize(model, optimizer)
         images, labels = batch()
         with session.scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = [optimizer.state[p]["exp_avg"].clone() for p in amp.master_params(optimizer)]
     session.close()  # again: nothing happens
     assert not any(name in vars(optimizer) for name in ("step", "zero_grad", "add_param_group"))
     assert all(p is q for p, q in zip(params, optimizer.param_groups[0]["params"], strict=True))
-    assert list(model.state_dict()) == keys
-    assert model.state_dict()["conv.weight"].dtype is MODEL_DTYPE[level]
+    for name, value in model.state_dict().items():
+        assert value.dtype is names[name].dtype
+        torch.testing.assert_close(value, values[name], rtol=0, atol=0, equal_nan=True)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    for p in params:
-        assert optimizer.state[p]["exp_avg"].dtype is p.dtype
+    for p, moment in zip(params, moments, strict=True):
+        kept = optimizer.state[p]["exp_avg"]
+        torch.testing.assert_close(kept, moment.float(), rtol=0, atol=0, equal_nan=True)
     with pytest.raises(RuntimeError, match="session was closed"):
         session.initialize(linear())
     with pytest.raises(RuntimeError, match="session was closed"):
         amp.get_session(optimizer)
-    model.float()
     optimizer.zero_grad()
     F.cross_entropy(model(images), labels).backward()
-    if level not in CAST_LEVELS:
-        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("masters", [True, "split16", "kahan"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_of_a_closed_session_is_trained_on_as_if_nothing_had_happened(
+    level: str, masters: Any
+) -> None:
+    ends = []
+    for close_after in (None, 3):
+        model = conv_net()
+        optimizer = adamw(model)
+        for step in range(6):
+            if step in (0, close_after):
+                model, optimizer = amp.initialize(
+                    model,
+                    optimizer,
+                    opt_level=level,
+                    master_weights=masters,
+                    loss_scale=128.0,
+                    verbosity=0,
+                )
+            images, labels = batch(step)
+            with amp.scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step + 1 == close_after:
+                amp.get_session(optimizer).close()
+        ends.append(model.state_dict())
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
 
 
 def test_close_is_safe_after_an_exception() -> None:

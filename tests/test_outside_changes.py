@@ -270,7 +270,10 @@ def test_a_wrapper_is_as_before_when_its_session_is_closed() -> None:
     assert "first_step" in vars(sam)
     amp.get_session(sam).close()
     assert (set(vars(sam)), set(vars(sam.base_optimizer))) == before
-    assert all(p.dtype is torch.bfloat16 for group in sam.param_groups for p in group["params"])
+    assert all(p.dtype is torch.float32 for group in sam.param_groups for p in group["params"])
+    assert {id(p) for group in sam.param_groups for p in group["params"]} == set(
+        map(id, model.parameters())
+    )
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -6,6 +6,7 @@ pickle, DataParallel and DDP see an ordinary module.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -135,8 +136,8 @@ class CastModel(Strategy):
         for tensor, dtype in dtypes.items():
             if tensor.dtype is not dtype and not policies.keeps(tensor):
                 undo.before[tensor] = held = Contents(tensor.data, tensor.grad)
-                grad = None if held.grad is None else held.grad.to(dtype)
-                Contents(held.data.to(dtype), grad).put_into(tensor)
+                Contents.cast(tensor, dtype).put_into(tensor)
+                undo.callback(_cast_back, weakref.ref(tensor), held.data.dtype)
         undo.if_it_fails.append(policies.apply())
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:
@@ -176,6 +177,13 @@ class CastModel(Strategy):
                     yield _cast_outputs(module, dtype)
         if outputs is not None:
             yield _cast_outputs(model, outputs)
+
+
+def _cast_back(reference: weakref.ref[Tensor], dtype: torch.dtype) -> None:
+    """Give a parameter or buffer the dtype that it had, if no master has done so."""
+    tensor = reference()
+    if tensor is not None and tensor.dtype is not dtype:
+        Contents.cast(tensor, dtype).put_into(tensor)
 
 
 def _needed_input_dtype(

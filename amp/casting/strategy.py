@@ -3,10 +3,13 @@
 A strategy is one class in one file of this package, listed in `amp.casting.strategies`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from amp.distributed import set_values
@@ -24,6 +27,11 @@ class Contents(NamedTuple):
         tensor.grad = None
         set_values(tensor, self.data)
         tensor.grad = self.grad
+
+    @classmethod
+    def cast(cls, tensor: Tensor, dtype: torch.dtype) -> Contents:
+        """Return what a tensor holds, in another dtype."""
+        return cls(tensor.data.to(dtype), None if tensor.grad is None else tensor.grad.to(dtype))
 
 
 class Undo(ExitStack):

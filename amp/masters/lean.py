@@ -39,7 +39,7 @@ class LeanMasterWeights(MasterWeights):
         kernels.split.split([data.to(torch.float32)], [parameter.detach()], [low])
 
     def release(self, master: Tensor) -> None:
-        """Let one optimizer go; the last one takes the master and its low half with it."""
+        """Let one optimizer go, as with whole masters; the last one takes the low half as well."""
         super().release(master)
         if not self._users[master]:
             self._low_of.pop(master, None)

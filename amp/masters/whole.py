@@ -8,12 +8,13 @@ exist as soon as `initialize` returns.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp import distributed
 from amp.casting.strategy import Contents
@@ -38,6 +39,7 @@ class MasterWeights:
     def __init__(self) -> None:
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
+        self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
         self._users: Counter[Tensor] = Counter()
         self._shared: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
@@ -65,6 +67,11 @@ class MasterWeights:
         return self._noted_versions
 
     # Making them and giving them up.
+
+    def note_casts(self, before: Mapping[Tensor, Contents]) -> None:
+        """Note the dtypes that parameters had before they were cast."""
+        dtypes = {parameter: contents.data.dtype for parameter, contents in before.items()}
+        self._dtype_before = WeakIdKeyDictionary({**self._dtype_before, **dtypes})
 
     def acquire(
         self, parameter: Tensor, before: Mapping[Tensor, Contents], takes_scaled: bool
@@ -102,7 +109,17 @@ class MasterWeights:
         """Make what else a new master needs."""
 
     def release(self, master: Tensor) -> None:
-        """Let one optimizer go; the last one takes the master with it."""
+        """Let one optimizer go; the last one takes the master with it.
+
+        A parameter that was cast gets its master's values, in the dtype that it had before.
+        """
+        parameter = self._model_of[master]
+        dtype = self._dtype_before.get(parameter)
+        if dtype is not None and parameter.dtype is not dtype:
+            self.follow(master)
+            Contents.cast(parameter, dtype)._replace(data=self.values(master).to(dtype)).put_into(
+                parameter
+            )
         self._users[master] -= 1
         if self._users[master] == 1:
             self._shared.discard(master)

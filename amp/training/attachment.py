@@ -156,10 +156,7 @@ class AttachedOptimizer:
             return method(*args, **kwargs)
 
     def detach(self) -> None:
-        """Give the optimizer its methods and the model's parameters back. Idempotent.
-
-        Its state is recast to the parameters' dtype.
-        """
+        """Give the optimizer its methods and the model's parameters back. Idempotent."""
         if not self._is_attached:
             return
         try:
@@ -179,17 +176,17 @@ class AttachedOptimizer:
                 if parameter is None:
                     continue
                 params[i] = parameter_of[master] = parameter
-                if master.grad is not None:
-                    parameter.grad = master.grad.to(parameter.dtype)
+                grad = master.grad
                 if isinstance(master, MasterParameter) and master.holder is self.gradients:
                     del master.holder
                 self.masters.release(master)
+                if grad is not None:
+                    parameter.grad = grad.to(parameter.dtype)
         self._rekey_state(parameter_of)
         self.gradients.let_go()
         self.outside_changes.note()
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype
-        self.recast_state()
 
     def note_owned(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
