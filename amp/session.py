@@ -261,8 +261,8 @@ class Session:
         """Give torch, the models and the optimizers back as they were. Idempotent.
 
         Models have the dtype that they had before, with the values of the masters, and optimizer state
-        the dtype of its parameters. A `DistributedDataParallel` around a model that was cast is to be
-        made anew. The host waits for the device, to log the last overflows.
+        the dtype of its parameters. Shards of FSDP2 stay in 16 bits at `O3`, as FSDP2 reads their dtype
+        once. A `DistributedDataParallel` around a model that was cast is to be made anew. The host waits for the device, to log the last overflows.
         """
         self.closed = True
         _open.discard(self)

@@ -137,7 +137,8 @@ class CastModel(Strategy):
             if tensor.dtype is not dtype and not policies.keeps(tensor):
                 undo.before[tensor] = held = Contents(tensor.data, tensor.grad)
                 Contents.cast(tensor, dtype).put_into(tensor)
-                undo.callback(_cast_back, weakref.ref(tensor), held.data.dtype)
+                if not policies.has(tensor):  # FSDP2 reads the dtype of a shard once
+                    undo.callback(_cast_back, weakref.ref(tensor), held.data.dtype)
         undo.if_it_fails.append(policies.apply())
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:

@@ -198,6 +198,10 @@ class ShardPolicies:
         for unit in self._units:
             self._check(unit)
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a shard of FSDP2."""
+        return tensor in self._wanted
+
     def keeps(self, tensor: Tensor) -> bool:
         """Whether a tensor is a shard that is not cast itself."""
         return self.are_masters and tensor in self._wanted and tensor.dtype is torch.float32

@@ -38,8 +38,8 @@ class Undo(ExitStack):
     """What takes back what one `initialize` has done, newest first.
 
     Attributes:
-        before: what tensors held that it has cast; the model keeps its dtype when the session closes.
-        if_it_fails: what takes back the rest of that.
+        before: what tensors held that it has cast.
+        if_it_fails: what takes back what stays when the session closes.
     """
 
     def __init__(self) -> None:
