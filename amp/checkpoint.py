@@ -6,18 +6,20 @@ Plain values only, so that `torch.load(weights_only=True)` reads it. The master 
 model's state dict, which holds FP32 values at every level.
 """
 
-import math
 import re
-import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from amp.casting import strategies
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
-from amp.training.scaler import LossScaler
+from amp.errors import AmpRuntimeError, brief
+from amp.state_checks import StateChecks, check_mapping
+from amp.training.scaler import LossScaler, ScalerState, read_state
 
-_SCALER_KEY = re.compile(r"loss_scaler(\d+)")
+_SCALER_KEY = re.compile(r"loss_scaler([0-9]{1,9})")
 _LEVEL_KEY = "opt_level"
 
 
@@ -30,59 +32,84 @@ def save(scalers: Sequence[LossScaler], opt_level: str | None) -> OrderedDict[st
     return state
 
 
-def check(state: object) -> None:
-    """Raise an AmpError unless `state` is a state dict of ours or of apex's."""
-    if not isinstance(state, Mapping):
-        raise AmpTypeError(
-            f"expected what amp.state_dict() returns, a dict, and got a {type(state).__name__}"
-        )
-    others = {_LEVEL_KEY, *(each.state_key for each in strategies.STRATEGIES if each.state_key)}
-    unexpected = [key for key in state if not _SCALER_KEY.fullmatch(str(key)) and key not in others]
+class SavedState(NamedTuple):
+    """A state dict whose entries have been checked, in memory of its own.
+
+    Attributes:
+        scalers: the states of the scalers, by their numbers.
+        has_level: whether it says at which level it was saved.
+        opt_level: that level.
+        strategies: what strategies have saved, by their keys.
+    """
+
+    scalers: dict[int, ScalerState]
+    has_level: bool
+    opt_level: str | None
+    strategies: dict[str, Any]
+
+
+def read(state: object) -> SavedState:
+    """Return what is in a state dict of ours or of apex's.
+
+    Raises:
+        AmpTypeError, AmpRuntimeError, AmpValueError: it is no such state dict, or one of its entries
+            is not what it should be.
+    """
+    check_mapping(state, "what amp.state_dict() returns")
+    assert isinstance(state, Mapping)
+    strategy_of = {each.state_key: each for each in strategies.STRATEGIES if each.state_key}
+    unexpected = [
+        key
+        for key in state
+        if key not in strategy_of and key != _LEVEL_KEY and not _SCALER_KEY.fullmatch(str(key))
+    ]
     if unexpected:
-        names = ", ".join(f'"{key}"' for key in unexpected)
+        names = ", ".join(f'"{key}"' if isinstance(key, str) else brief(key) for key in unexpected)
         raise AmpRuntimeError(
             f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. "
             'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
         )
-    for strategy in strategies.STRATEGIES:
-        if strategy.state_key in state and (problem := strategy.check_state(state[strategy.state_key])):
-            raise AmpValueError(f"state_dict['{strategy.state_key}'] has no usable {problem}")
-    for key, entry in state.items():
-        numbers = entry if isinstance(entry, Mapping) else {}
-        optional = {"hysteresis_left", "overflows_in_a_row"} & numbers.keys()
-        for name in ("loss_scale", "unskipped", *optional) if key not in others else ():
-            value: Any = numbers.get(name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < math.inf:
-                raise AmpValueError(
-                    f"state_dict['{key}'] has no usable '{name}': {entry!r}; expected a mapping with "
-                    "numbers for loss_scale and unskipped"
-                )
+    level, checks = state.get(_LEVEL_KEY), StateChecks()
+    if not isinstance(level, (str, NoneType)):
+        checks.fail("state_dict", _LEVEL_KEY, brief(level), "the name of a level, or None")
+    scalers: dict[int, ScalerState] = {}
+    for key in state:
+        if match := _SCALER_KEY.fullmatch(str(key)):
+            number = int(match[1])
+            if number in scalers:
+                checks.fail("state_dict", key, "another entry is of the same scaler", "one for each")
+            scalers[number] = read_state(state[key], f"state_dict[{brief(key)}]")
+    own: dict[str, Any] = {}
+    for key, strategy in strategy_of.items():
+        if key in state:
+            strategy.check_state(state[key], f"state_dict['{key}']", checks)
+            own[key] = _copied(state[key])
+    checks.finish()
+    return SavedState(scalers, _LEVEL_KEY in state, level, own)
 
 
-def load(state: Mapping[str, Any], scalers: Sequence[LossScaler], opt_level: str | None) -> None:
-    """Put a checked state into the scalers, each by its number, and warn of what differs."""
-    entries = {
-        int(match[1]): entry
-        for key, entry in state.items()
-        if (match := _SCALER_KEY.fullmatch(str(key)))
-    }
-    message = f"the state_dict contains {len(entries)} loss scalers, and num_losses is {len(scalers)}"
-    if surplus := [f"loss_scaler{i}" for i in sorted(entries) if i >= len(scalers)]:
+def _copied(value: Any) -> Any:
+    """Return the same in memory of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
+def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterator[str]:
+    """Yield what the user should know of a state that is loaded for `count` losses at some level."""
+    entries = saved.scalers
+    message = f"the state_dict contains {len(entries)} loss scalers, and num_losses is {count}"
+    if surplus := [f"loss_scaler{i}" for i in sorted(entries) if i >= count]:
         message += f"; skipping {', '.join(surplus)}"
-    if missing := [f"loss_scaler{i}" for i in range(len(scalers)) if i not in entries]:
+    if missing := [f"loss_scaler{i}" for i in range(count) if i not in entries]:
         message += f"; {', '.join(missing)} start anew"
-    if len(entries) != len(scalers):
-        warnings.warn(message, AmpWarning, stacklevel=3)
-    saved_level = state.get(_LEVEL_KEY, opt_level)
-    if saved_level != opt_level:
-        warnings.warn(
-            f"the state_dict was saved at opt_level {saved_level}, and this session runs at "
+    if len(entries) != count:
+        yield message
+    if saved.has_level and saved.opt_level != opt_level:
+        yield (
+            f"the state_dict was saved at opt_level {saved.opt_level}, and this session runs at "
             f"{opt_level}; weights and optimizer state carry over, and a loss scale does where both "
-            "levels scale dynamically",
-            AmpWarning,
-            stacklevel=3,
+            "levels scale dynamically"
         )
-    for i, scaler in enumerate(scalers):
-        if i in entries:
-            scaler.load_state_dict(entries[i])

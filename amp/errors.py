@@ -6,7 +6,10 @@ was passed, what is allowed, and what to do.
 """
 
 import difflib
+import math
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 
 class AmpError(Exception):
@@ -49,3 +52,36 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest candidate, or an empty string."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+_LONGEST = 80
+
+
+def brief(value: Any) -> str:
+    """Return a value as a message shows it: whole if that is short, else what kind of thing it is.
+
+    Whatever it is, this takes a bounded time and does not raise. No host sync.
+    """
+    kind = type(value).__name__
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        layout = "" if value.layout is torch.strided else f" ({value.layout})"
+        return f"a {dtype} tensor of shape {tuple(value.shape)}{layout}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
+        digits = int(value.bit_length() * math.log10(2)) + 1
+        return f"an integer of about {digits} digits"
+    if isinstance(value, (str, bytes)) and len(value) > _LONGEST:
+        return f"{value[: _LONGEST // 2]!r}... of length {len(value)}"
+    if isinstance(value, (list, tuple, dict, set, frozenset, bytearray)):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        if len(value) > 8 or any(isinstance(each, (list, tuple, dict, set)) for each in inner):
+            return f"a {kind} of length {len(value)}"
+        if isinstance(value, (list, tuple)):
+            text = ", ".join(map(brief, value))
+            return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
+    try:
+        text = repr(value)
+    except Exception:
+        return f"an object of type {kind}"
+    return text if len(text) <= _LONGEST else f"an object of type {kind}: {text[:_LONGEST]}..."

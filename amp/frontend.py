@@ -27,10 +27,12 @@ T = TypeVar("T")
 
 
 class _Default:
-    """The session of the last `initialize`, and a loaded state dict that nothing has used yet."""
+    """The session of the last `initialize`, and a loaded state that nothing has used yet."""
 
     session: Session | None = None
-    waiting_state: Mapping[str, Any] | None = None
+    waiting_state: checkpoint.SavedState | None = None
+    loaded_into: Session | None = None
+    """The session that has the waiting state already; what is closed takes it along."""
 
 
 @overload
@@ -102,12 +104,14 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
     session = Session(
         opt_level, num_losses=num_losses, verbosity=verbosity, process_group=process_group, **given
     )
+    if _Default.loaded_into is not None and _Default.loaded_into.closed:
+        _Default.waiting_state = None
     if _Default.waiting_state is not None:
-        session.load_state_dict(_Default.waiting_state)
+        session.take_over(_Default.waiting_state)
     result = session.initialize(
         models, optimizers, allow_incoming_model_not_fp32=allow_incoming_model_not_fp32
     )
-    _Default.waiting_state = None
+    _Default.waiting_state = _Default.loaded_into = None
     if _Default.session is not None:
         _Default.session.stop_casting_ops()
     _Default.session = session
@@ -171,6 +175,7 @@ def scale_loss(
         session = _default("amp.scale_loss")  # it refuses them, unless it is disabled
     else:
         session, _Default.waiting_state = attached.owner, None
+        _Default.loaded_into = None
     return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
@@ -267,16 +272,19 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Take over what `state_dict` returned, or what apex's did.
 
     It may come before `initialize` or after: what no `scale_loss` has used is taken over by the next
-    `initialize` as well. A different number of losses or another level gets an `AmpWarning` that says
-    what differs.
+    `initialize` as well, unless the session that has it is closed before. A different number of losses
+    or another level gets an `AmpWarning` that says what differs.
 
     Raises:
-        AmpTypeError, AmpValueError, AmpRuntimeError: it is no such state dict.
+        AmpTypeError, AmpValueError, AmpRuntimeError: it is no such state dict, or an entry is not what
+            it should be. Nothing has been changed then.
     """
-    checkpoint.check(state_dict)
-    if _Default.session is not None and not _Default.session.closed:
-        _Default.session.load_state_dict(state_dict)
-    _Default.waiting_state = state_dict
+    saved, session = checkpoint.read(state_dict), _Default.session
+    if session is not None and session.closed:
+        session = None
+    if session is not None:
+        session.take_over(saved)
+    _Default.waiting_state, _Default.loaded_into = saved, session
 
 
 class Stateful:

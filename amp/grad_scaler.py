@@ -30,10 +30,18 @@ from amp.distributed import (
     world_size,
 )
 from amp.dtypes import LOW_PRECISION, SCALABLE
-from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
+from amp.errors import (
+    AmpAssertionError,
+    AmpRuntimeError,
+    AmpTypeError,
+    AmpValueError,
+    AmpWarning,
+    brief,
+)
 from amp.lazy import kernels
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
+from amp.state_checks import StateChecks, check_mapping
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
 
@@ -396,6 +404,7 @@ class GradScaler(_TorchInternals):
         """
         if not self._enabled:
             return
+        check_mapping(state_dict, "what GradScaler.state_dict() returns")
         if not state_dict:
             raise AmpRuntimeError(
                 "the state dict is empty: it was saved from a GradScaler that was disabled. Save one "
@@ -404,13 +413,18 @@ class GradScaler(_TorchInternals):
         missing = [name for name in ("scale", *_SETTINGS, "_growth_tracker") if name not in state_dict]
         if missing:
             raise AmpValueError(
-                f"the state dict has no {', '.join(missing)}, only {', '.join(state_dict)}: it is no "
+                f"the state dict has no {', '.join(missing)}, only {', '.join(map(str, state_dict))}: it is no "
                 "GradScaler's"
             )
+        checks = StateChecks()
+        for name in _SETTINGS:
+            checks.number(state_dict, name, "the state dict")
+        checks.number(state_dict, "scale", "the state dict", low=0.0)
+        checks.count(state_dict, "_growth_tracker", "the state dict")
         config = _configured(self._scaler.config, **{name: state_dict[name] for name in _SETTINGS})
         state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
         ours = {name: state_dict[f"_{name}"] for name in _BEYOND_TORCH if f"_{name}" in state_dict}
-        self._scaler.load_state_dict(state | ours)
+        self._scaler.load_state_dict(state | ours, "the state dict")
         self._scaler.config = config
         loaded = self._scaler.state_dict()
         self._init_scale, self._init_growth_tracker = loaded["loss_scale"], loaded["unskipped"]
@@ -420,9 +434,9 @@ def _configured(config: LossScaling, **changes: Any) -> LossScaling:
     """Return a changed configuration, whose factors make the scale grow and shrink as torch's do."""
     growth, backoff = changes.get("growth_factor", 2.0), changes.get("backoff_factor", 0.5)
     if not isinstance(growth, (int, float)) or not 1 < growth < torch.inf:
-        raise AmpValueError(f"growth_factor={growth!r} must be a finite number above 1")
+        raise AmpValueError(f"growth_factor={brief(growth)} must be a finite number above 1")
     if not isinstance(backoff, (int, float)) or not 0 < backoff < 1:
-        raise AmpValueError(f"backoff_factor={backoff!r} must be a number between 0 and 1")
+        raise AmpValueError(f"backoff_factor={brief(backoff)} must be a number between 0 and 1")
     return dataclasses.replace(config, **changes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.masters.copies import copied_in_float32
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
@@ -345,12 +346,22 @@ class Session:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved state; see `amp.load_state_dict`."""
-        checkpoint.check(state_dict)
-        if self.properties.enabled:
-            checkpoint.load(state_dict, self.scalers, self.properties.opt_level)
-            for strategy in self._strategies:
-                if strategy.state_key:
-                    strategy.load_state_dict(state_dict.get(strategy.state_key))
+        self.take_over(checkpoint.read(state_dict))
+
+    def take_over(self, saved: checkpoint.SavedState) -> None:
+        """Go on from a saved state, after warnings of what differs."""
+        if not self.properties.enabled:
+            return
+        own = [(x, saved.strategies.get(x.state_key)) for x in self._strategies if x.state_key]
+        differences = checkpoint.differences(saved, len(self.scalers), self.properties.opt_level)
+        for message in (*differences, *(strategy.differences(state) for strategy, state in own)):
+            if message:  # before anything is changed: a warning may be an error
+                warnings.warn(message, AmpWarning, stacklevel=3)
+        for i, scaler in enumerate(self.scalers):
+            if i in saved.scalers:
+                scaler.take_over(saved.scalers[i])
+        for strategy, state in own:
+            strategy.load_state_dict(state)
 
     def _scaler(self, loss_id: int) -> LossScaler:
         if not hasattr(loss_id, "__index__") or not 0 <= loss_id < len(self.scalers):

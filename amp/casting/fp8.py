@@ -20,10 +20,11 @@ from amp.casting.strategy import Strategy, Undo
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpRuntimeError, AmpWarning
+from amp.errors import AmpRuntimeError, AmpWarning, brief
 from amp.profiles.fp8_recipe import Fp8Recipe
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
+from amp.state_checks import StateChecks
 
 if TYPE_CHECKING:
     from amp.casting.fp8_history import AmaxHistory
@@ -120,7 +121,9 @@ class Fp8Linears(Strategy):
         undo.callback(_release, layers)
         _put_in(layers)
         if self._loaded is not None and names:
-            self._take_over(self._loaded, first)
+            if message := _unknown(self._loaded, names):
+                warnings.warn(message, AmpWarning, stacklevel=6)
+            self.history.load_state_dict(self._loaded, first)
 
     def finish(self) -> str:
         """Return what runs in FP8, for the log. Nothing in FP8 is a warning."""
@@ -148,45 +151,54 @@ class Fp8Linears(Strategy):
         return {} if self.history is None else self.history.state_dict()
 
     @staticmethod
-    def check_state(state: object) -> str:
-        """Return what is wrong with a state, or an empty string."""
-        names, amaxes = (
-            (state.get("names"), state.get("amaxes")) if isinstance(state, Mapping) else (None, None)
-        )
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            return f"'names': {names!r}; expected the names of layers"
+    def check_state(state: object, path: str, checks: StateChecks) -> None:
+        """Check the names and the entries of layers."""
+        expected = "a list of the names of layers, each once"
+        names = checks.items(state, "names", path, expected)
+        if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            checks.fail(path, "names", brief(names), expected)
+        expected = f"a float32 tensor [1 + amax_history, {3 * len(names)}]"
+        amaxes = checks.entry(state, "amaxes", path, expected)
         shape = tuple(amaxes.shape) if isinstance(amaxes, Tensor) else ()
         if len(shape) != 2 or shape[0] < 2 or shape[1] != 3 * len(names):
-            return f"'amaxes' of shape {shape}; expected [1 + amax_history, {3 * len(names)}]"
-        return ""
+            checks.fail(path, "amaxes", brief(amaxes), expected)
+        checks.tensor_like(state, "amaxes", path, amaxes, torch.float32, low=0.0)
+        assert isinstance(state, Mapping)
+        for key in state.keys() - {"names", "amaxes", "recipe"}:
+            checks.fail(path, key, "fp8 has no such entry", "only recipe, names and amaxes")
+
+    @property
+    def _is_delayed(self) -> bool:
+        return self.properties.fp8 is not None and self.properties.fp8.recipe == "delayed"
+
+    def differences(self, state: Mapping[str, Any] | None) -> str:
+        """Return what starts anew."""
+        if not self._is_delayed:
+            return ""
+        if not state:
+            return (
+                "the state_dict has no 'fp8', which fp8='delayed' resumes from; what layers have seen "
+                "starts anew"
+            )
+        return _unknown(state, self.history.names if self.history is not None else ())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over what was saved, of layers that are known now, or will be."""
-        recipe = self.properties.fp8
-        if recipe is None or recipe.recipe != "delayed":
-            return
-        if not state:
-            warnings.warn(
-                "the state_dict has no 'fp8', which fp8='delayed' resumes from; what layers have seen "
-                "starts anew",
-                AmpWarning,
-                stacklevel=4,
-            )
-            return
-        self._loaded = state
-        if self.history is not None:
-            self._take_over(state)
+        if state and self._is_delayed:
+            self._loaded = state
+            if self.history is not None:
+                self.history.load_state_dict(state)
 
-    def _take_over(self, state: Mapping[str, Any], first: int = 0) -> None:
-        assert self.history is not None
-        missing = self.history.load_state_dict(state, first)
-        if missing:
-            warnings.warn(
-                f"the state_dict has no FP8 entries of {_listed(missing)}; what these layers have seen "
-                "starts anew",
-                AmpWarning,
-                stacklevel=5,
-            )
+
+def _unknown(state: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Say which layers a state does not know."""
+    missing = [name for name in names if name not in state["names"]]
+    if not missing:
+        return ""
+    return (
+        f"the state_dict has no FP8 entries of {_listed(missing)}; what these layers have seen starts "
+        "anew"
+    )
 
 
 # Which layers.

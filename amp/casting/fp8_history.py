@@ -168,12 +168,8 @@ class AmaxHistory:
         """Return the entries and whose they are."""
         return {"recipe": self.recipe.recipe, "names": list(self.names), "amaxes": self.amaxes.clone()}
 
-    def load_state_dict(self, state: Mapping[str, Any], first: int = 0) -> list[str]:
-        """Take over the entries of layers, from the first on, by their names.
-
-        Returns:
-            The layers that the state does not know.
-        """
+    def load_state_dict(self, state: Mapping[str, Any], first: int = 0) -> None:
+        """Take over the entries of layers, from the first on, by their names."""
         saved: Tensor = state["amaxes"].to(self.amaxes)
         at = {name: i for i, name in enumerate(state["names"])}
         rows = min(len(saved), len(self.amaxes))
@@ -182,4 +178,3 @@ class AmaxHistory:
                 self.amaxes[:, 3 * i : 3 * i + 3] = 0.0
                 self.amaxes[:rows, 3 * i : 3 * i + 3] = saved[:rows, 3 * at[name] : 3 * at[name] + 3]
         self._refresh()
-        return [name for name in self.names[first:] if name not in at]

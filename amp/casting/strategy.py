@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp.distributed import set_values
 from amp.profiles.properties import Properties
+from amp.state_checks import StateChecks
 
 
 class Contents(NamedTuple):
@@ -103,9 +104,15 @@ class Strategy:
         return {}
 
     @staticmethod
-    def check_state(state: object) -> str:
-        """Return what is wrong with what `load_state_dict` is to be given, or an empty string."""
+    def check_state(state: object, path: str, checks: StateChecks) -> None:
+        """Check what `load_state_dict` is to be given, which errors call `path`."""
+
+    def differences(self, state: Mapping[str, Any] | None) -> str:
+        """Return what the user should know of a state that is to be loaded, or an empty string."""
         return ""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what `state_dict` returned; None, where a checkpoint has nothing of it."""
+        """Take over what `state_dict` returned; None, where a checkpoint has nothing of it.
+
+        `check_state` has looked at it.
+        """

@@ -4,6 +4,7 @@ From it follow what profiles and overrides may set, how a value is read, what an
 tables of docs/profiles.md.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat
@@ -11,7 +12,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from amp.dtypes import DTYPES, dtype_name
-from amp.errors import AmpError, AmpTypeError, AmpValueError, did_you_mean
+from amp.errors import AmpError, AmpTypeError, AmpValueError, brief, did_you_mean
 
 Parser = Callable[[str, Any], Any]
 """From a key's name and a value to what the field holds. Raises an AmpError that names the key."""
@@ -114,7 +115,7 @@ class OneOf:
         is_typed = isinstance(value, (str, torch.dtype)) or not takes_dtypes
         error = self._error or (AmpValueError if is_typed else AmpTypeError)
         names = [shown(each) for each in self._allowed]
-        raise error(f"{name}={value!r} is not one of {', '.join(names)}{did_you_mean(word, names)}")
+        raise error(f"{name}={brief(value)} is not one of {', '.join(names)}{did_you_mean(word, names)}")
 
     def __str__(self) -> str:
         return ", ".join(shown(each).lower() for each in self._allowed)
@@ -122,17 +123,22 @@ class OneOf:
 
 def is_none(value: object) -> bool:
     """Whether `value` is None or the word for it."""
-    return str(value).strip().lower() in ("none", "null")
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
 
 
 def parse_number(name: str, value: object) -> float:
     """Return a float; strings such as `"128.0"` are read."""
-    if isinstance(value, (str, SupportsFloat)):  # NumPy's numbers and 0-dim tensors too
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and (value.numel() != 1 or value.is_meta or value.is_complex()):  # type: ignore[attr-defined]
+        raise AmpValueError(f"{name} is {brief(value)}; give a number, or a tensor of one element")
+    if isinstance(value, (str, SupportsFloat)):  # NumPy's numbers and tensors of one element too
         try:
             return float(value)
-        except (ValueError, RuntimeError):
+        except (ValueError, RuntimeError, TypeError):
             pass
-    raise AmpValueError(f"{name}={value!r} is not a number")
+        except OverflowError:  # of an integer that no float can hold
+            return math.inf
+    raise AmpValueError(f"{name}={brief(value)} is not a number")
 
 
 def parse_positive(name: str, value: object) -> float:
@@ -140,7 +146,7 @@ def parse_positive(name: str, value: object) -> float:
     number = parse_number(name, value)
     if not SMALLEST_SCALE <= number <= torch.finfo(torch.float32).max:
         hint = "; DeepSpeed's 0 is 'dynamic' here" if name == "loss_scale" and number == 0 else ""
-        raise AmpValueError(f"{name}={value!r} must be a finite number above 0{hint}")
+        raise AmpValueError(f"{name}={brief(value)} must be a finite number above 0{hint}")
     return number
 
 
@@ -148,5 +154,5 @@ def parse_count(name: str, value: object) -> int:
     """Return an integer of at least 1."""
     number = parse_number(name, value)
     if isinstance(value, bool) or number < 1 or not number.is_integer():
-        raise AmpValueError(f"{name}={value!r} must be an integer of at least 1")
+        raise AmpValueError(f"{name}={brief(value)} must be an integer of at least 1")
     return int(number)

@@ -10,9 +10,8 @@ What happened reaches the host in two ways: a `Verdict` is asked, and the host w
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +25,7 @@ from amp.errors import AmpValueError, AmpWarning
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
+from amp.state_checks import StateChecks
 from amp.training.host_copies import HostCopies, is_on_host
 from amp.training.noted import NotedByKernels
 from amp.training.recorder import FlightRecorder, Transition, describe_streak
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
 """Where in the state each number is; see `amp.kernels.update_scale`."""
 STATE_SIZE = 7
+LARGEST_STATE_COUNT = 2**24
+"""Counts in the state are exact up to this, where they stay."""
 
 
 class ScaleSnapshot(NamedTuple):
@@ -75,6 +77,45 @@ class Verdict:
     def overflowed(self) -> bool:
         """Whether it was an overflow. The host waits for the device, once, for 4 bytes."""
         return self.found_inf.item() > 0
+
+
+class ScalerState(NamedTuple):
+    """A saved state of a scaler, whose entries have been checked; see `LossScaler.state_dict`.
+
+    `dynamic` and `hysteresis_left` are None where the state does not say, as apex's.
+    """
+
+    scale: float
+    good_steps: int
+    dynamic: bool | None
+    hysteresis_left: int | None
+    overflows: int
+
+
+_STATE_KEYS = ("loss_scale", "unskipped", "dynamic", "hysteresis_left", "overflows_in_a_row")
+
+
+def read_state(state: Mapping[str, Any], path: str) -> ScalerState:
+    """Return a saved state, ours or apex's.
+
+    Args:
+        state: what `LossScaler.state_dict` returns.
+        path: what errors call it.
+
+    Raises:
+        AmpValueError: an entry is missing, unknown, or not what it should be.
+    """
+    checks = StateChecks()
+    scale = checks.number(state, "loss_scale", path, low=0.0)
+    for key in state:
+        if key not in _STATE_KEYS:
+            checks.fail(path, key, "no loss scaler has it", f"only {', '.join(_STATE_KEYS)}")
+    dynamic = checks.flag(state, "dynamic", path) if "dynamic" in state else None
+    # Steps are counted in float32, up to its largest exact number.
+    good_steps = min(checks.count(state, "unskipped", path), LARGEST_STATE_COUNT)
+    left = checks.count(state, "hysteresis_left", path) if "hysteresis_left" in state else None
+    overflows = min(checks.count(state, "overflows_in_a_row", path, default=0), LARGEST_STATE_COUNT)
+    return ScalerState(scale, good_steps, dynamic, left, overflows)
 
 
 class LossScaler:
@@ -166,7 +207,9 @@ class LossScaler:
             AmpValueError: it is no number that a scale can be.
         """
         if isinstance(scale, Tensor):
-            if scale.numel() != 1 or scale.requires_grad or scale.dtype.is_complex:
+            is_plain = scale.layout is torch.strided and not scale.is_meta
+            is_real = not (scale.dtype.is_complex or scale.is_quantized)
+            if scale.numel() != 1 or scale.requires_grad or not (is_plain and is_real):
                 raise AmpValueError(
                     f"the new scale is a {scale.dtype} tensor of shape {tuple(scale.shape)}"
                     f"{' that requires a gradient' if scale.requires_grad else ''}; give a number or a "
@@ -315,24 +358,28 @@ class LossScaler:
             "overflows_in_a_row": int(overflows),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state, ours or apex's.
+    def load_state_dict(self, state: Mapping[str, Any], path: str = "state_dict") -> None:
+        """Take over a saved state, ours or apex's; see `take_over`. `path` says in errors what it is.
+
+        Raises:
+            AmpValueError: an entry is not what it should be. Nothing has been changed then.
+        """
+        self.take_over(read_state(state, path))
+
+    def take_over(self, saved: ScalerState) -> None:
+        """Go on from a state.
 
         A static scaler keeps the scale it was configured with, and a dynamic one does not take over
         the scale of a static one. A scale outside `min` and `max` is brought within them, such as
         the 0 that apex could reach.
         """
-        dynamic = state.get("dynamic", self.config.dynamic)
-        if bool(dynamic) is not self.config.dynamic:
+        if saved.dynamic not in (None, self.config.dynamic):
             return
-        scale = state["loss_scale"] if self.config.dynamic else self.config.init
-        if not isinstance(scale, (int, float)) or math.isnan(scale) or scale < 0:
-            raise AmpValueError(f"loss_scale={scale!r} in the state dict is not a number above 0")
+        scale = saved.scale if self.config.dynamic else self.config.init
         ceiling = max(self.config.max, self.config.start)
-        left = int(state.get("hysteresis_left", self.config.hysteresis))
-        overflows = int(state.get("overflows_in_a_row", 0))
-        scale = min(max(float(scale), self.config.floor), ceiling)
-        self._set(scale, int(state["unskipped"]), min(left, self.config.hysteresis), overflows)
+        left = self.config.hysteresis if saved.hysteresis_left is None else saved.hysteresis_left
+        scale = min(max(scale, self.config.floor), ceiling)
+        self._set(scale, saved.good_steps, min(left, self.config.hysteresis), saved.overflows)
 
     def _set(self, scale: float, good: int, left: int, overflows: int = 0) -> None:
         self.version += 1
