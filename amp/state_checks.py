@@ -48,6 +48,8 @@ class StateChecks:
 
     def __init__(self) -> None:
         self._values: list[_Values] = []
+        self._at: dict[tuple[torch.device, int], str] = {}
+        """Where tensors lie, of those that are taken over."""
 
     def fail(self, path: str, key: Any, found: str, expected: str) -> NoReturn:
         """Raise an AmpValueError about the entry `key` of what is at `path`."""
@@ -173,14 +175,25 @@ class StateChecks:
             self.fail(path, key, brief(value), expected)
         if value.is_meta and not like.is_meta:
             self.fail(path, key, "a tensor on the device meta, which has no values", expected)
-        if _overlaps(value):
-            found = f"{brief(value)} whose elements share memory"
-            self.fail(path, key, found, f"{expected}; call .contiguous() on it")
+        self._check_memory(key, path, value, expected)
         if are_numbers and value.numel() and not value.is_meta:
             high = torch.finfo(dtype).max
             expected = f"finite numbers{_range(low, high)}, for {dtype_name(dtype)}"
             self._values.append(_Values(path, key, value, expected, low, high, is_whole=False))
         return value
+
+    def _check_memory(self, key: Any, path: str, value: Tensor, expected: str) -> None:
+        """Check that no element of a tensor is another one too, here or in an earlier tensor."""
+        values = _on_this_rank(value)
+        if values.is_meta or not values.numel():
+            return
+        steps = zip(values.shape, values.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in steps):
+            self.fail(path, key, f"{brief(value)} whose elements share memory", f"{expected}; clone it")
+        called = f"{path}[{brief(key)}]"
+        other = self._at.setdefault((values.device, values.data_ptr()), called)
+        if other is not called:
+            self.fail(path, key, f"it is the same memory as {other}", f"{expected}; clone it")
 
     def finish(self) -> None:
         """Look at the values of all tensors so far. The host waits once for each device."""
@@ -249,11 +262,6 @@ def _range(low: float, high: float) -> str:
     if high == math.inf:
         return f" of at least {low:g}"
     return f" from {low:g} to {high:.10g}" if low > -math.inf else f" of at most {high:g} in size"
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    steps = zip(_on_this_rank(tensor).shape, _on_this_rank(tensor).stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in steps)
 
 
 def _on_this_rank(tensor: Tensor) -> Tensor:

@@ -323,8 +323,9 @@ def test_another_recipe_or_level_goes_on() -> None:
         initialize(net(), level, recipe)
         amp.load_state_dict(state)  # without a warning: these need nothing of it
         amp.get_session().close()
+    amp.load_state_dict(state)
     with pytest.warns(AmpWarning, match="saved at opt_level O5"):
-        initialize(net(), "O4", "delayed")  # to which the state is still to be given
+        initialize(net(), "O4", "delayed")
     assert torch.equal(history().amaxes, state["fp8"]["amaxes"])
 
 

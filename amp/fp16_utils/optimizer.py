@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
 from amp.fp16_utils.groups import MasterGroups
-from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, SavedLossScaler
+from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from amp.profiles.keys import SMALLEST_SCALE
 from amp.session import Session
+from amp.state_checks import StateChecks, check_mapping
 from amp.training import scaler
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
+from amp.training.scaler import read_state
 
 _DYNAMIC_ARGUMENTS = {
     "init_scale": "init",
@@ -242,22 +245,28 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of this class or apex's, masters bit for bit; the model gets them rounded.
 
+        The host waits once for each device, to look at the values.
+
         Raises:
-            AmpValueError: the masters are not those of this optimizer. Nothing has been changed then.
+            AmpError: an entry is not what it should be, or of another optimizer. Nothing has been
+                changed then.
         """
-        saved, masters = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
-        shapes = [[[tuple(p.shape) for p in group] for group in groups] for groups in (saved, masters)]
-        if shapes[0] != shapes[1]:
-            raise AmpValueError(
-                f"the saved masters have the shapes {shapes[0]} and those of this optimizer "
-                f"{shapes[1]}: make the same model and groups before loading"
-            )
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        scaler, state = self._session.scalers[0], _as_state(state_dict["loss_scaler"])
+        checks, masters = StateChecks(), self.fp32_from_fp16_groups
+        saved = _saved_masters(checks, state_dict, masters)
+        is_dynamic = checks.flag(state_dict, "dynamic_loss_scale", "state_dict")
+        state = _as_state(checks.entry(state_dict, "loss_scaler", "state_dict", "a loss scaler's state"))
+        path = "state_dict['loss_scaler']"
+        of_scaler, scaler = read_state(state, path), self._session.scalers[0]
+        if not (is_dynamic or scaler.config.dynamic):
+            checks.number(state, "loss_scale", path, SMALLEST_SCALE, torch.finfo(torch.float32).max)
+        inner = checks.mapping(
+            state_dict, "optimizer_state_dict", "state_dict", "what the inner optimizer's state_dict() is"
+        )
+        self.optimizer.load_state_dict(inner)
         if scaler.config.dynamic:
-            scaler.load_state_dict(state)
-        elif not state_dict["dynamic_loss_scale"]:
-            scaler.set_scale(state["loss_scale"])
+            scaler.take_over(of_scaler)
+        elif not is_dynamic:
+            scaler.set_scale(of_scaler.scale)
         with torch.no_grad():
             for into, group in zip(masters, saved, strict=True):
                 for master, values in zip(into, group, strict=True):
@@ -271,6 +280,30 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         raise AmpRuntimeError("an FP16_Optimizer is loaded by load_state_dict(), not by unpickling")
 
 
+def _saved_masters(
+    checks: StateChecks, state_dict: Any, masters: list[list[Tensor]]
+) -> list[list[Tensor]]:
+    """Return the saved masters, group by group, after checks."""
+    check_mapping(state_dict, "what FP16_Optimizer.state_dict() returns")
+    key = "fp32_from_fp16"
+    expected = f"a list of {len(masters)} lists of tensors, as this optimizer has groups"
+    saved = checks.items(state_dict, key, "state_dict", expected)
+    for i, group in enumerate(saved):
+        if not isinstance(group, (list, tuple)) or not all(isinstance(x, Tensor) for x in group):
+            checks.fail(f"state_dict['{key}']", i, brief(group), "a list of tensors")
+    shapes = [[[tuple(p.shape) for p in group] for group in groups] for groups in (saved, masters)]
+    if shapes[0] != shapes[1]:
+        raise AmpValueError(
+            f"the saved masters have the shapes {shapes[0]} and those of this optimizer "
+            f"{shapes[1]}: make the same model and groups before loading"
+        )
+    for i, (group, own) in enumerate(zip(saved, masters, strict=True)):
+        for j, (_, master) in enumerate(zip(group, own, strict=True)):
+            tensors = dict(enumerate(group))
+            checks.tensor_like(tensors, j, f"state_dict['{key}'][{i}]", master, are_numbers=False)
+    return [list(group) for group in saved]
+
+
 def _as_state(scaler: Any) -> dict[str, Any]:
     """Return the state of a saved scaler; apex saved the object itself."""
     if isinstance(scaler, Mapping):
@@ -279,6 +312,9 @@ def _as_state(scaler: Any) -> dict[str, Any]:
         return scaler._scaler.state_dict()
     if isinstance(scaler, LossScaler):
         return {"loss_scale": scaler.cur_scale, "unskipped": 0}
-    if isinstance(scaler, SavedLossScaler) or hasattr(scaler, "_unskipped"):
+    if hasattr(scaler, "_loss_scale") and hasattr(scaler, "_unskipped"):
         return {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
-    raise AmpTypeError(f"the saved loss_scaler is a {type(scaler).__name__}, of which nothing is known")
+    raise AmpTypeError(
+        f"the saved loss_scaler is {brief(scaler)}, of which nothing is known; expected a mapping with "
+        "loss_scale and unskipped, or a scaler of apex's. Nothing was loaded"
+    )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from amp.dtypes import SCALABLE
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
+from amp.state_checks import as_float
 
 if TYPE_CHECKING:
     from amp.optimizers.batches import Batch
@@ -24,28 +25,33 @@ def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf
     """
     if type(value) is float and low <= value < below:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-        raise AmpValueError(f"{name}={value!r} is no number")
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise AmpValueError(f"{name} has shape {tuple(value.shape)}; give it one element")
+        if value.is_meta or value.is_complex() or value.layout is not torch.strided:
+            raise AmpValueError(f"{name} is {brief(value)} on {value.device}, which is no number")
         if value.device.type != "cpu":
             return
-    if not low <= float(value) < below:
+        value = value.item()
+    number = as_float(value)
+    if number is None:
+        raise AmpValueError(f"{name}={brief(value)} is no number")
+    if not low <= number < below:
         limits = f"at least {low:g}" + (f" and below {below:g}" if below < math.inf else " and finite")
-        raise AmpValueError(f"{name}={float(value):g} must be {limits}")
+        raise AmpValueError(f"{name}={number:g} must be {limits}")
 
 
 def check_state_dtype(dtype: Any) -> None:
     """Raise AmpValueError unless moments can be kept in it."""
-    if dtype not in (None, torch.bfloat16):
-        raise AmpValueError(f"state_dtype={dtype!r} is not one of torch.bfloat16, None")
+    if dtype is not None and dtype is not torch.bfloat16:
+        raise AmpValueError(f"state_dtype={brief(dtype)} is not one of torch.bfloat16, None")
 
 
 def check_betas(betas: Any) -> None:
     """Raise AmpValueError unless these are two numbers in [0, 1)."""
-    if not isinstance(betas, Iterable) or len(betas := list(betas)) != 2:
-        raise AmpValueError(f"betas={betas!r} must be two numbers")
+    is_list = isinstance(betas, (list, tuple)) or (isinstance(betas, Tensor) and betas.dim() == 1)
+    if not is_list or len(betas := list(betas)) != 2:
+        raise AmpValueError(f"betas={brief(betas)} must be two numbers")
     for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
         check_range(name, beta, below=1.0)
 

@@ -17,6 +17,7 @@ from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
 from amp.optimizers.one_step import step_batches
 from amp.optimizers.state_dicts import as_own_state, as_tensor
+from amp.state_checks import all_or_nothing
 from amp.training.step_inputs import inputs_outside_of_a_session
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """The hyper-parameters that are finite and at least 0, besides betas."""
     _moment_names: tuple[str, ...] = ()
     """Of the moments in the state of a parameter, in the rule's order."""
+    _signed: tuple[str, ...] = ("exp_avg", "momentum_buffer")
+    """Of those, which may be negative."""
     _scalars: tuple[str, ...] = ()
     """Of what the state has once for a whole parameter, besides its steps."""
     _required: frozenset[str]
@@ -108,6 +111,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments that a group has."""
+        return self._moment_names
+
+    @property
+    def _all_moments(self) -> tuple[str, ...]:
+        """The names of the moments that a group may have."""
         return self._moment_names
 
     def _first_moment(self, group: Mapping[str, Any]) -> float:
@@ -179,17 +187,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state: of this class, of its `torch.optim` counterpart, or apex's.
 
+        The host waits once for each device, to look at the values.
+
         Raises:
-            AmpValueError: it is another optimizer's. Nothing has been changed then.
+            AmpTypeError, AmpValueError: it is another optimizer's, or an entry is not what it should
+                be. Nothing has been changed then.
         """
         own = as_own_state(self, state_dict)
-        super().load_state_dict(own)
-        for loaded, group in zip(self.param_groups, own["param_groups"], strict=True):
-            for parameter, key in zip(loaded["params"], group["params"], strict=True):
-                for name in self._scalars if key in own["state"] else ():  # torch has cast it
-                    scalar = as_tensor(own["state"][key][name])
-                    self.state[parameter][name] = scalar.to(parameter.device, copy=True)
-        self._cast_moments()
+        with all_or_nothing(self):
+            super().load_state_dict(own)
+            for loaded, group in zip(self.param_groups, own["param_groups"], strict=True):
+                for parameter, key in zip(loaded["params"], group["params"], strict=True):
+                    self._take_over(parameter, own["state"].get(key, {}))
+            self._cast_moments()
+
+    def _take_over(self, parameter: Tensor, entry: Mapping[str, Any]) -> None:
+        """Take over what torch has cast to the parameter's dtype, which may be the narrower one."""
+        for name in self._scalars if entry else ():
+            self.state[parameter][name] = entry[name].to(parameter.device, copy=True)
+        for name in self._all_moments if self.state_dtype is not None else ():
+            if name in entry:
+                self.state[parameter][name] = entry[name].to(parameter.device, self.state_dtype)
 
     # The step.
 

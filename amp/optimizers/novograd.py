@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import reduce_norm
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, brief
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch
 from amp.optimizers.fused import FusedOptimizer
@@ -80,12 +80,16 @@ class FusedNovoGrad(FusedOptimizer):
         if norms is None:
             return
         keys = [key for key in group["params"] if key in state]
-        halves = [key for key in keys if state[key]["exp_avg"].dtype is torch.float16]
+        halves = [key for key in keys if _dtype_of(state[key].get("exp_avg")) is torch.float16]
         others = [key for key in keys if key not in set(halves)]
+        if not isinstance(norms, (list, tuple)) or len(norms) != 2:
+            raise AmpValueError(f"a group of the state dict has the norms {brief(norms)}, not 2 tensors")
         for same, values in zip((halves, others), norms, strict=True):
-            if len(same) != len(values):
+            if _dtype_of(values) is None or values.layout is not torch.strided:
+                raise AmpValueError(f"norms of a group of the state dict are {brief(values)}, no tensor")
+            if values.dim() != 1 or len(same) != len(values):
                 raise AmpValueError(
-                    f"a group of the state dict has {len(values)} norms for {len(same)} parameters"
+                    f"a group of the state dict has {values.numel()} norms for {len(same)} parameters"
                 )
             for key, value in zip(same, values.unbind(), strict=True):
                 state[key]["exp_avg_sq"] = value
@@ -125,3 +129,7 @@ class FusedNovoGrad(FusedOptimizer):
             return kernels.l2norm.l2norm(grads).each  # type: ignore[no-any-return]
         values = list(kernels.tensor_lists.dense(grads))
         return torch.stack([norm.float() for norm in torch._foreach_norm(values, math.inf)])
+
+
+def _dtype_of(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, Tensor) else None

@@ -77,6 +77,10 @@ class FusedSGD(FusedOptimizer):
     def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if _has_momentum(group) else ()
 
+    @property
+    def _all_moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer",)
+
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         # torch counts no steps, and its first one makes the momentum.
         return None if entry.get("momentum_buffer") is None else 1

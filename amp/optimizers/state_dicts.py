@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
+from amp.state_checks import LARGEST_COUNT, StateChecks
+from amp.training.optimizer_states import check_no_others, check_settings, parameters_of
 
 if TYPE_CHECKING:
     from amp.optimizers.fused import FusedOptimizer
 
 
 def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the names and the groups of an optimizer.
+    """Return a state dict with the names and the groups of an optimizer, all of which is checked.
+
+    The host waits once for each device.
 
     Raises:
-        AmpValueError: it is another optimizer's.
+        AmpTypeError, AmpValueError: it is another optimizer's, or an entry is not what it should be.
     """
-    own: dict[str, Any] = dict(copy(state_dict))
+    checks = StateChecks()
+    parameter_of = parameters_of(checks, optimizer, state_dict)
+    own: dict[str, Any] = dict(state_dict)
     groups = own["param_groups"] = [{**group, "fused": True} for group in own["param_groups"]]
+    check_no_others(checks, own["state"], parameter_of)
     state = own["state"] = {key: dict(entry) for key, entry in own["state"].items()}
     for i, group in enumerate(groups):
+        path = f"state_dict['param_groups'][{i}]"
         _require(optimizer, f"group {i}", optimizer._required, group)
         of_group = {**optimizer.defaults, **group}
-        optimizer._check_group(of_group)
+        _check_group(checks, optimizer, of_group, path)
         optimizer._from_group(group, state)
         steps = group.pop("step", None)  # apex counts the steps of a group
         for key in group["params"]:
@@ -39,16 +47,57 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
             there = {name: value for name, value in entry.items() if value is not None}
             names = {"step", *optimizer._moments(of_group), *optimizer._scalars}
             _require(optimizer, f"the state of parameter {key}", names, there)
-            entry["step"] = as_tensor(entry["step"])
+            _check_entry(checks, optimizer, entry, f"state_dict['state'][{key!r}]", parameter_of[key])
         for name, value in optimizer.defaults.items():
             group.setdefault(name, value)
+    checks.finish()
+    for entry in state.values():
+        for name in ("step", *optimizer._scalars):
+            entry[name] = as_tensor(entry[name])
     return own
 
 
+def _check_group(
+    checks: StateChecks, optimizer: FusedOptimizer, group: Mapping[str, Any], path: str
+) -> None:
+    """Check the settings of a saved group, one by one and then together."""
+    check_settings(checks, group, path, optimizer.defaults)
+    for name in optimizer._ranges:
+        checks.scalar(group, name, path, low=0.0)
+    checks.count(group, "seed", path, 2**53)
+    if group.get("step") is not None:
+        checks.scalar(group, "step", path, 0, LARGEST_COUNT, is_whole=True)
+    optimizer._check_group(group)
+
+
+def _check_entry(
+    checks: StateChecks,
+    optimizer: FusedOptimizer,
+    entry: Mapping[str, Any],
+    path: str,
+    parameter: Tensor,
+) -> None:
+    """Check the state of a parameter."""
+    checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
+    for name in entry.keys() - {"step"}:
+        low = -math.inf if name in optimizer._signed else 0.0
+        if name in optimizer._scalars:
+            checks.scalar(entry, name, path, low)
+        elif name in optimizer._all_moments:
+            checks.tensor_like(
+                entry, name, path, parameter, optimizer.state_dtype or parameter.dtype, low
+            )
+        else:
+            known = ", ".join(("step", *optimizer._all_moments, *optimizer._scalars))
+            kind = type(optimizer).__name__
+            checks.fail(path, name, f"{kind} has no such entry", f"only {known}, as {kind} has saved")
+
+
 def as_tensor(number: Any) -> Tensor:
-    """Return a number as a float32 tensor, on the CPU if it is on no device."""
+    """Return a number as a float32 tensor `[]`, on the CPU if it is on no device."""
     if isinstance(number, Tensor):
-        return number.to(torch.float32, copy=True)  # each parameter has its own
+        copied = number.detach().to(torch.float32, copy=True)  # each parameter has its own
+        return copied if copied.dim() == 0 else copied.reshape(())
     return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
 from amp.profiles import keys
 from amp.profiles.keys import OneOf, Parser, key, parse_count
 
@@ -41,7 +41,7 @@ def _optional(parse: Parser) -> Parser:
 def _parse_exponent(name: str, value: object) -> int:
     number = keys.parse_number(name, value)
     if isinstance(value, bool) or not 0 <= number <= 16 or not number.is_integer():
-        raise AmpValueError(f"{name}={value!r} must be an integer from 0 to 16")
+        raise AmpValueError(f"{name}={brief(value)} must be an integer from 0 to 16")
     return int(number)
 
 
@@ -50,7 +50,7 @@ def _parse_skip(name: str, value: object) -> tuple[str, ...]:
         value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
         raise AmpTypeError(
-            f"{name}={value!r} is a {type(value).__name__}; give a list of first, last, tied, and "
+            f"{name}={brief(value)} is a {type(value).__name__}; give a list of first, last, tied, and "
             "globs over the names of modules, such as [last, 'blocks.0.*']"
         )
     for pattern in value:
@@ -198,7 +198,7 @@ def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
         return _from_mapping(name, value)
     if not isinstance(value, str):
         raise AmpTypeError(
-            f"{name}={value!r} is a {type(value).__name__}; allowed: one of {', '.join(RECIPES)}, a "
+            f"{name}={brief(value)} is a {type(value).__name__}; allowed: one of {', '.join(RECIPES)}, a "
             "mapping, or none"
         )
     word = value.strip().lower()
@@ -209,7 +209,7 @@ def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
     if word not in RECIPES and not any(word in others for others in RECIPES.values()):
         spellings = [*RECIPES, *(alias for others in RECIPES.values() for alias in others)]
         raise AmpValueError(
-            f"{name}={value!r} is not one of {', '.join(RECIPES)}; a mapping or none will do too"
+            f"{name}={brief(value)} is not one of {', '.join(RECIPES)}; a mapping or none will do too"
             f"{did_you_mean(word, spellings)}"
         )
     return Fp8Recipe(recipe=word)  # type: ignore[arg-type]

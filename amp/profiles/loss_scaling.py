@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
-from amp.errors import AmpTypeError, AmpValueError
+from amp.errors import AmpTypeError, AmpValueError, brief
 from amp.profiles import keys
 from amp.profiles.keys import SMALLEST_SCALE, key, parse_count, parse_positive
 
@@ -119,7 +119,7 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
         except AmpValueError as error:
             raise AmpValueError(f"{error}; allowed: 'dynamic', a number, or a mapping") from None
     raise AmpTypeError(
-        f"{name}={value!r} is a {type(value).__name__}; allowed: 'dynamic', a number, or a mapping"
+        f"{name}={brief(value)} is a {type(value).__name__}; allowed: 'dynamic', a number, or a mapping"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError
+from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
 from amp.profiles.keys import Key, OneOf, key, keys_of, shown
 from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scale
@@ -26,7 +26,7 @@ def _parse_cast_inputs(name: str, value: object) -> CastInputs:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) and x for x in names):
         raise AmpTypeError(
-            f"{name}={value!r} is not true, false, or {{except: [...]}} with names of arguments and "
+            f"{name}={brief(value)} is not true, false, or {{except: [...]}} with names of arguments and "
             "modules"
         )
     return tuple(names) or True

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
 from amp.profiles.keys import OneOf, shown
 
 Kind = Literal["op", "module"]
@@ -64,7 +64,7 @@ def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[
         return ()
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         raise AmpTypeError(
-            f"{name}={value!r} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} and "
+            f"{name}={brief(value)} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} and "
             "{module: ..., cast: ...}"
         )
     rules = []

@@ -1,8 +1,8 @@
 """An optimizer inside a session: masters go into its groups, and its methods are wrapped.
 
-The optimizer stays the same object; `step`, `zero_grad` and `add_param_group` are replaced on the
-instance, and `detach` gives them back. Where its gradients are is in `amp.training.gradients`, and
-how it steps in `amp.training.steps`.
+The optimizer stays the same object; `step`, `zero_grad`, `add_param_group` and `load_state_dict` are
+replaced on the instance, and `detach` gives them back. Where its gradients are is in
+`amp.training.gradients`, and how it steps in `amp.training.steps`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from amp.errors import AmpError, AmpValueError, AmpWarning
 from amp.masters.parameter import MasterParameter
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
-from amp.training import clipping
+from amp.training import clipping, optimizer_states
 from amp.training.gradients import Gradients, State
 from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
 from amp.training.outside_changes import OutsideChanges
@@ -129,6 +129,7 @@ class AttachedOptimizer:
             ("step", self._step),
             ("zero_grad", self._zero_grad),
             ("add_param_group", self._add_param_group),
+            ("load_state_dict", self._load_state_dict),
         ):
             if hasattr(self.optimizer, name):
                 self._wrap(self.optimizer, name, method)
@@ -252,6 +253,9 @@ class AttachedOptimizer:
         return result
 
     # The wrapped methods.
+
+    def _load_state_dict(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return optimizer_states.load(self.optimizer, load, *args, **kwargs)
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = ThreadState()

@@ -1,0 +1,195 @@
+"""What the state dict of an optimizer has to be: of any, and of those of `torch.optim`.
+
+torch takes over what it is given, and finds out in the next step, or never. So a state dict is checked
+before torch loads it: its structure for every optimizer that loads as torch does, and the entries of
+each parameter for torch's own classes, which the table here has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.dtypes import SCALABLE
+from amp.errors import brief
+from amp.state_checks import LARGEST_COUNT, StateChecks, all_or_nothing, check_mapping
+from amp.training.optimizer_wrappers import inherits
+
+
+class _Entries(NamedTuple):
+    """The names in the state of a parameter."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+_ENTRIES: dict[str, _Entries] = {
+    # Fused counterparts count the steps of SGD, too.
+    "SGD": _Entries((), ("momentum_buffer", "step")),
+    "Adam": _Entries(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
+    "AdamW": _Entries(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
+    "NAdam": _Entries(("step", "mu_product", "exp_avg", "exp_avg_sq")),
+    "RAdam": _Entries(("step", "exp_avg", "exp_avg_sq")),
+    "Adamax": _Entries(("step", "exp_avg", "exp_inf")),
+    "Adadelta": _Entries(("step", "square_avg", "acc_delta")),
+    "Adagrad": _Entries(("step", "sum")),
+    "RMSprop": _Entries(("step", "square_avg"), ("momentum_buffer", "grad_avg")),
+    "Rprop": _Entries(("step", "prev", "step_size")),
+    "ASGD": _Entries(("step", "eta", "mu", "ax")),
+    "SparseAdam": _Entries(("step", "exp_avg", "exp_avg_sq")),
+    "Muon": _Entries(("momentum_buffer",)),
+}
+_ENTRIES_OF = {getattr(torch.optim, name): x for name, x in _ENTRIES.items() if hasattr(torch.optim, name)}
+"""By the class, for those that this torch has."""
+
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+_AT_LEAST_0 = (
+    *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "step_size"),
+    *("mu_product", "eta", "mu"),
+)
+"""Entries that are no moments but numbers; and those whose values are never negative."""
+
+_FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
+_ADDED_LATER = {*_FLAGS, "amsgrad", "nesterov", "momentum", "centered", "decoupled_weight_decay"}
+"""Settings that are None or a bool; and those that torch fills in where an older one has saved."""
+
+
+def parameters_of(checks: StateChecks, optimizer: Any, state_dict: Any) -> dict[Any, Tensor]:
+    """Return the optimizer's parameters by their keys in a state dict, whose structure is checked.
+
+    Raises:
+        AmpTypeError, AmpValueError: it is no state dict of an optimizer with these groups.
+    """
+    kind = type(optimizer).__name__
+    check_mapping(state_dict, f"what {kind}.state_dict() returns")
+    groups = optimizer.param_groups
+    expected = f"a list of {len(groups)} groups, as this {kind} has"
+    saved = checks.items(state_dict, "param_groups", "state_dict", expected, len(groups))
+    found: dict[Any, Tensor] = {}
+    for i, (group, own) in enumerate(zip(saved, groups, strict=True)):
+        path = f"state_dict['param_groups'][{i}]"
+        if not isinstance(group, Mapping):
+            checks.fail("state_dict['param_groups']", i, brief(group), "a mapping")
+        count = len(own["params"])
+        expected = f"a list of {count} numbers, one for each parameter of this {kind}'s group"
+        for key, parameter in zip(
+            checks.items(group, "params", path, expected, count), own["params"], strict=True
+        ):
+            if not isinstance(key, (int, str)) or key in found:
+                checks.fail(path, "params", f"{brief(key)} is no number, or there twice", expected)
+            found[key] = parameter
+    state = checks.mapping(state_dict, "state", "state_dict", "a mapping from parameters to entries")
+    for key, entry in state.items():
+        if key in found and not isinstance(entry, Mapping):
+            checks.fail("state_dict['state']", key, brief(entry), "a mapping")
+    return found
+
+
+def check_no_others(checks: StateChecks, state: Mapping[Any, Any], found: Mapping[Any, Tensor]) -> None:
+    """Check that all states are of parameters of the groups."""
+    for key in state:
+        if key not in found:
+            known = brief(list(found))
+            checks.fail("state_dict", "state", f"{brief(key)} is of no group", f"only {known}")
+
+
+def check_settings(
+    checks: StateChecks, group: Mapping[str, Any], path: str, defaults: Mapping[str, Any]
+) -> None:
+    """Check the settings of a group: each is what its default is, a bool, a number or several."""
+    for name in defaults.keys() & group.keys():
+        value, default = group[name], defaults[name]
+        if name in _FLAGS or isinstance(default, bool):
+            if value is not None:
+                checks.flag(group, name, path)
+        elif isinstance(default, (int, float, Tensor)):
+            checks.scalar(group, name, path)
+        elif isinstance(default, (list, tuple)):
+            expected = f"{len(default)} numbers"
+            if not isinstance(value, (list, tuple, Tensor)) or value is None:
+                checks.fail(path, name, brief(value), expected)
+            if len(value) != len(default):
+                checks.fail(path, name, brief(value), expected)
+            parts = dict(enumerate(value))
+            for i, part in parts.items():
+                if part is not None or default[i] is not None:
+                    checks.scalar(parts, i, f"{path}['{name}']")
+
+
+def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let an optimizer load a state dict: after checks, and all of it or nothing.
+
+    What changes a state dict before torch looks at it, a hook of the user's, comes before the checks.
+    The host waits once for each device.
+
+    Raises:
+        AmpError: the state dict is not what it should be. Nothing has been changed then.
+    """
+    if not inherits(optimizer, "load_state_dict"):
+        with all_or_nothing(optimizer):
+            return load_state_dict(*args, **kwargs)
+    given = args[0] if args else kwargs.get("state_dict")
+    check_mapping(given, f"what {type(optimizer).__name__}.state_dict() returns")
+    with all_or_nothing(optimizer):
+        handle = optimizer.register_load_state_dict_pre_hook(check)
+        try:
+            return load_state_dict(dict(given))  # type: ignore[call-overload]
+        finally:
+            handle.remove()
+
+
+def check(optimizer: Any, state_dict: Any) -> None:
+    """Check a state dict that torch is about to load.
+
+    Raises:
+        AmpTypeError, AmpValueError: an entry is not what it should be.
+    """
+    checks = StateChecks()
+    found = parameters_of(checks, optimizer, state_dict)
+    entries = _ENTRIES_OF.get(type(optimizer))
+    if entries is None:
+        return
+    check_no_others(checks, state_dict["state"], found)
+    group_of = {}
+    for i, group in enumerate(state_dict["param_groups"]):
+        path = f"state_dict['param_groups'][{i}]"
+        for name in optimizer.defaults.keys() - group.keys() - _ADDED_LATER:
+            checks.entry(group, name, path, f"a setting of {type(optimizer).__name__}")
+        check_settings(checks, group, path, optimizer.defaults)
+        group_of.update(dict.fromkeys(group["params"], group))
+    for key, entry in state_dict["state"].items():
+        if entry:
+            _check_entry(checks, entry, f"state_dict['state'][{key!r}]", found[key], entries, group_of[key])
+    checks.finish()
+
+
+def _check_entry(
+    checks: StateChecks,
+    entry: Mapping[Any, Any],
+    path: str,
+    parameter: Tensor,
+    entries: _Entries,
+    group: Mapping[str, Any],
+) -> None:
+    """Check the state of one parameter."""
+    names = {*entries.required, *entries.optional}
+    required = {*entries.required}
+    required |= {"max_exp_avg_sq"} if group.get("amsgrad") else set()
+    required |= {"grad_avg"} if group.get("centered") else set()
+    if "square_avg" in names and group.get("momentum"):
+        required |= {"momentum_buffer"}
+    for name in entry:
+        if name not in names:
+            checks.fail(path, name, "this optimizer has no such entry", f"only {', '.join(sorted(names))}")
+    for name in required | entry.keys():
+        low = 0.0 if name in _AT_LEAST_0 else -math.inf
+        if name == "step":
+            checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
+        elif name in _NUMBERS:
+            checks.scalar(entry, name, path, low)
+        elif parameter.dtype in SCALABLE and not (name not in required and entry[name] is None):
+            checks.tensor_like(entry, name, path, parameter, low=low)
