@@ -54,7 +54,7 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
-_LONGEST = 80
+_LONGEST = 200
 
 
 def brief(value: Any) -> str:
@@ -72,7 +72,7 @@ def brief(value: Any) -> str:
         digits = int(value.bit_length() * math.log10(2)) + 1
         return f"an integer of about {digits} digits"
     if isinstance(value, (str, bytes)) and len(value) > _LONGEST:
-        return f"{value[: _LONGEST // 2]!r}... of length {len(value)}"
+        return f"{value[:60]!r}... of length {len(value)}"
     if isinstance(value, (list, tuple, dict, set, frozenset, bytearray)):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         if len(value) > 8 or any(isinstance(each, (list, tuple, dict, set)) for each in inner):

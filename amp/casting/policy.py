@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from amp.dtypes import dtype_name
-from amp.errors import AmpValueError, did_you_mean
+from amp.errors import AmpValueError, brief, did_you_mean
 from amp.profiles.levels import CONFIGS
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -133,14 +134,26 @@ def _load(path: Path) -> dict[str, tuple[Entry, str]]:
 
 
 def resolve(place: str) -> Any:
-    """Return the module or class of a dotted name. Errors are Python's own."""
-    try:
+    """Return the module or class of a dotted name. Errors are Python's own.
+
+    Names come from files, so nothing is imported but parts of torch: another module is found if
+    somebody else has imported it.
+    """
+    if place in sys.modules:
+        return sys.modules[place]
+    parent, _, name = place.rpartition(".")
+    if not parent:
+        raise ModuleNotFoundError(f"No module named {place!r} has been imported")
+    holder = resolve(parent)
+    if not hasattr(holder, name) and isinstance(holder, ModuleType) and _is_of_torch(place):
         return importlib.import_module(place)
-    except ModuleNotFoundError:
-        parent, _, name = place.rpartition(".")
-        if not parent:
-            raise
-        return getattr(resolve(parent), name)
+    return getattr(holder, name)
+
+
+def _is_of_torch(place: str) -> bool:
+    """Whether a module is a part of torch that may be imported: one that no name marks as private."""
+    first, *others = place.split(".")
+    return first == "torch" and not any(part.startswith("_") for part in others)
 
 
 def find(op: str) -> tuple[Any, str, str]:
@@ -148,8 +161,17 @@ def find(op: str) -> tuple[Any, str, str]:
     place, _, name = op.rpartition(".")
     try:
         return resolve(place), place, name
-    except (ImportError, AttributeError, ValueError):
+    except Exception:  # a part of torch may need what is not installed
         return None, place, name
+
+
+_MAY_BE_OPS = ("math", "operator")
+
+
+def is_of_python(place: str) -> bool:
+    """Whether a module is one of Python's own, or of this library, by which casts themselves work."""
+    first = place.partition(".")[0]
+    return first == "amp" or (first in sys.stdlib_module_names and first not in _MAY_BE_OPS)
 
 
 _SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
@@ -188,9 +210,14 @@ def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
     if not found and _is_function(holder, name, public=False):
         found = [name]
     if holder is None:
-        why = f"there is no '{place or rule.pattern}'. Write a full name, such as torch.fft.*"
+        why = (
+            f"there is no {brief(place or rule.pattern)} in torch or in what the script has imported, and "
+            "nothing else is imported for a rule. Write a full name, such as torch.fft.*"
+        )
     elif is_immutable(holder):
         why = f"{place} is a type of Python itself"
+    elif place != "__main__" and is_of_python(place):
+        why = f"{place} is a module of Python or amp itself, by which casts work"
     elif place in ("torch", "torch.Tensor") and not name.strip("*?"):
         why = f"it is too broad: casting needs some of {place}"
     elif not found:

@@ -7,12 +7,13 @@ every later session has them too. They do nothing where no session casts functio
 import functools
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
 from amp.casting import regions
-from amp.casting.policy import Category, OpRule, is_immutable
+from amp.casting.policy import Category, OpRule, is_immutable, is_of_python
 from amp.casting.wrappers import call_with_casts
 from amp.dtypes import dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
@@ -103,6 +104,8 @@ def _register(module: Any, name: str, category: Category, dtype: torch.dtype | N
         raise AmpValueError(f"{place} has no function '{name}'{did_you_mean(name, dir(module))}")
     if not callable(function) or isinstance(function, type):
         raise AmpValueError(f"{place}.{name} is no function but a {type(function).__name__}")
+    if isinstance(module, ModuleType) and is_of_python(place) and place != "__main__":
+        raise AmpValueError(f"{place} is a module of Python or amp itself, by which casts work")
     if is_immutable(module):
         raise AmpValueError(f"{place} is a type of Python itself, whose functions cannot be replaced")
     _check_ends_with_its_call(function, f"{place}.{name}", dtype)

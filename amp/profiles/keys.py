@@ -60,7 +60,8 @@ def find_key(name: str, keys: Mapping[str, Key], what: str, others: tuple[str, .
             return each
     spellings = [*others, *keys, *(alias for each in keys.values() for alias in each.aliases)]
     allowed = ", ".join((*others, *keys))
-    raise AmpTypeError(f"{what} '{name}'; allowed: {allowed}{did_you_mean(name, spellings)}")
+    called = f"'{name}'" if len(name) < 80 else brief(name)
+    raise AmpTypeError(f"{what} {called}; allowed: {allowed}{did_you_mean(name, spellings)}")
 
 
 def shown(value: object) -> str:

@@ -24,6 +24,7 @@ from amp.errors import (
     AmpTypeError,
     AmpValueError,
     ProfileNotFoundError,
+    brief,
     did_you_mean,
 )
 from amp.profiles.keys import find_key, shown
@@ -34,6 +35,7 @@ from amp.profiles.yamlfile import Entry, read_mapping
 CONFIGS = Path(__file__).parents[1] / "configs"
 LEVELS = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
 """The files of the levels, by name."""
+_LONGEST_CHAIN = 20
 
 
 @functools.cache
@@ -111,19 +113,27 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
         path = Path(name_or_path)
         if path.suffix or len(path.parts) > 1:
             path = beside.parent / path if beside else path
-            if not path.is_file():
+            if not _is_file(path):
                 raise ProfileNotFoundError(
-                    f"{what}={str(name_or_path)!r}: there is no file {path.absolute()}"
+                    f"{what}={brief(str(name_or_path))}: there is no file {path.absolute() if len(str(path)) < 1000 else 'of so long a name'}"
                 )
             return path
     raise AmpRuntimeError(
-        f"{what}={name_or_path!r} is not one of {', '.join(LEVELS)}{_hint(name_or_path)}"
+        f"{what}={brief(name_or_path)} is not one of {', '.join(LEVELS)}{_hint(name_or_path)}"
     )
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is a regular file; a path that no system takes is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _hint(name: object) -> str:
     """Say which level was probably meant: '02', 'o2', '2' and 2 all mean 'O2'."""
-    text = str(name).strip()
+    text = name.strip() if isinstance(name, str) else brief(name)
     digit = re.fullmatch(r"[oO0]?([oO\d])", text)
     probably = digit and f"O{digit[1].upper().replace('O', '0')}"
     if probably in LEVELS:
@@ -137,6 +147,9 @@ def _hint(name: object) -> str:
 def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
     """Read `path`; `outer` holds the files that extend it, outermost first."""
     outer = (*outer, path.resolve())
+    if len(outer) > _LONGEST_CHAIN:
+        names = " -> ".join(p.name for p in outer[:3])
+        raise AmpValueError(f"{path}:1: more than {_LONGEST_CHAIN} files extend each other: {names} ...")
     entries = {entry.key: entry for entry in read_mapping(path)}
     base = Properties()
     if entry := entries.pop("extends", None):
@@ -171,7 +184,7 @@ def _errors_at(path: Path, entry: Entry) -> Iterator[None]:
             raise
         line = entry.line
         for keys, inner in entry.lines.items():
-            if re.search(rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])", message.partition(";")[0]):
+            if keys[-1] in message and re.search(rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])", message.partition(";")[0]):
                 line = inner
                 break
         raise type(error)(f"{path}:{line}: {message}") from None

@@ -1,16 +1,18 @@
 """A YAML mapping with the line of each key, read by YAML 1.2's rules.
 
 PyYAML follows YAML 1.1, where `no` and `off` are False, `1e-3` is a string and `010` is 8. Here a
-plain scalar is what version 1.2's core schema says it is. PyYAML is imported on first use.
+plain scalar is what version 1.2's core schema says it is. PyYAML is imported on first use, and
+constructs nothing. What a damaged or a hostile file may hold ends in an error with file and line.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, brief
 
 
 @dataclass(frozen=True)
@@ -32,59 +34,172 @@ class Entry:
 
 
 def read_mapping(path: Path) -> list[Entry]:
-    """Read a YAML file whose top is a mapping. AmpValueErrors begin with file and line."""
+    """Read a YAML file whose top is a mapping. Time and memory are bounded, whatever is in the file.
+
+    Raises:
+        AmpValueError: it is no such file, or holds what no profile needs. The message begins with file
+            and line.
+    """
     import yaml
 
+    text = _text_of(path)
     try:
-        top = yaml.compose(path.read_text(encoding="utf-8"), yaml.BaseLoader)
-    except (UnicodeDecodeError, yaml.reader.ReaderError) as error:
-        raise AmpValueError(f"{path}:1: not a text file in UTF-8: {error}") from None
+        top = yaml.compose(text, _loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         raise AmpValueError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueErrors are of odd escapes and directives
+        raise AmpValueError(f"{path}:1: not valid YAML: {error}") from None
     if top is None:
         return []
+    reader = _Reader(path)
     if not isinstance(top, yaml.MappingNode):
-        raise AmpValueError(f"{path}:{_line(top)}: expected a mapping of 'property: value' lines")
+        reader.fail(top, "expected a mapping of 'property: value' lines")
+    reader.check_tag(top, "map")
     entries = []
-    for key, node, line in _pairs(top, path):
+    for key, node, line in reader.pairs(top):
         lines: dict[tuple[str, ...], int] = {}
-        entries.append(Entry(key, _value(node, path, (), lines), line, lines))
+        entries.append(Entry(key, reader.value(node, (), lines), line, lines))
     return entries
 
 
-def _line(node: Any) -> int:
-    return int(node.start_mark.line) + 1
+LARGEST_FILE = 2**16
+"""In bytes: a hundred times what a profile has."""
+_DEEPEST = 20
+_MOST_VALUES = 5000
+"""In a file, and in what its aliases stand for."""
+_MOST_DIGITS = 400
 
 
-def _pairs(mapping: Any, path: Path) -> Iterator[tuple[str, Any, int]]:
-    """Yield the keys of a mapping's node, with the nodes of their values and their lines."""
-    seen: dict[str, int] = {}
-    for key_node, node in mapping.value:
-        key, line = str(key_node.value), _line(key_node)
-        if key in seen:
-            raise AmpValueError(f"{path}:{line}: '{key}' was set on line {seen[key]} already")
-        seen[key] = line
-        yield key, node, line
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise AmpValueError(f"{path}:1: the file cannot be read: {error.strerror}") from None
+    if len(content) > LARGEST_FILE:
+        raise AmpValueError(
+            f"{path}:1: the file is larger than {LARGEST_FILE} bytes, which no profile is; give the path "
+            "of a profile"
+        )
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise AmpValueError(
+            f"{path}:{line}: not a text file in UTF-8: {error.reason}; save it as UTF-8"
+        ) from None
+    bad = re.search(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", text)
+    if bad:
+        line = text.count("\n", 0, bad.start()) + 1
+        raise AmpValueError(
+            f"{path}:{line}: not a text file in UTF-8: it has the character {bad[0]!r}; save it as UTF-8"
+        )
+    return text
 
 
-def _value(node: Any, path: Path, above: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> Any:
-    """Return what a node holds, and put the lines of what is inside it into `lines`."""
-    kind = node.tag.removeprefix("tag:yaml.org,2002:")
-    if kind == "map":
-        value = {}
-        for key, inner, line in _pairs(node, path):
-            lines[*above, key] = line
-            value[key] = _value(inner, path, (*above, key), lines)
-        return value
-    if kind == "seq":
+@functools.cache
+def _loader() -> Any:
+    """Return a loader that constructs nothing, and stops at what is too deep or too much."""
+    import yaml
+
+    class Loader(yaml.BaseLoader):
+        depth = count = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            self.count += 1
+            if self.depth > _DEEPEST or self.count > _MOST_VALUES:
+                mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+                what = (
+                    f"more than {_DEEPEST} levels deep"
+                    if self.depth > _DEEPEST
+                    else f"more than {_MOST_VALUES} values"
+                )
+                raise yaml.MarkedYAMLError(problem=f"{what}, which no profile is", problem_mark=mark)
+            node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+            self.depth -= 1
+            return node
+
+    return Loader
+
+
+class _Reader:
+    """What reads the nodes of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._left = _MOST_VALUES
+        self._inside: set[int] = set()
+        """The nodes that are being read now, by their ids: an alias may be inside of what it names."""
+
+    def fail(self, node: Any, problem: str) -> NoReturn:
+        """Raise an AmpValueError that begins with file and line."""
+        raise AmpValueError(f"{self.path}:{node.start_mark.line + 1}: {problem}")
+
+    def check_tag(self, node: Any, kind: str) -> None:
+        """Refuse what has another tag than its kind of node: no tag makes anything here."""
+        if node.tag != f"tag:yaml.org,2002:{kind}":
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            self.fail(node, f"not valid YAML here: the tag {brief(tag)}; leave it out")
+
+    def pairs(self, mapping: Any) -> Iterator[tuple[str, Any, int]]:
+        """Yield the keys of a mapping's node, with the nodes of their values and their lines."""
+        seen: dict[str, int] = {}
+        for key_node, node in mapping.value:
+            if not isinstance(key_node.value, str):
+                self.fail(key_node, "a list or mapping stands in the place of a key; write a name")
+            self.check_tag(key_node, "str")
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if key == "<<":
+                self.fail(key_node, "a merge key ('<<') is not understood; write 'extends:', or each key")
+            if key in seen:
+                self.fail(key_node, f"{brief(key)} was set on line {seen[key]} already")
+            seen[key] = line
+            yield key, node, line
+
+    def value(self, node: Any, above: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> Any:
+        """Return what a node holds, and put the lines of what is inside it into `lines`."""
+        self._left -= 1
+        if self._left < 0:
+            self.fail(node, f"aliases stand for more than {_MOST_VALUES} values, which no profile has")
+        if id(node) in self._inside or len(above) > _DEEPEST:
+            self.fail(node, "an alias stands inside of what it names, or too deep; write the value out")
+        if isinstance(node.value, str):
+            self.check_tag(node, "str")
+            return node.value if node.style else self._plain(node)
+        self._inside.add(id(node))
+        try:
+            return self._container(node, above, lines)
+        finally:
+            self._inside.remove(id(node))
+
+    def _container(self, node: Any, above: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> Any:
+        import yaml
+
+        if isinstance(node, yaml.MappingNode):
+            self.check_tag(node, "map")
+            value = {}
+            for key, inner, line in self.pairs(node):
+                lines[*above, key] = line
+                value[key] = self.value(inner, (*above, key), lines)
+            return value
+        self.check_tag(node, "seq")
         for i, item in enumerate(node.value):
-            lines[*above, item.value if isinstance(item.value, str) else str(i)] = _line(item)
-        return [_value(item, path, (*above, str(i)), lines) for i, item in enumerate(node.value)]
-    if kind != "str":
-        raise AmpValueError(f"{path}:{_line(node)}: not valid YAML here: the tag {node.tag}")
-    return node.value if node.style else _plain(node.value)
+            name = item.value if isinstance(item.value, str) else str(i)
+            lines[*above, name] = item.start_mark.line + 1
+        return [self.value(item, (*above, str(i)), lines) for i, item in enumerate(node.value)]
+
+    def _plain(self, node: Any) -> Any:
+        """Return what version 1.2's core schema says that a scalar without quotes is."""
+        text = node.value
+        for pattern, read in _CORE_SCHEMA.items():
+            if re.fullmatch(pattern, text):
+                if len(text) > _MOST_DIGITS:
+                    self.fail(node, f"a number of {len(text)} digits, which no property is")
+                return read(text)
+        return text
 
 
 _NUMBER = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
@@ -96,11 +211,3 @@ _CORE_SCHEMA: dict[str, Callable[[str], Any]] = {
     _NUMBER: float,
     r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)": lambda text: float(text.replace(".", "")),
 }
-
-
-def _plain(text: str) -> Any:
-    """Return what version 1.2's core schema says that a scalar without quotes is."""
-    for pattern, read in _CORE_SCHEMA.items():
-        if re.fullmatch(pattern, text):
-            return read(text)
-    return text
