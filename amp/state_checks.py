@@ -22,6 +22,7 @@ LARGEST_COUNT = 2**31
 """Counters are int32 in other libraries, and float32 here and in torch, which rounds up to this."""
 
 _NUMBERS = SCALABLE | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+FLOAT32_MAX = torch.finfo(torch.float32).max
 _MISSING: Any = object()
 
 
@@ -84,9 +85,9 @@ class StateChecks:
         return value
 
     def flag(self, holder: Any, key: Any, path: str, default: Any = _MISSING) -> bool:
-        """Return an entry that is a bool, or 0 or 1."""
+        """Return an entry that is a bool."""
         value = self.entry(holder, key, path, "a bool", default)
-        if value is not default and not (isinstance(value, int) and value in (0, 1)):
+        if value is not default and not isinstance(value, bool):
             self.fail(path, key, brief(value), "a bool")
         return bool(value)
 
@@ -127,11 +128,14 @@ class StateChecks:
         holder: Any,
         key: Any,
         path: str,
-        low: float = -math.inf,
-        high: float = math.inf,
+        low: float = -FLOAT32_MAX,
+        high: float = FLOAT32_MAX,
         is_whole: bool = False,
     ) -> Any:
-        """Return an entry that is a number or a tensor of one element, `low <= number <= high`."""
+        """Return an entry that is a number or a tensor of one element, `low <= number <= high`.
+
+        By default it is what float32 can hold.
+        """
         expected = f"a {'whole' if is_whole else 'finite'} number{_range(low, high)}"
         value = self.entry(holder, key, path, f"{expected}, or a tensor of one")
         if not isinstance(value, Tensor):
@@ -153,6 +157,7 @@ class StateChecks:
         dtype: torch.dtype | None = None,
         low: float = -math.inf,
         are_numbers: bool = True,
+        shape: Sequence[int] | None = None,
     ) -> Tensor:
         """Return an entry that is a floating-point tensor with the shape of another.
 
@@ -165,13 +170,14 @@ class StateChecks:
                 `like`.
             low: the smallest value that is allowed.
             are_numbers: whether NaN and inf are refused.
+            shape: another shape.
         """
-        dtype = dtype or like.dtype
-        expected = f"a dense floating-point tensor of shape {tuple(like.shape)}"
+        dtype, shape = dtype or like.dtype, tuple(like.shape if shape is None else shape)
+        expected = f"a dense floating-point tensor of shape {shape}"
         value = self.entry(holder, key, path, expected)
         if not isinstance(value, Tensor) or value.dtype not in SCALABLE:
             self.fail(path, key, brief(value), expected)
-        if value.layout is not torch.strided or value.shape != like.shape:
+        if value.layout is not torch.strided or value.shape != shape:
             self.fail(path, key, brief(value), expected)
         if value.is_meta and not like.is_meta:
             self.fail(path, key, "a tensor on the device meta, which has no values", expected)
@@ -261,7 +267,7 @@ def _range(low: float, high: float) -> str:
         return ""
     if high == math.inf:
         return f" of at least {low:g}"
-    return f" from {low:g} to {high:.10g}" if low > -math.inf else f" of at most {high:g} in size"
+    return f" from {max(low, -high):g} to {high:.10g}"
 
 
 def _on_this_rank(tensor: Tensor) -> Tensor:

@@ -254,13 +254,18 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         checks, masters = StateChecks(), self.fp32_from_fp16_groups
         saved = _saved_masters(checks, state_dict, masters)
         is_dynamic = checks.flag(state_dict, "dynamic_loss_scale", "state_dict")
-        state = _as_state(checks.entry(state_dict, "loss_scaler", "state_dict", "a loss scaler's state"))
+        state = _as_state(
+            checks.entry(state_dict, "loss_scaler", "state_dict", "a loss scaler's state")
+        )
         path = "state_dict['loss_scaler']"
         of_scaler, scaler = read_state(state, path), self._session.scalers[0]
         if not (is_dynamic or scaler.config.dynamic):
             checks.number(state, "loss_scale", path, SMALLEST_SCALE, torch.finfo(torch.float32).max)
         inner = checks.mapping(
-            state_dict, "optimizer_state_dict", "state_dict", "what the inner optimizer's state_dict() is"
+            state_dict,
+            "optimizer_state_dict",
+            "state_dict",
+            "what the inner optimizer's state_dict() is",
         )
         self.optimizer.load_state_dict(inner)
         if scaler.config.dynamic:

@@ -16,7 +16,7 @@ from torch import Tensor
 from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
 from amp.optimizers.one_step import step_batches
-from amp.optimizers.state_dicts import as_own_state, as_tensor
+from amp.optimizers.state_dicts import as_own_state
 from amp.state_checks import all_or_nothing
 from amp.training.step_inputs import inputs_outside_of_a_session
 

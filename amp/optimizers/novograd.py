@@ -83,10 +83,14 @@ class FusedNovoGrad(FusedOptimizer):
         halves = [key for key in keys if _dtype_of(state[key].get("exp_avg")) is torch.float16]
         others = [key for key in keys if key not in set(halves)]
         if not isinstance(norms, (list, tuple)) or len(norms) != 2:
-            raise AmpValueError(f"a group of the state dict has the norms {brief(norms)}, not 2 tensors")
+            raise AmpValueError(
+                f"a group of the state dict has the norms {brief(norms)}, not 2 tensors"
+            )
         for same, values in zip((halves, others), norms, strict=True):
             if _dtype_of(values) is None or values.layout is not torch.strided:
-                raise AmpValueError(f"norms of a group of the state dict are {brief(values)}, no tensor")
+                raise AmpValueError(
+                    f"norms of a group of the state dict are {brief(values)}, no tensor"
+                )
             if values.dim() != 1 or len(same) != len(values):
                 raise AmpValueError(
                     f"a group of the state dict has {values.numel()} norms for {len(same)} parameters"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError
-from amp.state_checks import LARGEST_COUNT, StateChecks
+from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_no_others, check_settings, parameters_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _check_entry(
     for name in entry.keys() - {"step"}:
         low = -math.inf if name in optimizer._signed else 0.0
         if name in optimizer._scalars:
-            checks.scalar(entry, name, path, low)
+            checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
         elif name in optimizer._all_moments:
             checks.tensor_like(
                 entry, name, path, parameter, optimizer.state_dtype or parameter.dtype, low

@@ -116,7 +116,9 @@ class OneOf:
         is_typed = isinstance(value, (str, torch.dtype)) or not takes_dtypes
         error = self._error or (AmpValueError if is_typed else AmpTypeError)
         names = [shown(each) for each in self._allowed]
-        raise error(f"{name}={brief(value)} is not one of {', '.join(names)}{did_you_mean(word, names)}")
+        raise error(
+            f"{name}={brief(value)} is not one of {', '.join(names)}{did_you_mean(word, names)}"
+        )
 
     def __str__(self) -> str:
         return ", ".join(shown(each).lower() for each in self._allowed)

@@ -149,7 +149,9 @@ def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
     outer = (*outer, path.resolve())
     if len(outer) > _LONGEST_CHAIN:
         names = " -> ".join(p.name for p in outer[:3])
-        raise AmpValueError(f"{path}:1: more than {_LONGEST_CHAIN} files extend each other: {names} ...")
+        raise AmpValueError(
+            f"{path}:1: more than {_LONGEST_CHAIN} files extend each other: {names} ..."
+        )
     entries = {entry.key: entry for entry in read_mapping(path)}
     base = Properties()
     if entry := entries.pop("extends", None):
@@ -184,7 +186,9 @@ def _errors_at(path: Path, entry: Entry) -> Iterator[None]:
             raise
         line = entry.line
         for keys, inner in entry.lines.items():
-            if keys[-1] in message and re.search(rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])", message.partition(";")[0]):
+            if keys[-1] in message and re.search(
+                rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])", message.partition(";")[0]
+            ):
                 line = inner
                 break
         raise type(error)(f"{path}:{line}: {message}") from None

@@ -153,7 +153,9 @@ class _Reader:
             self.check_tag(key_node, "str")
             key, line = key_node.value, key_node.start_mark.line + 1
             if key == "<<":
-                self.fail(key_node, "a merge key ('<<') is not understood; write 'extends:', or each key")
+                self.fail(
+                    key_node, "a merge key ('<<') is not understood; write 'extends:', or each key"
+                )
             if key in seen:
                 self.fail(key_node, f"{brief(key)} was set on line {seen[key]} already")
             seen[key] = line

@@ -1,58 +1,23 @@
 """What the state dict of an optimizer has to be: of any, and of those of `torch.optim`.
 
 torch takes over what it is given, and finds out in the next step, or never. So a state dict is checked
-before torch loads it: its structure for every optimizer that loads as torch does, and the entries of
-each parameter for torch's own classes, which the table here has.
+before torch loads it: its structure for every optimizer that loads as torch does, and settings and
+entries for torch's own classes, by `amp.training.torch_states`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from amp.dtypes import SCALABLE
 from amp.errors import brief
-from amp.state_checks import LARGEST_COUNT, StateChecks, all_or_nothing, check_mapping
+from amp.state_checks import StateChecks, all_or_nothing, check_mapping
+from amp.training import torch_states
 from amp.training.optimizer_wrappers import inherits
 
-
-class _Entries(NamedTuple):
-    """The names in the state of a parameter."""
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-
-
-_ENTRIES: dict[str, _Entries] = {
-    # Fused counterparts count the steps of SGD, too.
-    "SGD": _Entries((), ("momentum_buffer", "step")),
-    "Adam": _Entries(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
-    "AdamW": _Entries(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
-    "NAdam": _Entries(("step", "mu_product", "exp_avg", "exp_avg_sq")),
-    "RAdam": _Entries(("step", "exp_avg", "exp_avg_sq")),
-    "Adamax": _Entries(("step", "exp_avg", "exp_inf")),
-    "Adadelta": _Entries(("step", "square_avg", "acc_delta")),
-    "Adagrad": _Entries(("step", "sum")),
-    "RMSprop": _Entries(("step", "square_avg"), ("momentum_buffer", "grad_avg")),
-    "Rprop": _Entries(("step", "prev", "step_size")),
-    "ASGD": _Entries(("step", "eta", "mu", "ax")),
-    "SparseAdam": _Entries(("step", "exp_avg", "exp_avg_sq")),
-    "Muon": _Entries(("momentum_buffer",)),
-}
-_ENTRIES_OF = {getattr(torch.optim, name): x for name, x in _ENTRIES.items() if hasattr(torch.optim, name)}
-"""By the class, for those that this torch has."""
-
-_NUMBERS = ("step", "mu_product", "eta", "mu")
-_AT_LEAST_0 = (
-    *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "step_size"),
-    *("mu_product", "eta", "mu"),
-)
-"""Entries that are no moments but numbers; and those whose values are never negative."""
-
+_FRACTION = {"low": 0.0, "high": 1.0}
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 _ADDED_LATER = {*_FLAGS, "amsgrad", "nesterov", "momentum", "centered", "decoupled_weight_decay"}
 """Settings that are None or a bool; and those that torch fills in where an older one has saved."""
@@ -117,7 +82,9 @@ def check_settings(
             parts = dict(enumerate(value))
             for i, part in parts.items():
                 if part is not None or default[i] is not None:
-                    checks.scalar(parts, i, f"{path}['{name}']")
+                    checks.scalar(
+                        parts, i, f"{path}['{name}']", **(_FRACTION if name == "betas" else {})
+                    )
 
 
 def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -150,8 +117,8 @@ def check(optimizer: Any, state_dict: Any) -> None:
     """
     checks = StateChecks()
     found = parameters_of(checks, optimizer, state_dict)
-    entries = _ENTRIES_OF.get(type(optimizer))
-    if entries is None:
+    check_entry = torch_states.check_of(type(optimizer))
+    if check_entry is None:
         return
     check_no_others(checks, state_dict["state"], found)
     group_of = {}
@@ -163,33 +130,6 @@ def check(optimizer: Any, state_dict: Any) -> None:
         group_of.update(dict.fromkeys(group["params"], group))
     for key, entry in state_dict["state"].items():
         if entry:
-            _check_entry(checks, entry, f"state_dict['state'][{key!r}]", found[key], entries, group_of[key])
+            path = f"state_dict['state'][{brief(key)}]"
+            check_entry(checks, entry, path, found[key], group_of[key], optimizer)
     checks.finish()
-
-
-def _check_entry(
-    checks: StateChecks,
-    entry: Mapping[Any, Any],
-    path: str,
-    parameter: Tensor,
-    entries: _Entries,
-    group: Mapping[str, Any],
-) -> None:
-    """Check the state of one parameter."""
-    names = {*entries.required, *entries.optional}
-    required = {*entries.required}
-    required |= {"max_exp_avg_sq"} if group.get("amsgrad") else set()
-    required |= {"grad_avg"} if group.get("centered") else set()
-    if "square_avg" in names and group.get("momentum"):
-        required |= {"momentum_buffer"}
-    for name in entry:
-        if name not in names:
-            checks.fail(path, name, "this optimizer has no such entry", f"only {', '.join(sorted(names))}")
-    for name in required | entry.keys():
-        low = 0.0 if name in _AT_LEAST_0 else -math.inf
-        if name == "step":
-            checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
-        elif name in _NUMBERS:
-            checks.scalar(entry, name, path, low)
-        elif parameter.dtype in SCALABLE and not (name not in required and entry[name] is None):
-            checks.tensor_like(entry, name, path, parameter, low=low)

@@ -1,0 +1,163 @@
+"""What the optimizers of `torch.optim` keep for a parameter, and how a saved state of each is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.dtypes import SCALABLE
+from amp.errors import brief
+from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
+
+Check = Callable[[StateChecks, Mapping[Any, Any], str, Tensor, Mapping[str, Any], Any], None]
+"""Checks the entries of a parameter: their path, the parameter, its saved group, and the optimizer."""
+
+
+def check_of(cls: type) -> Check | None:
+    """Return the check for an optimizer of torch itself; None for any other class, subclasses too."""
+    if getattr(torch.optim, cls.__name__, None) is not cls:
+        return None
+    return _check_entry if cls.__name__ in _ENTRIES else _OTHERS.get(cls.__name__)
+
+
+class _Entries(NamedTuple):
+    """The names in the state of a parameter."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+_ENTRIES: dict[str, _Entries] = {
+    # Fused counterparts count the steps of SGD, too.
+    "SGD": _Entries((), ("momentum_buffer", "step")),
+    "Adam": _Entries(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
+    "AdamW": _Entries(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
+    "NAdam": _Entries(("step", "mu_product", "exp_avg", "exp_avg_sq")),
+    "RAdam": _Entries(("step", "exp_avg", "exp_avg_sq")),
+    "Adamax": _Entries(("step", "exp_avg", "exp_inf")),
+    "Adadelta": _Entries(("step", "square_avg", "acc_delta")),
+    "Adagrad": _Entries(("step", "sum")),
+    "RMSprop": _Entries(("step", "square_avg"), ("momentum_buffer", "grad_avg")),
+    "Rprop": _Entries(("step", "prev", "step_size")),
+    "ASGD": _Entries(("step", "eta", "mu", "ax")),
+    "SparseAdam": _Entries(("step", "exp_avg", "exp_avg_sq")),
+    "Muon": _Entries(("momentum_buffer",)),
+}
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+_AT_LEAST_0 = (
+    *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "step_size"),
+    *("mu_product", "eta", "mu"),
+)
+"""Entries that are no moments but numbers; and those whose values are never negative."""
+
+
+def _check_entry(
+    checks: StateChecks,
+    entry: Mapping[Any, Any],
+    path: str,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    optimizer: Any,
+) -> None:
+    """Check the state of a parameter of an optimizer that is in the table."""
+    entries = _ENTRIES[type(optimizer).__name__]
+    names = {*entries.required, *entries.optional}
+    required = {*entries.required}
+    required |= {"max_exp_avg_sq"} if group.get("amsgrad") else set()
+    required |= {"grad_avg"} if group.get("centered") else set()
+    if "square_avg" in names and group.get("momentum"):
+        required |= {"momentum_buffer"}
+    _check_names(checks, entry, path, names)
+    for name in required | entry.keys():
+        low = 0.0 if name in _AT_LEAST_0 else -math.inf
+        if name == "step":
+            checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
+        elif name in _NUMBERS:
+            checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
+        elif parameter.dtype in SCALABLE and not (name not in required and entry[name] is None):
+            checks.tensor_like(entry, name, path, parameter, low=low)
+
+
+def _check_names(checks: StateChecks, entry: Mapping[Any, Any], path: str, names: Set[str]) -> None:
+    for name in entry:
+        if name not in names:
+            checks.fail(
+                path, name, "this optimizer has no such entry", f"only {', '.join(sorted(names))}"
+            )
+
+
+def _check_adafactor(
+    checks: StateChecks,
+    entry: Mapping[Any, Any],
+    path: str,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    optimizer: Any,
+) -> None:
+    """Check what Adafactor keeps: the variance, or factors of it for rows and columns."""
+    shape = list(parameter.shape)
+    shapes = {"variance": shape}
+    if len(shape) > 1:
+        shapes = {"row_var": [*shape[:-1], 1], "col_var": [*shape[:-2], 1, shape[-1]]}
+    _check_names(checks, entry, path, {"step", *shapes})
+    checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
+    for name, each in shapes.items():
+        checks.tensor_like(entry, name, path, parameter, low=0.0, shape=each)
+
+
+def _check_lbfgs(
+    checks: StateChecks,
+    entry: Mapping[Any, Any],
+    path: str,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    optimizer: Any,
+) -> None:
+    """Check what LBFGS keeps, once for all parameters: flat vectors, and numbers."""
+    of_group = "state_dict['param_groups'][0]"
+    history = checks.count(group, "history_size", of_group, 10**6)
+    for name in ("max_iter", "max_eval"):
+        checks.count(group, name, of_group)
+    if group.get("line_search_fn") not in (None, "strong_wolfe"):
+        found = brief(group["line_search_fn"])
+        checks.fail(of_group, "line_search_fn", found, "'strong_wolfe' or None")
+    vectors, lists = ("d", "prev_flat_grad"), ("old_dirs", "old_stps", "ro", "al")
+    numbers, counts = ("t", "prev_loss", "H_diag"), ("func_evals", "n_iter")
+    _check_names(checks, entry, path, {*vectors, *lists, *numbers, *counts})
+    taken = [checks.count(entry, name, path) for name in counts][-1]
+    if not taken and entry.keys() == set(counts):
+        return
+    flat = [sum(p.numel() for p in optimizer.param_groups[0]["params"])]
+    for name in vectors:
+        checks.tensor_like(entry, name, path, parameter, shape=flat)
+    for name in numbers:
+        checks.scalar(entry, name, path)
+    length = len(checks.items(entry, "old_dirs", path, "a list of vectors"))
+    for name in lists[:3]:
+        items = checks.items(entry, name, path, f"a list of {length}, at most {history}", length)
+        if length > history:
+            checks.fail(path, name, brief(items), f"at most {history}, the history_size")
+        _check_items(checks, items, f"{path}['{name}']", parameter, None if name == "ro" else flat)
+    if "al" in entry:
+        items = checks.items(entry, "al", path, f"a list of {history}", history)
+        found = [item for item in items if item is not None]
+        _check_items(checks, found, f"{path}['al']", parameter, None)
+
+
+def _check_items(
+    checks: StateChecks, items: Any, path: str, parameter: Tensor, shape: list[int] | None
+) -> None:
+    """Check vectors of a shape, or numbers."""
+    numbered = dict(enumerate(items))
+    for i in numbered:
+        if shape is None:
+            checks.scalar(numbered, i, path)
+        else:
+            checks.tensor_like(numbered, i, path, parameter, shape=shape)
+
+
+_OTHERS: dict[str, Check] = {"Adafactor": _check_adafactor, "LBFGS": _check_lbfgs}
