@@ -413,8 +413,8 @@ class GradScaler(_TorchInternals):
         missing = [name for name in ("scale", *_SETTINGS, "_growth_tracker") if name not in state_dict]
         if missing:
             raise AmpValueError(
-                f"the state dict has no {', '.join(missing)}, only {', '.join(map(str, state_dict))}: it is no "
-                "GradScaler's"
+                f"the state dict has no {', '.join(missing)}, only "
+                f"{', '.join(map(str, state_dict))}: it is no GradScaler's"
             )
         checks = StateChecks()
         for name in _SETTINGS:

@@ -55,8 +55,8 @@ class StateChecks:
     def fail(self, path: str, key: Any, found: str, expected: str) -> NoReturn:
         """Raise an AmpValueError about the entry `key` of what is at `path`."""
         raise AmpValueError(
-            f"{path} has no usable {brief(key)}: {found}; expected {expected}. Nothing was loaded: repair "
-            "the entry, or take another checkpoint"
+            f"{path} has no usable {brief(key)}: {found}; expected {expected}. Nothing was loaded: "
+            "repair the entry, or take another checkpoint"
         )
 
     def entry(self, holder: Any, key: Any, path: str, expected: str, default: Any = _MISSING) -> Any:
@@ -131,6 +131,7 @@ class StateChecks:
         low: float = -FLOAT32_MAX,
         high: float = FLOAT32_MAX,
         is_whole: bool = False,
+        takes_tensors: bool = True,
     ) -> Any:
         """Return an entry that is a number or a tensor of one element, `low <= number <= high`.
 
@@ -138,7 +139,7 @@ class StateChecks:
         """
         expected = f"a {'whole' if is_whole else 'finite'} number{_range(low, high)}"
         value = self.entry(holder, key, path, f"{expected}, or a tensor of one")
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not takes_tensors:
             if is_whole:
                 return self.count(holder, key, path, int(high))
             return self.number(holder, key, path, low, high)
@@ -219,13 +220,12 @@ class StateChecks:
 
 
 def as_float(value: Any) -> float | None:
-    """Return a Python number as a float, or None for anything else; 10**400 is inf."""
+    """Return a Python number as a float, or None for anything else; inf for what is beyond int64."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        return float(value)
-    except OverflowError:
+    if isinstance(value, int) and value.bit_length() > 63:
         return math.inf if value > 0 else -math.inf
+    return float(value)
 
 
 def check_mapping(value: Any, expected: str) -> None:
@@ -257,8 +257,8 @@ def all_or_nothing(optimizer: Any) -> Iterator[None]:
             raise
         raise AmpValueError(
             f"{type(optimizer).__name__} cannot load this state dict: {type(error).__name__}: {error}. "
-            "Nothing was loaded: take what the state_dict() of such an optimizer, with the same groups, "
-            "has returned"
+            "Nothing was loaded: take what the state_dict() of such an optimizer, with the same "
+            "groups, has returned"
         ) from error
 
 

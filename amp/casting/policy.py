@@ -211,8 +211,8 @@ def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
         found = [name]
     if holder is None:
         why = (
-            f"there is no {brief(place or rule.pattern)} in torch or in what the script has imported, and "
-            "nothing else is imported for a rule. Write a full name, such as torch.fft.*"
+            f"there is no {brief(place or rule.pattern)} in torch or in what the script has imported, "
+            "and nothing else is imported for a rule. Write a full name, such as torch.fft.*"
         )
     elif is_immutable(holder):
         why = f"{place} is a type of Python itself"

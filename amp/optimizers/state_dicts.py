@@ -61,7 +61,7 @@ def _check_group(
     checks: StateChecks, optimizer: FusedOptimizer, group: Mapping[str, Any], path: str
 ) -> None:
     """Check the settings of a saved group, one by one and then together."""
-    check_settings(checks, group, path, optimizer.defaults)
+    check_settings(checks, group, path, optimizer.defaults, optimizer.defaults)
     for name in optimizer._ranges:
         checks.scalar(group, name, path, low=0.0)
     checks.count(group, "seed", path, 2**53)

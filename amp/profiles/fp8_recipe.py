@@ -198,8 +198,8 @@ def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
         return _from_mapping(name, value)
     if not isinstance(value, str):
         raise AmpTypeError(
-            f"{name}={brief(value)} is a {type(value).__name__}; allowed: one of {', '.join(RECIPES)}, a "
-            "mapping, or none"
+            f"{name}={brief(value)} is a {type(value).__name__}; allowed: one of {', '.join(RECIPES)}, "
+            "a mapping, or none"
         )
     word = value.strip().lower()
     if word in ("false", "no", "off"):

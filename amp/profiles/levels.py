@@ -114,8 +114,9 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
         if path.suffix or len(path.parts) > 1:
             path = beside.parent / path if beside else path
             if not _is_file(path):
+                where = path.absolute() if len(str(path)) < 1000 else "of so long a name"
                 raise ProfileNotFoundError(
-                    f"{what}={brief(str(name_or_path))}: there is no file {path.absolute() if len(str(path)) < 1000 else 'of so long a name'}"
+                    f"{what}={brief(str(name_or_path))}: there is no file {where}"
                 )
             return path
     raise AmpRuntimeError(

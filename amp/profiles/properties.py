@@ -26,8 +26,8 @@ def _parse_cast_inputs(name: str, value: object) -> CastInputs:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) and x for x in names):
         raise AmpTypeError(
-            f"{name}={brief(value)} is not true, false, or {{except: [...]}} with names of arguments and "
-            "modules"
+            f"{name}={brief(value)} is not true, false, or {{except: [...]}} with names of arguments "
+            "and modules"
         )
     return tuple(names) or True
 

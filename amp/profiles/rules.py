@@ -64,8 +64,8 @@ def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[
         return ()
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         raise AmpTypeError(
-            f"{name}={brief(value)} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} and "
-            "{module: ..., cast: ...}"
+            f"{name}={brief(value)} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} "
+            "and {module: ..., cast: ...}"
         )
     rules = []
     for i, item in enumerate(value):

@@ -80,8 +80,8 @@ def _text_of(path: Path) -> str:
         raise AmpValueError(f"{path}:1: the file cannot be read: {error.strerror}") from None
     if len(content) > LARGEST_FILE:
         raise AmpValueError(
-            f"{path}:1: the file is larger than {LARGEST_FILE} bytes, which no profile is; give the path "
-            "of a profile"
+            f"{path}:1: the file is larger than {LARGEST_FILE} bytes, which no profile is; give the "
+            "path of a profile"
         )
     try:
         text = content.decode("utf-8")
@@ -94,7 +94,8 @@ def _text_of(path: Path) -> str:
     if bad:
         line = text.count("\n", 0, bad.start()) + 1
         raise AmpValueError(
-            f"{path}:{line}: not a text file in UTF-8: it has the character {bad[0]!r}; save it as UTF-8"
+            f"{path}:{line}: not a text file in UTF-8: it has the character {bad[0]!r}; save it "
+            "as UTF-8"
         )
     return text
 

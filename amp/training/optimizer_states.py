@@ -7,19 +7,18 @@ entries for torch's own classes, by `amp.training.torch_states`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from amp.errors import brief
-from amp.state_checks import StateChecks, all_or_nothing, check_mapping
+from amp.state_checks import FLOAT32_MAX, StateChecks, all_or_nothing, check_mapping
 from amp.training import torch_states
 from amp.training.optimizer_wrappers import inherits
 
-_FRACTION = {"low": 0.0, "high": 1.0}
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
-_ADDED_LATER = {*_FLAGS, "amsgrad", "nesterov", "momentum", "centered", "decoupled_weight_decay"}
+_ADDED_LATER = {*_FLAGS, "amsgrad", "nesterov", "decoupled_weight_decay"}
 """Settings that are None or a bool; and those that torch fills in where an older one has saved."""
 
 
@@ -63,16 +62,28 @@ def check_no_others(checks: StateChecks, state: Mapping[Any, Any], found: Mappin
 
 
 def check_settings(
-    checks: StateChecks, group: Mapping[str, Any], path: str, defaults: Mapping[str, Any]
+    checks: StateChecks,
+    group: Mapping[str, Any],
+    path: str,
+    defaults: Mapping[str, Any],
+    takes_tensors: Collection[str] = ("lr",),
 ) -> None:
-    """Check the settings of a group: each is what its default is, a bool, a number or several."""
+    """Check the settings of a group: each is what its default is, a bool, a number or several.
+
+    Args:
+        checks: of the state dict.
+        group: a saved group.
+        path: what errors call it.
+        defaults: of the optimizer.
+        takes_tensors: the settings that may be tensors of one element.
+    """
     for name in defaults.keys() & group.keys():
         value, default = group[name], defaults[name]
         if name in _FLAGS or isinstance(default, bool):
             if value is not None:
                 checks.flag(group, name, path)
         elif isinstance(default, (int, float, Tensor)):
-            checks.scalar(group, name, path)
+            checks.scalar(group, name, path, takes_tensors=name in takes_tensors)
         elif isinstance(default, (list, tuple)):
             expected = f"{len(default)} numbers"
             if not isinstance(value, (list, tuple, Tensor)) or value is None:
@@ -82,9 +93,9 @@ def check_settings(
             parts = dict(enumerate(value))
             for i, part in parts.items():
                 if part is not None or default[i] is not None:
-                    checks.scalar(
-                        parts, i, f"{path}['{name}']", **(_FRACTION if name == "betas" else {})
-                    )
+                    low, high = (0.0, 1.0) if name == "betas" else (-FLOAT32_MAX, FLOAT32_MAX)
+                    takes = isinstance(default[i], Tensor)
+                    checks.scalar(parts, i, f"{path}['{name}']", low, high, takes_tensors=takes)
 
 
 def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,11 +132,12 @@ def check(optimizer: Any, state_dict: Any) -> None:
     if check_entry is None:
         return
     check_no_others(checks, state_dict["state"], found)
-    group_of = {}
+    group_of, kind = {}, type(optimizer).__name__
     for i, group in enumerate(state_dict["param_groups"]):
         path = f"state_dict['param_groups'][{i}]"
-        for name in optimizer.defaults.keys() - group.keys() - _ADDED_LATER:
-            checks.entry(group, name, path, f"a setting of {type(optimizer).__name__}")
+        added = {"momentum", "centered"} if kind == "RMSprop" else set()
+        for name in optimizer.defaults.keys() - group.keys() - _ADDED_LATER - added:
+            checks.entry(group, name, path, f"a setting of {kind}")
         check_settings(checks, group, path, optimizer.defaults)
         group_of.update(dict.fromkeys(group["params"], group))
     for key, entry in state_dict["state"].items():

@@ -1,4 +1,4 @@
-"""What the optimizers of `torch.optim` keep for a parameter, and how a saved state of each is checked."""
+"""What the optimizers of `torch.optim` keep for a parameter, and how a saved state is checked."""
 
 from __future__ import annotations
 
