@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, SupportsIndex, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning, brief
 from amp.masters.copies import copied_in_float32
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
@@ -49,6 +49,8 @@ logger = logging.getLogger("amp")
 
 M = TypeVar("M")
 T = TypeVar("T")
+
+_MOST_LOSSES = 10_000
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -96,8 +98,13 @@ class Session:
         enabled: bool = True,
         **overrides: Unpack[Overrides],
     ) -> None:
-        if isinstance(num_losses, bool) or not hasattr(num_losses, "__index__") or num_losses < 1:
-            raise AmpValueError(f"num_losses={num_losses!r} must be an integer of at least 1")
+        if not isinstance(num_losses, SupportsIndex) or isinstance(num_losses, (bool, Tensor)):
+            raise AmpValueError(f"num_losses={brief(num_losses)} must be an integer of at least 1")
+        if not 1 <= operator.index(num_losses) <= _MOST_LOSSES:
+            raise AmpValueError(
+                f"num_losses={brief(num_losses)} must be an integer of at least 1, and at most "
+                f"{_MOST_LOSSES}"
+            )
         self.properties = (
             Properties(enabled=False)
             if enabled is False

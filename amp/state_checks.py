@@ -36,6 +36,7 @@ class _Values(NamedTuple):
     low: float
     high: float
     is_whole: bool
+    may_be_inf: bool
 
 
 class StateChecks:
@@ -146,7 +147,7 @@ class StateChecks:
         is_plain = value.layout is torch.strided and not value.is_meta
         if value.numel() != 1 or not is_plain or value.dtype not in _NUMBERS:
             self.fail(path, key, brief(value), f"{expected}, or a tensor of one")
-        self._values.append(_Values(path, key, value, expected, low, high, is_whole))
+        self._values.append(_Values(path, key, value, expected, low, high, is_whole, False))
         return value
 
     def tensor_like(
@@ -158,6 +159,7 @@ class StateChecks:
         dtype: torch.dtype | None = None,
         low: float = -math.inf,
         are_numbers: bool = True,
+        may_be_inf: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Tensor:
         """Return an entry that is a floating-point tensor with the shape of another.
@@ -171,6 +173,7 @@ class StateChecks:
                 `like`.
             low: the smallest value that is allowed.
             are_numbers: whether NaN and inf are refused.
+            may_be_inf: whether inf is not.
             shape: another shape.
         """
         dtype, shape = dtype or like.dtype, tuple(like.shape if shape is None else shape)
@@ -186,7 +189,7 @@ class StateChecks:
         if are_numbers and value.numel() and not value.is_meta:
             high = torch.finfo(dtype).max
             expected = f"finite numbers{_range(low, high)}, for {dtype_name(dtype)}"
-            self._values.append(_Values(path, key, value, expected, low, high, is_whole=False))
+            self._values.append(_Values(path, key, value, expected, low, high, False, may_be_inf))
         return value
 
     def _check_memory(self, key: Any, path: str, value: Tensor, expected: str) -> None:
@@ -213,7 +216,8 @@ class StateChecks:
         for found in by_device.values():
             extremes = torch.stack([_extremes(tensor) for _, tensor in found]).tolist()
             for (each, _), (least, most) in zip(found, extremes, strict=True):
-                fits = each.low <= least and most <= each.high and not math.isinf(most)
+                is_inf = each.may_be_inf and most == math.inf
+                fits = each.low <= least and (is_inf or (most <= each.high and math.isfinite(most)))
                 if not fits or (each.is_whole and not most.is_integer()):
                     values = brief(most) if least == most else f"values from {least:g} to {most:g}"
                     self.fail(each.path, each.key, f"a tensor of {values}", each.expected)

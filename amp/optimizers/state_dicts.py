@@ -84,9 +84,8 @@ def _check_entry(
         if name in optimizer._scalars:
             checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
         elif name in optimizer._all_moments:
-            checks.tensor_like(
-                entry, name, path, parameter, optimizer.state_dtype or parameter.dtype, low
-            )
+            dtype = optimizer.state_dtype or parameter.dtype
+            checks.tensor_like(entry, name, path, parameter, dtype, low, may_be_inf=low == 0.0)
         else:
             known = ", ".join(("step", *optimizer._all_moments, *optimizer._scalars))
             kind = type(optimizer).__name__

@@ -156,6 +156,9 @@ def parse_positive(name: str, value: object) -> float:
 def parse_count(name: str, value: object) -> int:
     """Return an integer of at least 1."""
     number = parse_number(name, value)
-    if isinstance(value, bool) or number < 1 or not number.is_integer():
+    if isinstance(value, bool) or not 1 <= number <= 2.0**63 or not number.is_integer():
         raise AmpValueError(f"{name}={brief(value)} must be an integer of at least 1")
-    return int(number)
+    count = value if isinstance(value, int) else int(number)
+    if count >= 2**63:
+        raise AmpValueError(f"{name}={brief(value)} must be an integer of less than 2**63")
+    return count

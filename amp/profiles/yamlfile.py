@@ -49,7 +49,7 @@ def read_mapping(path: Path) -> list[Entry]:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         raise AmpValueError(f"{path}:{line}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueErrors are of odd escapes and directives
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # of odd escapes and directives
         raise AmpValueError(f"{path}:1: not valid YAML: {error}") from None
     if top is None:
         return []

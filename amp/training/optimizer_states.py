@@ -19,7 +19,12 @@ from amp.training.optimizer_wrappers import inherits
 
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 _ADDED_LATER = {*_FLAGS, "amsgrad", "nesterov", "decoupled_weight_decay"}
-"""Settings that are None or a bool; and those that torch fills in where an older one has saved."""
+"""Settings that are a bool, or None; and those that torch fills in where an older one has saved."""
+_ADDED: dict[str, set[str]] = {
+    "RMSprop": {*_ADDED_LATER, "momentum", "centered"},
+    **{name: {"foreach"} for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")},
+}
+"""The latter, of classes that are an exception."""
 
 
 def parameters_of(checks: StateChecks, optimizer: Any, state_dict: Any) -> dict[Any, Tensor]:
@@ -80,20 +85,21 @@ def check_settings(
     for name in defaults.keys() & group.keys():
         value, default = group[name], defaults[name]
         if name in _FLAGS or isinstance(default, bool):
-            if value is not None:
+            if value is not None or name not in ("foreach", "fused"):
                 checks.flag(group, name, path)
         elif isinstance(default, (int, float, Tensor)):
             checks.scalar(group, name, path, takes_tensors=name in takes_tensors)
         elif isinstance(default, (list, tuple)):
             expected = f"{len(default)} numbers"
-            if not isinstance(value, (list, tuple, Tensor)) or value is None:
-                checks.fail(path, name, brief(value), expected)
-            if len(value) != len(default):
+            is_list = isinstance(value, (list, tuple)) or (
+                isinstance(value, Tensor) and value.dim() == 1
+            )
+            if not is_list or len(value) != len(default):
                 checks.fail(path, name, brief(value), expected)
             parts = dict(enumerate(value))
             for i, part in parts.items():
                 if part is not None or default[i] is not None:
-                    low, high = (0.0, 1.0) if name == "betas" else (-FLOAT32_MAX, FLOAT32_MAX)
+                    low, high = (0.0, 1.0 - 1e-9) if name == "betas" else (-FLOAT32_MAX, FLOAT32_MAX)
                     takes = isinstance(default[i], Tensor)
                     checks.scalar(parts, i, f"{path}['{name}']", low, high, takes_tensors=takes)
 
@@ -135,8 +141,8 @@ def check(optimizer: Any, state_dict: Any) -> None:
     group_of, kind = {}, type(optimizer).__name__
     for i, group in enumerate(state_dict["param_groups"]):
         path = f"state_dict['param_groups'][{i}]"
-        added = {"momentum", "centered"} if kind == "RMSprop" else set()
-        for name in optimizer.defaults.keys() - group.keys() - _ADDED_LATER - added:
+        added = _ADDED.get(kind, _ADDED_LATER)
+        for name in optimizer.defaults.keys() - group.keys() - added:
             checks.entry(group, name, path, f"a setting of {kind}")
         check_settings(checks, group, path, optimizer.defaults)
         group_of.update(dict.fromkeys(group["params"], group))

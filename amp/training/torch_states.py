@@ -52,7 +52,10 @@ _AT_LEAST_0 = (
     *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "step_size"),
     *("mu_product", "eta", "mu"),
 )
-"""Entries that are no moments but numbers; and those whose values are never negative."""
+"""Entries that are no moments but numbers; and those whose values are never negative.
+
+The latter may be inf, as squares in float16 are now and then: such a weight stays what it is.
+"""
 
 
 def _check_entry(
@@ -79,7 +82,7 @@ def _check_entry(
         elif name in _NUMBERS:
             checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
         elif parameter.dtype in SCALABLE and not (name not in required and entry[name] is None):
-            checks.tensor_like(entry, name, path, parameter, low=low)
+            checks.tensor_like(entry, name, path, parameter, low=low, may_be_inf=low == 0.0)
 
 
 def _check_names(checks: StateChecks, entry: Mapping[Any, Any], path: str, names: Set[str]) -> None:
@@ -106,7 +109,7 @@ def _check_adafactor(
     _check_names(checks, entry, path, {"step", *shapes})
     checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
     for name, each in shapes.items():
-        checks.tensor_like(entry, name, path, parameter, low=0.0, shape=each)
+        checks.tensor_like(entry, name, path, parameter, low=0.0, may_be_inf=True, shape=each)
 
 
 def _check_lbfgs(
@@ -154,6 +157,8 @@ def _check_items(
     """Check vectors of a shape, or numbers."""
     numbered = dict(enumerate(items))
     for i in numbered:
+        if isinstance(numbered[i], Tensor) and numbered[i].dim() != (shape is not None):
+            checks.fail(path, i, brief(numbered[i]), "a number" if shape is None else "a vector")
         if shape is None:
             checks.scalar(numbered, i, path)
         else:
