@@ -1,20 +1,46 @@
 """What `initialize` and `scale_loss` are given: read, or refused before anything is touched."""
 
+import operator
 import os
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp.distributed import ProcessGroup, groups_of_meshes, without_contained
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
 from amp.lazy import kernels
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer, declares, keeps_moments
 from amp.training.optimizer_wrappers import innermost, is_optimizer
+
+_MOST_LOSSES = 10_000
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """Return a bool, or whether a number is not 0; None is False."""
+    is_number = isinstance(value, (bool, int, float)) or (
+        getattr(value, "ndim", None) == 0 and not isinstance(value, Tensor)  # of NumPy
+    )
+    if value is not None and not is_number:
+        raise AmpTypeError(f"{name}={brief(value)} is neither True nor False")
+    return bool(value)
+
+
+def as_count(num_losses: Any) -> int:
+    """Return the number of losses."""
+    try:
+        count = 0 if isinstance(num_losses, bool) else operator.index(num_losses)
+    except (TypeError, RuntimeError):
+        count = 0
+    if not 1 <= count <= _MOST_LOSSES:
+        raise AmpValueError(
+            f"num_losses={brief(num_losses)} must be an integer of at least 1, at most {_MOST_LOSSES}"
+        )
+    return count
 
 
 def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp import checkpoint
-from amp.arguments import attached_to
+from amp.arguments import as_flag, attached_to
 from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
 from amp.profiles.loss_scaling import LossScaling
@@ -98,7 +98,9 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
         AmpValueError: a value that a property does not take.
     """
     _check_arguments(enabled, others)
-    enabled, min_loss_scale = bool(enabled), min_loss_scale or None
+    enabled = as_flag("enabled", enabled)
+    if isinstance(min_loss_scale, (int, float)) and not min_loss_scale:
+        min_loss_scale = None
     given: dict[str, Any] = {key: value for key, value in locals().items() if key in OVERRIDE_KEYS}
     given |= others
     session = Session(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import warnings
 import weakref
@@ -11,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, SupportsIndex, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning, brief
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning
 from amp.masters.copies import copied_in_float32
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
@@ -49,8 +48,6 @@ logger = logging.getLogger("amp")
 
 M = TypeVar("M")
 T = TypeVar("T")
-
-_MOST_LOSSES = 10_000
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -98,25 +95,19 @@ class Session:
         enabled: bool = True,
         **overrides: Unpack[Overrides],
     ) -> None:
-        if not isinstance(num_losses, SupportsIndex) or isinstance(num_losses, (bool, Tensor)):
-            raise AmpValueError(f"num_losses={brief(num_losses)} must be an integer of at least 1")
-        if not 1 <= operator.index(num_losses) <= _MOST_LOSSES:
-            raise AmpValueError(
-                f"num_losses={brief(num_losses)} must be an integer of at least 1, and at most "
-                f"{_MOST_LOSSES}"
-            )
+        count = arguments.as_count(num_losses)
         self.properties = (
             Properties(enabled=False)
             if enabled is False
             else resolve(opt_level, {"enabled": enabled, **overrides})
         )
+        arguments.as_flag("verbosity", verbosity)
         self.verbosity = verbosity
         self.closed = False
         arguments.check_environment()
         self._process_groups = distributed.as_process_groups(process_group)
         self.scalers = [
-            LossScaler(self.properties.loss_scaling, i, self._process_groups)
-            for i in range(operator.index(num_losses))
+            LossScaler(self.properties.loss_scaling, i, self._process_groups) for i in range(count)
         ]
         self._models: list[weakref.ref[nn.Module]] = []
         kind = self.properties.master_weights
@@ -165,13 +156,14 @@ class Session:
             The objects that were passed: models alone if `optimizers` is None, else both.
         """
         self._check_open()
+        allow = arguments.as_flag("allow_incoming_model_not_fp32", allow_incoming_model_not_fp32)
         if self.properties.enabled:
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
             for model in model_list:
                 self._check_not_cast(model)
                 reshard(model)
-                arguments.check_model(model, allow_incoming_model_not_fp32)
+                arguments.check_model(model, allow)
                 for strategy in self._strategies:
                     strategy.check_model(model)
             known = filter(None, [reference() for reference in self._models])

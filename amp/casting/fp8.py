@@ -120,7 +120,7 @@ class Fp8Linears(Strategy):
         }
         undo.callback(_release, layers)
         _put_in(layers)
-        if self._loaded is not None and names:
+        if self._loaded is not None and self.history is not None and names:
             if message := _unknown(self._loaded, names):
                 warnings.warn(message, AmpWarning, stacklevel=6)
             self.history.load_state_dict(self._loaded, first)

@@ -119,7 +119,7 @@ def _loader() -> Any:
                     else f"more than {_MOST_VALUES} values"
                 )
                 raise yaml.MarkedYAMLError(problem=f"{what}, which no profile is", problem_mark=mark)
-            node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+            node = super().compose_node(parent, index)
             self.depth -= 1
             return node
 

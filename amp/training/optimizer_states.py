@@ -116,12 +116,12 @@ def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwar
     if not inherits(optimizer, "load_state_dict"):
         with all_or_nothing(optimizer):
             return load_state_dict(*args, **kwargs)
-    given = args[0] if args else kwargs.get("state_dict")
+    given: Any = args[0] if args else kwargs.get("state_dict")
     check_mapping(given, f"what {type(optimizer).__name__}.state_dict() returns")
     with all_or_nothing(optimizer):
         handle = optimizer.register_load_state_dict_pre_hook(check)
         try:
-            return load_state_dict(dict(given))  # type: ignore[call-overload]
+            return load_state_dict(dict(given))
         finally:
             handle.remove()
 

@@ -147,8 +147,8 @@ def _check_lbfgs(
         _check_items(checks, items, f"{path}['{name}']", parameter, None if name == "ro" else flat)
     if "al" in entry:
         items = checks.items(entry, "al", path, f"a list of {history}", history)
-        found = [item for item in items if item is not None]
-        _check_items(checks, found, f"{path}['al']", parameter, None)
+        numbers_of = [item for item in items if item is not None]
+        _check_items(checks, numbers_of, f"{path}['al']", parameter, None)
 
 
 def _check_items(
