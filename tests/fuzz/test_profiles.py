@@ -1,0 +1,199 @@
+"""Profiles and overrides with anything wrong: a right result, or one AmpError and nothing changed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import amp
+from amp.errors import AmpError
+from amp.profiles.loss_scaling import SCALING_KEYS
+from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS
+from tests.fuzz.inputs import JUNK, bits, fuzz, model
+
+NESTED = "\n".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
+    for before, name in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
+)
+BOMBS = {
+    "an alias in itself": "loss_scale: &a {init: *a}",
+    "a list in itself": "rules: &a [*a]",
+    "nested aliases": f"a: &a [1, 2]\n{NESTED}",
+    "deep lists": "rules: " + "[" * 3000,
+    "deep mappings": "loss_scale: " + "{a: " * 3000,
+    "deep indentation": "\n".join(" " * i + "a:" for i in range(300)),
+    "deep dashes": "- " * 3000,
+    "many keys": "".join(f"k{i}: 1\n" for i in range(6000)),
+    "many inner keys": f"loss_scale: {{{', '.join(f'k{i}: 1' for i in range(4000))}}}",
+    "many anchors": "a: " + "&x " * 20000,
+    "a long key": "a" * 65000 + ": 1",
+    "a long tag": "a: !<" + "x" * 60000,
+    "a large file": "x" * 2**20,
+    "a long number": "loss_scale: " + "9" * 60000,
+    "a long path": "extends: " + "a/" * 20000,
+    "a long name": "extends: " + "a" * 300 + ".yaml",
+}
+SCALARS = st.sampled_from(
+    [
+        "true",
+        "no",
+        "~",
+        "1",
+        "-1",
+        "1e39",
+        "1e400",
+        "-.inf",
+        ".nan",
+        ".inf",
+        "0x1f",
+        "!!int abc",
+        "!!timestamp x",
+        "!!map x",
+        "!!seq x",
+        "!!str [a]\n    ",
+        "!!python/object/apply:os.system [ls]",
+        "!foo bar",
+        "!!binary aGk=",
+        "!!float nan",
+        "&a 1",
+        "*a",
+        "[]",
+        "{}",
+        "[1, 2]\n    ",
+        "{a: 1}",
+        "float16",
+        "O2",
+        "O1",
+        "mine.yaml",
+        "/dev/zero",
+        "/",
+        ".",
+        '"\\0"',
+        '"\\ud800"',
+        '"\\UFFFFFFFF"',
+        "dynamic",
+        "kahan",
+        "delayed\n    ",
+        "{init: 8, growth_interval: .inf}",
+        "{init: .nan}",
+        "{hysteresis: 1e400}",
+        "{min: 5, max: 1}",
+        "{a: 1, a: 2}\n    ",
+        "{recipe: delayed, margin: .inf}",
+        "{skip: [[]]}",
+        "[{op: this.s, cast: none}]",
+        "[{op: 1, cast: 2}]\n    ",
+        "[{op: builtins.*, cast: float32}]",
+        "[{op: torch.mm, cast: float32}]",
+        "? [a] : b",
+        "'",
+        '"',
+        "{",
+        "[",
+        "%YAML 9",
+        "@",
+        "---",
+    ]
+).map(str.strip) | st.sampled_from(["9" * 400, "9" * 5000, "\u2028", "\x00", "a/" * 3000])
+LINES = st.one_of(
+    st.builds(
+        "{}: {}\n".format, st.sampled_from([*PROPERTY_KEYS, "extends", "brief", "<<", "x"]), SCALARS
+    ),
+    st.builds("loss_scale:\n  {}: {}\n".format, st.sampled_from([*SCALING_KEYS, "<<", "x"]), SCALARS),
+)
+FILES = st.lists(LINES, min_size=1, max_size=4).map("".join).map(str.encode) | st.binary(max_size=60)
+
+
+def check_file(path: Path, content: bytes) -> None:
+    """A file is a profile, or an error with file and line; it imports nothing, and takes no second."""
+    path.write_bytes(content)
+    began = time.process_time()
+    try:
+        amp.load_profile(path).describe()
+    except AmpError as error:
+        assert f"{path}:" in str(error)
+        assert len(str(error)) < 1500
+    assert time.process_time() - began < 1.0
+    assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs(bomb: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    check_file(path, BOMBS[bomb].encode())
+    with pytest.raises(AmpError, match="mine.yaml:"):
+        amp.load_profile(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
+def test_other_encodings_are_said(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes("loss_scale: 1 # é\n".encode(encoding))
+    with pytest.raises(AmpError, match="mine.yaml:1: not a text file in UTF-8"):
+        amp.load_profile(path)
+    path.write_bytes("loss_scale: 4 # é\n".encode("utf-8-sig"))
+    assert amp.load_profile(path).loss_scale == 4.0
+
+
+def check_files(tmp_path: Path, examples: int) -> None:
+    @fuzz(examples)
+    @given(FILES)
+    def check(content: bytes) -> None:
+        check_file(tmp_path / "mine.yaml", content)
+
+    check()
+
+
+def test_files(tmp_path: Path) -> None:
+    check_files(tmp_path, 250)
+
+
+@pytest.mark.slow
+def test_many_files(tmp_path: Path) -> None:
+    check_files(tmp_path, 2500)
+
+
+NAMES = [*OVERRIDE_KEYS, "num_losses", "verbosity", "opt_level", "enabled", "process_group"]
+VALUES = JUNK | st.sampled_from(
+    [
+        *("O0", "O1", "O2", "O5", "O7", "dynamic", "128", torch.float16, np.ones(2), np.float32(3)),
+        *({"init": 10**400}, {"growth_interval": torch.ones(2)}, {"hysteresis": float("inf")}),
+        *([{"op": "builtins.*", "cast": "float32"}], [{"op": "this.s", "cast": "float32"}]),
+    ]
+)
+
+
+def check_options(examples: int) -> None:
+    @fuzz(examples)
+    @given(st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=3))
+    def check(options: dict[str, Any]) -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        before = bits([dict(net.named_parameters()), optimizer.state_dict()])
+        try:
+            amp.initialize(net, optimizer, **{"verbosity": 0, **options})
+        except AmpError as error:
+            assert len(str(error)) < 1500
+            assert bits([dict(net.named_parameters()), optimizer.state_dict()]) == before
+            assert "this" not in sys.modules
+            return
+        amp.get_session().close()
+
+    check()
+
+
+def test_options_of_initialize() -> None:
+    check_options(150)
+
+
+@pytest.mark.slow
+def test_many_options_of_initialize() -> None:
+    check_options(1500)
