@@ -219,8 +219,10 @@ class StateChecks:
                 is_inf = each.may_be_inf and most == math.inf
                 fits = each.low <= least and (is_inf or (most <= each.high and math.isfinite(most)))
                 if not fits or (each.is_whole and not most.is_integer()):
-                    values = brief(most) if least == most else f"values from {least:g} to {most:g}"
-                    self.fail(each.path, each.key, f"a tensor of {values}", each.expected)
+                    found_there = "a tensor with NaN"
+                    if least == least:
+                        found_there = f"a tensor of values from {least:g} to {most:g}"
+                    self.fail(each.path, each.key, found_there, each.expected)
 
 
 def as_float(value: Any) -> float | None:
@@ -271,7 +273,7 @@ def _range(low: float, high: float) -> str:
         return ""
     if high == math.inf:
         return f" of at least {low:g}"
-    return f" from {max(low, -high):g} to {high:.10g}"
+    return f" from {max(low, -high):g} to {high:g}"
 
 
 def _on_this_rank(tensor: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""Profiles and arguments that hold something wrong: what is said, and what does not happen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import amp
+from amp.errors import AmpError, AmpValueError
+from tests.models import linear
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("brief: x\nloss_scale: !!int abc", ":2: not valid YAML here: the tag '!!int'; leave it out"),
+        ("brief: !!timestamp x", ":1: .*'!!timestamp'"),
+        ("brief: !!map x", ":1: .*'!!map'"),
+        ("rules: !!python/object/apply:os.system [ls]", ":1: .*os.system"),
+        ("!foo {brief: x}", ":1: .*'!foo'"),
+        ("brief: x\nloss_scale: " + "9" * 5000, ":2: a number of 5000 digits"),
+        ("loss_scale: 1" + "0" * 390, ":1: loss_scale=an integer of about 391 digits must be a finite"),
+        ("loss_scale: {growth_interval: .inf}", ":1: growth_interval=inf must be an integer"),
+        ("loss_scale: {growth_interval: .nan}", ":1: growth_interval=nan must be an integer"),
+        ("brief: x\nloss_scale: &a {init: *a}", ":2: an alias stands inside of what it names"),
+        ("rules: " + "[" * 3000, ":1: not valid YAML: more than 20 levels deep"),
+        ("brief: x\nbrief: y", ":2: 'brief' was set on line 1 already"),
+        ("loss_scale: {<<: {init: 1}}", ":1: a merge key .* write 'extends:'"),
+        ("? [a]\n: b", ":1: a list or mapping stands in the place of a key"),
+        ("extends: " + "a" * 300 + ".yaml", ":1: extends=.* of length 305: there is no file"),
+        ("extends: /dev/zero", ":1: .*is not one of|:1: .*there is no file"),
+        ('brief: "\\UFFFFFFFF"', ":1: not valid YAML"),
+    ],
+)
+def test_the_line_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(AmpError, match=f"mine.yaml{message}"):
+        amp.load_profile(path)
+
+
+def test_an_alias_of_a_few_values_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("cast_model_type: &half float16\ncast_model_outputs: *half\n")
+    assert amp.load_profile(path).cast_model_outputs is torch.float16
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("fifo.yaml", "folder.yaml", "x" * 300 + ".yaml", "a\0.yaml"):
+        with pytest.raises(FileNotFoundError, match="there is no file"):
+            amp.load_profile(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        amp.load_profile("/dev/zero")
+
+
+def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
+    for i in range(30):
+        (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml\n")
+    with pytest.raises(AmpValueError, match="more than 20 files extend each other: 0.yaml -> 1.yaml"):
+        amp.load_profile(tmp_path / "0.yaml")
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        ("this.s", "there is no 'this' in torch or in what the script has imported"),
+        ("torch.utils.bottleneck.__main__.main", "there is no"),
+        ("builtins.*", "builtins is a module of Python or amp itself"),
+        ("builtins.len", "builtins is a module of Python"),
+        ("functools.reduce", "functools is a module of Python"),
+        ("amp.scale_loss", "amp is a module of Python or amp itself"),
+    ],
+)
+def test_a_rule_imports_nothing_and_leaves_python_alone(op: str, text: str) -> None:
+    with pytest.raises(AmpValueError, match=text):
+        amp.initialize(linear(), opt_level="O1", rules=[{"op": op, "cast": "float32"}])
+    assert "this" not in sys.modules
+    assert "torch.utils.bottleneck.__main__" not in sys.modules
+
+
+def test_python_itself_is_not_registered() -> None:
+    import builtins
+
+    with pytest.raises(AmpValueError, match="builtins is a module of Python"):
+        amp.register_float_function(builtins, "len")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"loss_scale": 10**400}, "loss_scale=an integer of about 401 digits must be a finite number"),
+        ({"loss_scale": 10**5000}, "loss_scale=an integer of about 5001 digits"),
+        (
+            {"loss_scale": torch.ones(2)},
+            r"loss_scale is a float32 tensor of shape \(2,\); give",
+        ),
+        ({"loss_scale": {"init": torch.ones(2)}}, r"init is a float32 tensor of shape \(2,\)"),
+        ({"min_loss_scale": torch.ones(2)}, "min_loss_scale is a float32 tensor"),
+        ({"num_losses": 10**400}, "num_losses=an integer of about 401 digits must be an integer of at"),
+        (
+            {"num_losses": 2**31},
+            "num_losses=2147483648 must be an integer .* at most 10000",
+        ),
+        ({"verbosity": torch.ones(2)}, "verbosity=a float32 tensor"),
+        ({"opt_level": "x" * 5000}, "of length 5000 is not one of O0"),
+    ],
+)
+def test_numbers_that_are_none_change_nothing(options: dict[str, Any], text: str) -> None:
+    model = linear()
+    with pytest.raises(AmpError, match=text):
+        amp.initialize(model, **{"opt_level": "O2", **options})
+    assert model.weight.dtype is torch.float32

@@ -1,0 +1,242 @@
+"""State dicts that hold something wrong: what is said of them, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+from amp.errors import AmpError, AmpValueError
+from amp.optimizers import FusedAdam, FusedLion, FusedSGD
+from tests.models import linear, sgd
+
+
+def stepped(optimizer_of: Any, level: str = "O2", **options: Any) -> tuple[nn.Module, Any]:
+    model = linear()
+    model, optimizer = amp.initialize(
+        model, optimizer_of(model.parameters()), opt_level=level, **options
+    )
+    with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def refused(optimizer: Any, state: Any, match: str) -> None:
+    before = copy.deepcopy(optimizer.state_dict())
+    held = optimizer.state, list(optimizer.state.values()), list(optimizer.param_groups)
+    with pytest.raises(AmpValueError, match=match):
+        optimizer.load_state_dict(state)
+    assert held[0] is optimizer.state
+    assert all(a is b for a, b in zip(held[1], optimizer.state.values(), strict=True))
+    assert all(a is b for a, b in zip(held[2], optimizer.param_groups, strict=True))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, entry in before["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, after["state"][key][name])
+
+
+@pytest.mark.parametrize("optimizer_of", [FusedLion, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("exp_avg", [0.0], r"has no usable 'exp_avg': \[0.0\]; expected a dense .* of shape \(4, 4\)"),
+        ("exp_avg", torch.ones(4), r"a float32 tensor of shape \(4,\); expected"),
+        ("exp_avg", torch.full((4, 4), torch.nan), "a tensor with NaN; expected finite numbers"),
+        ("exp_avg", torch.ones(4, 4, dtype=torch.complex64), "a complex64 tensor"),
+        ("exp_avg", torch.ones(4, 4).to_sparse(), "torch.sparse_coo"),
+        ("exp_avg", torch.ones(4, 4, device="meta"), "on the device meta"),
+        ("exp_avg", torch.zeros(1).expand(4, 4), "whose elements share memory"),
+        ("step", 10**400, "an integer of about 401 digits; expected a whole number from 0 to"),
+        ("step", torch.tensor(1.5), "a tensor of values from 1.5 to 1.5; expected a whole number"),
+        ("step", torch.ones(2), r"a float32 tensor of shape \(2,\)"),
+        ("mu_product", torch.tensor(1.0), "no such entry"),
+    ],
+)
+def test_an_entry_of_a_parameter_is_named(optimizer_of: Any, name: str, value: Any, text: str) -> None:
+    _, optimizer = stepped(optimizer_of)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0][name] = value
+    refused(optimizer, state, rf"state_dict\['state'\]\[0\] .*{text}")
+
+
+@pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])
+def test_second_moments_are_not_negative_and_have_memory_of_their_own(optimizer_of: Any) -> None:
+    _, optimizer = stepped(optimizer_of)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg_sq"] = state["state"][0]["exp_avg"]
+    refused(optimizer, state, r"the same memory as state_dict\['state'\]\[0\]\['exp_avg")
+    state["state"][0]["exp_avg_sq"] = torch.full((4, 4), -1.0)
+    refused(
+        optimizer,
+        state,
+        "'exp_avg_sq': a tensor of values from -1 to -1; expected finite numbers from 0 to",
+    )
+    state["state"][0]["exp_avg_sq"] = torch.full((4, 4), torch.inf)  # as float16 has it now and then
+    optimizer.load_state_dict(state)
+
+
+def test_what_float16_cannot_hold_is_refused() -> None:
+    _, optimizer = stepped(FusedAdam, "O3")
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg_sq"] = torch.full((4, 4), 1e5)
+    refused(optimizer, state, "finite numbers from 0 to 65504, for float16")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (("param_groups",), [], "no usable 'param_groups': .*; expected a list of 1 groups"),
+        (("param_groups", 0), 3, r"\['param_groups'\] has no usable 0: 3; expected a mapping"),
+        (("param_groups", 0, "params"), [0], "no usable 'params': .*; expected a list of 2 numbers"),
+        (("param_groups", 0, "params"), [0, 0], "0 is no number, or there twice"),
+        (("param_groups", 0, "lr"), torch.ones(2), "no usable 'lr'"),
+        (("param_groups", 0, "lr"), float("nan"), "no usable 'lr': nan"),
+        (("param_groups", 0, "betas"), "ab", "no usable 'betas': 'ab'; expected 2 numbers"),
+        (("param_groups", 0, "maximize"), "no", "no usable 'maximize': 'no'; expected a bool"),
+        (("state",), [], r"no usable 'state': \[\]; expected a mapping"),
+        (("state", 7), {"step": 1}, "no usable 'state': 7 is of no group"),
+        (("state", 0), [1], r"\['state'\] has no usable 0: \[1\]; expected a mapping"),
+    ],
+)
+@pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])
+def test_the_structure_is_checked(optimizer_of: Any, path: Any, value: Any, text: str) -> None:
+    _, optimizer = stepped(optimizer_of)
+    state = copy.deepcopy(optimizer.state_dict())
+    inner: Any = state
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    refused(optimizer, state, text)
+
+
+def test_a_state_of_another_torch_optimizer_is_refused() -> None:
+    _, optimizer = stepped(torch.optim.AdamW)
+    other = torch.optim.SGD(linear().parameters(), lr=0.1, momentum=0.9)
+    refused(optimizer, other.state_dict(), "no usable '.*': it is missing; expected a setting of AdamW")
+
+
+def test_a_hook_that_adapts_a_state_dict_comes_before_the_checks() -> None:
+    _, optimizer = stepped(torch.optim.AdamW)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"] = {f"p{key}": entry for key, entry in state["state"].items()}
+
+    def adapt(optimizer: Any, state: Any) -> Any:
+        return {**state, "state": {int(key[1:]): entry for key, entry in state["state"].items()}}
+
+    optimizer.register_load_state_dict_pre_hook(adapt)
+    optimizer.load_state_dict(state)
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 1.0
+
+
+class Broken(torch.optim.SGD):
+    """Finds out late that it cannot load."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state.clear()
+        self.param_groups[0]["lr"] = 7.0
+        raise KeyError("odd")
+
+
+def test_a_loader_that_fails_late_is_undone() -> None:
+    _, optimizer = stepped(lambda p: Broken(p, lr=0.1, momentum=0.9))
+    refused(optimizer, {}, "Broken cannot load this state dict: KeyError: 'odd'. Nothing was loaded")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert len(optimizer.state) == 2
+
+
+@pytest.mark.parametrize("level", [None, "O3"])
+def test_second_moments_in_bfloat16_are_not_rounded_to_float16_on_the_way(level: str | None) -> None:
+    model = linear().half()
+    optimizer: Any = FusedAdam(model.parameters(), state_dtype=torch.bfloat16)
+    if level is not None:
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, allow_incoming_model_not_fp32=True
+        )
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-4)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    moments: Tensor = state["state"][0]["exp_avg_sq"]
+    assert 0 < moments.float().max() < 2**-25
+    optimizer.load_state_dict(copy.deepcopy(state))
+    after = optimizer.state_dict()["state"][0]
+    assert torch.equal(after["exp_avg_sq"], moments)
+    assert torch.equal(after["exp_avg"], state["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"unskipped": 1e39}, "'unskipped': 1e[+]39; expected a whole number from 0 to 2.14748e[+]09"),
+        ({"unskipped": 10**400}, "'unskipped': an integer of about 401 digits"),
+        ({"unskipped": 1.5}, "'unskipped': 1.5"),
+        ({"hysteresis_left": float("nan")}, "'hysteresis_left': nan"),
+        ({"loss_scale": True}, "'loss_scale': True"),
+        ({"dynamic": "yes"}, "'dynamic': 'yes'; expected a bool"),
+        ({"histeresis_left": 1}, "'histeresis_left': no loss scaler has it"),
+    ],
+)
+def test_several_loss_scalers_load_together_or_not_at_all(entry: dict[str, Any], text: str) -> None:
+    model = linear()
+    amp.initialize(model, sgd(model), opt_level="O2", num_losses=2)
+    before = amp.state_dict()
+    wrong = {"loss_scale": 4.0, "unskipped": 1, **entry}
+    state = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": wrong}
+    with pytest.raises(AmpError, match=rf"state_dict\['loss_scaler1'\] has no usable {text}"):
+        amp.load_state_dict(state)
+    assert amp.state_dict() == before
+
+
+def test_a_warning_that_is_an_error_comes_before_anything_is_loaded() -> None:
+    amp.initialize(linear(), opt_level="O2")
+    with pytest.raises(amp.AmpWarning, match="saved at opt_level O1"):  # warnings are errors here
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "opt_level": "O1"})
+    assert amp.loss_scale() == 65536.0
+
+
+def test_a_state_goes_with_the_session_that_has_it() -> None:
+    state = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    amp.initialize(linear(), opt_level="O2")
+    amp.load_state_dict(state)
+    amp.get_session().close()
+    amp.initialize(linear(), opt_level="O2")
+    assert amp.loss_scale() == 65536.0
+    amp.get_session().close()
+    amp.load_state_dict(state)  # there is no open session: it is for the next
+    state["loss_scaler0"]["loss_scale"] = -1.0  # what was loaded is not what the caller holds
+    amp.initialize(linear(), opt_level="O2")
+    assert amp.loss_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("_hysteresis_left", float("nan")), ("growth_interval", 10**400), ("_growth_tracker", 1e39)],
+)
+def test_grad_scaler_names_the_entry(name: str, value: Any) -> None:
+    scaler = amp.GradScaler("cpu", hysteresis=2)
+    before = scaler.state_dict()
+    with pytest.raises(AmpValueError, match=name.removeprefix("_hy")):
+        scaler.load_state_dict({**before, "scale": 2.0, name: value})
+    assert scaler.state_dict() == before
+
+
+def test_state_dicts_go_both_ways_between_torchs_optimizers_and_the_fused() -> None:
+    for theirs, ours in (
+        (torch.optim.AdamW, FusedAdam),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: FusedSGD(p, lr=0.1, momentum=0.9),
+        ),
+    ):
+        _, first = stepped(theirs)
+        saved = copy.deepcopy(first.state_dict())
+        _, second = stepped(ours)
+        second.load_state_dict(saved)
+        first.load_state_dict(copy.deepcopy(second.state_dict()))
+        first.step()
