@@ -75,7 +75,7 @@ def test_second_moments_are_not_negative_and_have_memory_of_their_own(optimizer_
     refused(
         optimizer,
         state,
-        "'exp_avg_sq': a tensor of values from -1 to -1; expected finite numbers from 0 to",
+        "'exp_avg_sq': a tensor of values from -1 to -1; expected finite",
     )
     state["state"][0]["exp_avg_sq"] = torch.full((4, 4), torch.inf)  # as float16 has it now and then
     optimizer.load_state_dict(state)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import amp
-from amp.errors import AmpError
+from amp.errors import AmpError, AmpWarning
 from amp.profiles.loss_scaling import SCALING_KEYS
 from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS
 from tests.fuzz.inputs import JUNK, bits, fuzz, model
@@ -158,7 +158,7 @@ def test_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_files(tmp_path: Path) -> None:
-    check_files(tmp_path, 2500)
+    check_files(tmp_path, 1500)
 
 
 NAMES = [*OVERRIDE_KEYS, "num_losses", "verbosity", "opt_level", "enabled", "process_group"]
@@ -180,7 +180,7 @@ def check_options(examples: int) -> None:
         before = bits([dict(net.named_parameters()), optimizer.state_dict()])
         try:
             amp.initialize(net, optimizer, **{"verbosity": 0, **options})
-        except AmpError as error:
+        except (AmpError, AmpWarning) as error:  # warnings are errors here
             assert len(str(error)) < 1500
             assert bits([dict(net.named_parameters()), optimizer.state_dict()]) == before
             assert "this" not in sys.modules
@@ -196,4 +196,4 @@ def test_options_of_initialize() -> None:
 
 @pytest.mark.slow
 def test_many_options_of_initialize() -> None:
-    check_options(1500)
+    check_options(1000)

@@ -112,7 +112,7 @@ def test_optimizers(name: str, masters: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "masters"), [*itertools.product(OPTIMIZERS, MASTERS)])
 def test_all_optimizers(name: str, masters: str) -> None:
-    check_optimizer(name, masters, 25)
+    check_optimizer(name, masters, 16)
 
 
 @pytest.mark.parametrize("is_error", [False, True])
