@@ -279,7 +279,7 @@ def _range(low: float, high: float) -> str:
 def _on_this_rank(tensor: Tensor) -> Tensor:
     """Return the shard of a DTensor that this rank holds; any other tensor itself."""
     shard: Any = getattr(tensor, "_local_tensor", tensor).detach()
-    return shard.wait() if hasattr(shard, "wait") else shard
+    return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
