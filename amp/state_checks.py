@@ -158,7 +158,6 @@ class StateChecks:
         like: Tensor,
         dtype: torch.dtype | None = None,
         low: float = -math.inf,
-        are_numbers: bool = True,
         may_be_inf: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Tensor:
@@ -172,8 +171,7 @@ class StateChecks:
             dtype: what the values are cast to, whose range they have to be in; by default that of
                 `like`.
             low: the smallest value that is allowed.
-            are_numbers: whether NaN and inf are refused.
-            may_be_inf: whether inf is not.
+            may_be_inf: whether inf is allowed; NaN is not.
             shape: another shape.
         """
         dtype, shape = dtype or like.dtype, tuple(like.shape if shape is None else shape)
@@ -186,7 +184,7 @@ class StateChecks:
         if value.is_meta and not like.is_meta:
             self.fail(path, key, "a tensor on the device meta, which has no values", expected)
         self._check_memory(key, path, value, expected)
-        if are_numbers and value.numel() and not value.is_meta:
+        if value.numel() and not value.is_meta:
             high = torch.finfo(dtype).max
             expected = f"finite numbers{_range(low, high)}, for {dtype_name(dtype)}"
             self._values.append(_Values(path, key, value, expected, low, high, False, may_be_inf))

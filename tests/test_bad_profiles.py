@@ -114,6 +114,7 @@ def test_python_itself_is_not_registered() -> None:
 )
 def test_numbers_that_are_none_change_nothing(options: dict[str, Any], text: str) -> None:
     model = linear()
+    given: Any = {"opt_level": "O2", **options}
     with pytest.raises(AmpError, match=text):
-        amp.initialize(model, **{"opt_level": "O2", **options})
+        amp.initialize(model, **given)
     assert model.weight.dtype is torch.float32

@@ -305,7 +305,7 @@ def _saved_masters(
     for i, (group, own) in enumerate(zip(saved, masters, strict=True)):
         for j, (_, master) in enumerate(zip(group, own, strict=True)):
             tensors = dict(enumerate(group))
-            checks.tensor_like(tensors, j, f"state_dict['{key}'][{i}]", master, are_numbers=False)
+            checks.tensor_like(tensors, j, f"state_dict['{key}'][{i}]", master)
     return [list(group) for group in saved]
 
 

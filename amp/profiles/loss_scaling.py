@@ -111,7 +111,7 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
         return value
     if isinstance(value, Mapping):
         return _from_mapping(value)
-    if value == "dynamic":
+    if isinstance(value, str) and value == "dynamic":
         return LossScaling()
     if isinstance(value, (str, SupportsFloat)):
         try:
@@ -150,7 +150,11 @@ def _fields(written: str, value: Any) -> dict[str, Any]:
     if name == "initial_scale_power":
         return {"init": math.ldexp(1.0, min(parse_count(written, value), 1000))}
     if name == "loss_scale":  # DeepSpeed: 0 means dynamic. Megatron: None does.
-        if keys.is_none(value) or value == "dynamic" or keys.parse_number(written, value) == 0:
+        if (
+            keys.is_none(value)
+            or (isinstance(value, str) and value == "dynamic")
+            or keys.parse_number(written, value) == 0
+        ):
             return {"mode": "dynamic"}
         return {"mode": "static", "init": value}
     others = ("initial_scale_power", "loss_scale")

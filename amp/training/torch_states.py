@@ -122,7 +122,8 @@ def _check_lbfgs(
 ) -> None:
     """Check what LBFGS keeps, once for all parameters: flat vectors, and numbers."""
     of_group = "state_dict['param_groups'][0]"
-    history = checks.count(group, "history_size", of_group, 10**6)
+    if not (history := checks.count(group, "history_size", of_group, 10**6)):
+        checks.fail(of_group, "history_size", "0", "a whole number of at least 1")
     for name in ("max_iter", "max_eval"):
         checks.count(group, name, of_group)
     if group.get("line_search_fn") not in (None, "strong_wolfe"):

@@ -178,8 +178,9 @@ def check_options(examples: int) -> None:
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         before = bits([dict(net.named_parameters()), optimizer.state_dict()])
+        arguments: Any = {"verbosity": 0, **options}
         try:
-            amp.initialize(net, optimizer, **{"verbosity": 0, **options})
+            amp.initialize(net, optimizer, **arguments)
         except (AmpError, AmpWarning) as error:  # warnings are errors here
             assert len(str(error)) < 1500
             assert bits([dict(net.named_parameters()), optimizer.state_dict()]) == before
