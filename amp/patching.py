@@ -86,11 +86,12 @@ class Patches(AbstractContextManager["Patches"]):
         it, and its owner must make it harmless.
         """
         while self._sites:
-            site = self._sites.pop()
-            shown = site.is_shown()
-            site.layers = [layer for layer in site.layers if layer[0] is not self]
-            if shown:
-                site.show(site.layers)
+            site = self._sites[-1]
+            others = [layer for layer in site.layers if layer[0] is not self]
+            if site.is_shown():
+                site.show(others)
+            site.layers = others
+            self._sites.pop()  # last: an interrupted `undo` may be repeated
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

@@ -7,8 +7,8 @@ import os
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar, Unpack, overload
 
@@ -21,13 +21,12 @@ from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.casting.strategies import strategies_for
-from amp.casting.strategy import Undo
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning
-from amp.masters.copies import copied_in_float32
+from amp.masters.copies import copy_in_float32
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
 from amp.masters.whole import MasterWeights
@@ -37,12 +36,13 @@ from amp.profiles.overrides import Overrides
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
-from amp.training.clipping import led_to_masters
+from amp.training.clipping import lead_to_masters
 from amp.training.outside_changes import OutsideChanges, look_before_forwards
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
 from amp.training.synchronization import Synchronization
+from amp.undo import Undo
 
 logger = logging.getLogger("amp")
 
@@ -121,12 +121,12 @@ class Session:
         self._armed = None
         if self.properties.diagnose == "on_overflow":
             self._armed = Armed(self._alive, self._tell)
-        self._undo = ExitStack()
-        _open.add(self)
+        self._undo = Undo()
         if self.properties.enabled:
             self._log(
                 logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
             )
+        _open.add(self)
 
     @staticmethod
     def of(model: nn.Module) -> Session | None:
@@ -187,7 +187,7 @@ class Session:
 
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Take the strategies' steps, and attach the optimizers; if any of it fails, undo all."""
-        undo = Undo()
+        undo, known = Undo(), len(self._models)
         try:
             for strategy in self._strategies:
                 strategy.begin(undo)
@@ -195,39 +195,48 @@ class Session:
                     strategy.prepare_model(model, undo)
             for handle in install_state_dict_hooks(self.masters, models, self.properties):
                 undo.callback(handle.remove)
-            undo.enter_context(led_to_masters())
+            lead_to_masters(undo)
             if self.properties.master_weights:
-                undo.enter_context(copied_in_float32(self.masters))
+                copy_in_float32(self.masters, undo)
+                patches = Patches()
+                undo.callback(patches.undo)
                 if dcp.is_in_use():
-                    dcp.teach(undo.enter_context(Patches()))
+                    dcp.teach(patches)
             self.masters.note_casts(undo.before)
             attached = [self._attach(optimizer, undo) for optimizer in optimizers]
             for model in models if self.properties.master_weights else ():
                 handle = look_before_forwards(model, self._outside_changes)
                 undo.callback(handle.remove)
-            said = [strategy.finish() for strategy in self._strategies]
+            self._models += map(weakref.ref, models)
+            self.synchronization.watch(models, undo)
+            if self.properties.protect_buffers and self.properties.loss_scaling.check:
+                self._running_stats.watch(models, undo)
+            if self.amax_history is not None:
+                self.amax_history.groups = self.synchronization.groups_of_ddps
+            groups = fsdp1_groups(models)
+            for one in attached:
+                undo.if_it_fails.append(one.remember_state())
+                one.recast_state(self.properties.state_dtype)
+                one.note_owned()
+            self._advise(models, attached)
         except BaseException:
             undo.roll_back()
+            del self._models[known:]
             raise
-        self._models += map(weakref.ref, models)
-        self.synchronization.watch(models, undo)
-        if self.properties.protect_buffers and self.properties.loss_scaling.check:
-            self._running_stats.watch(models, undo)
-        if self.amax_history is not None:
-            self.amax_history.groups = self.synchronization.groups_of_ddps
-        for scaler in self.scalers:
-            scaler.process_groups += fsdp1_groups(models)
         for one in attached:
-            self._outside_changes.append(one.outside_changes)
-            one.recast_state(self.properties.state_dtype)
-            one.note_owned()
             self._undo.callback(one.recast_state)  # once its parameters have their dtype again
-        for message in filter(None, said):
+        self._undo.extend(undo)
+        self._outside_changes += [one.outside_changes for one in attached]
+        for scaler in self.scalers:
+            scaler.process_groups += groups
+
+    def _advise(self, models: Sequence[nn.Module], attached: Iterable[AttachedOptimizer]) -> None:
+        """Log what has been prepared, and warn of what will not work well."""
+        for message in filter(None, [strategy.finish() for strategy in self._strategies]):
             self._log(logging.INFO, message)
         on_eps = [advise_on_eps(one.optimizer) for one in attached]
         for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
             self._log(logging.WARNING, message)
-        self._undo.push(undo.pop_all())  # without what was held before the cast
 
     def _attach(self, optimizer: Any, undo: Undo) -> AttachedOptimizer:
         attached = AttachedOptimizer(
@@ -260,15 +269,23 @@ class Session:
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were. Idempotent.
 
+        After an error or an interrupt call it again; it goes on with what is left.
+
         Models have the dtype that they had before, with the values of the masters, and optimizer state
         the dtype of its parameters. Shards of FSDP2 stay in 16 bits at `O3`, as FSDP2 reads their dtype
-        once. A `DistributedDataParallel` around a model that was cast is to be made anew. The host waits for the device, to log the last overflows.
+        once. A `DistributedDataParallel` around a model that was cast is to be made anew. The host
+        waits for the device, to log the last overflows.
         """
         self.closed = True
-        _open.discard(self)
-        if self._armed is not None:
-            self._armed.close()
-        self._undo.close()
+        before = ThreadState()
+        try:
+            _open.discard(self)
+            if self._armed is not None:
+                self._armed.close()
+            self._undo.close()
+        except BaseException:
+            before.put_back(after_error=True)
+            raise
         for scaler in self.scalers:  # last: a warning may be an error
             self._report_overflows(scaler, wait=True)
 

@@ -1,9 +1,7 @@
 """Ctrl-C at any line of the library leaves torch's autocast state what it was, and training goes on."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp
-
-AMP = str(Path(amp.__file__).parent)
-KERNELS = str(Path(amp.__file__).parent.parent / "kernels")
+from tests.interrupting import Interrupter
 
 
 class Net(nn.Module):
@@ -28,33 +24,6 @@ class Net(nn.Module):
         with torch.autocast("cpu", enabled=False):
             h = h.float().tanh()
         return self.out(h)
-
-
-class Interrupter:
-    """Counts the lines of the library that run, and raises KeyboardInterrupt at one of them."""
-
-    def __init__(self, at: int = -1) -> None:
-        self.at = at
-        self.lines = 0
-        self.place = ""
-
-    def trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith((AMP, KERNELS)):
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines - 1 == self.at:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self.trace
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        sys.settrace(self.trace)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
 
 
 def state_of_torch() -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 import amp
 from amp.casting.by_op import CastOps
 from amp.casting.policy import OpRule
-from amp.casting.strategy import Undo
 from amp.cli import main
+from amp.undo import Undo
 from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd
 from tests.processes import run_python
 

@@ -25,12 +25,13 @@ from amp.casting.sharded import (
     fsdp1_modules,
     gathered_dtypes,
 )
-from amp.casting.strategy import Contents, Strategy, Undo
+from amp.casting.strategy import Strategy
 from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE, dtype_name
 from amp.errors import AmpRuntimeError
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
+from amp.undo import Contents, Undo
 
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 _ONE_DTYPE_LAYERS = (
@@ -183,7 +184,9 @@ class CastModel(Strategy):
 def _cast_back(reference: weakref.ref[Tensor], dtype: torch.dtype) -> None:
     """Give a parameter or buffer the dtype that it had, if no master has done so."""
     tensor = reference()
-    if tensor is not None and tensor.dtype is not dtype:
+    if tensor is not None and any(
+        x is not None and x.dtype is not dtype for x in (tensor, tensor.grad)
+    ):
         Contents.cast(tensor, dtype).put_into(tensor)
 
 

@@ -21,11 +21,12 @@ from amp.casting.module_rules import run_in_float32
 from amp.casting.policy import OpRule, policy_of, resolve
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
-from amp.casting.strategy import Strategy, Undo
+from amp.casting.strategy import Strategy
 from amp.casting.wrappers import check_rnn_input, make_wrapper
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.patching import Patches, modules_of_others, show_patched
 from amp.profiles.properties import Properties
+from amp.undo import Undo
 
 
 class CastOps(Strategy):
@@ -42,7 +43,7 @@ class CastOps(Strategy):
         super().__init__(properties)
         self.policy = policy_of(properties)
         self.dtype = self.policy.dtype
-        self.live = False
+        self.live = self._is_open = False
         self.device_types: set[str] = set()
         self._has_begun = False
         self._patches = Patches()
@@ -62,7 +63,7 @@ class CastOps(Strategy):
             return
         missing = self.policy.missing()
         undo.callback(self.stop)
-        self.live = True
+        self._is_open = self.live = True
         _introduce_dynamo()
         regions.open_for(self, self._patches)
         for rule in self.policy.rules:
@@ -138,7 +139,7 @@ class CastOps(Strategy):
 
     def stop(self) -> None:
         """Give every function back, also where it was imported by name meanwhile. Idempotent."""
-        if not self.live:
+        if not self._is_open:
             return
         self.live = False
         regions.close_for(self)
@@ -147,6 +148,7 @@ class CastOps(Strategy):
         for holder in (*modules_of_others(), *watched):
             self._rename(holder)
         _forget_compiled()
+        self._is_open = False
 
     def _rename(self, holder: Any) -> None:
         """Let the attributes of `holder` that are patched functions be what those are in torch now."""

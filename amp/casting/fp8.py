@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from amp.casting.regions import casts, newest_caster
 from amp.casting.sharded import gathered_dtypes
-from amp.casting.strategy import Strategy, Undo
+from amp.casting.strategy import Strategy
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
@@ -25,6 +25,7 @@ from amp.profiles.fp8_recipe import Fp8Recipe
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.state_checks import StateChecks
+from amp.undo import Undo
 
 if TYPE_CHECKING:
     from amp.casting.fp8_history import AmaxHistory
@@ -336,9 +337,9 @@ def _put_in(layers: Mapping[nn.Module, Any]) -> None:
 def _release(layers: Mapping[nn.Module, Any]) -> None:
     """Let modules run as their classes say, where no other session has taken them since."""
     own = [module for module, layer in layers.items() if vars(module).get("_amp_fp8") is layer]
+    restore_classes(own)
     for module in own:
         del vars(module)["_amp_fp8"]
-    restore_classes(own)
 
 
 def _cut(name: str) -> str:

@@ -5,56 +5,14 @@ A strategy is one class in one file of this package, listed in `amp.casting.stra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from amp.distributed import set_values
 from amp.profiles.properties import Properties
 from amp.state_checks import StateChecks
-
-
-class Contents(NamedTuple):
-    """What a parameter or buffer held at one time."""
-
-    data: Tensor
-    grad: Tensor | None
-
-    def put_into(self, tensor: Tensor) -> None:
-        """Make these the contents of `tensor`, whatever its dtype was."""
-        tensor.grad = None
-        set_values(tensor, self.data)
-        tensor.grad = self.grad
-
-    @classmethod
-    def cast(cls, tensor: Tensor, dtype: torch.dtype) -> Contents:
-        """Return what a tensor holds, in another dtype."""
-        return cls(tensor.data.to(dtype), None if tensor.grad is None else tensor.grad.to(dtype))
-
-
-class Undo(ExitStack):
-    """What takes back what one `initialize` has done, newest first.
-
-    Attributes:
-        before: what tensors held that it has cast.
-        if_it_fails: what takes back what stays when the session closes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: dict[Tensor, Contents] = {}
-        self.if_it_fails: list[Callable[[], None]] = []
-
-    def roll_back(self) -> None:
-        """Make everything what it was: `initialize` has failed."""
-        for tensor, contents in self.before.items():
-            contents.put_into(tensor)
-        for take_back in self.if_it_fails:
-            take_back()
-        self.close()
+from amp.undo import Undo
 
 
 class Strategy:

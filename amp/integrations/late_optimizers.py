@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import amp
-from amp.casting.strategy import Contents
 from amp.errors import AmpRuntimeError
 from amp.masters.copies import put_values, values_of
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
+from amp.undo import Contents
 
 
 class LateOptimizers:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -20,6 +19,7 @@ from amp.casting.by_model import for_a_copy_in_float32
 from amp.dtypes import LOW_PRECISION
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
+from amp.undo import Undo
 
 _live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 """The masters of open sessions."""
@@ -28,27 +28,29 @@ _SEEN = "amp.masters.copies"
 """The key in a memo of `copy.deepcopy` under which are the ids of modules that were looked at."""
 
 
-@contextmanager
-def copied_in_float32(masters: MasterWeights) -> Iterator[None]:
-    """Let models with these masters be copied and averaged in FP32, until the block ends."""
+def copy_in_float32(masters: MasterWeights, undo: Undo) -> None:
+    """Let models with these masters be copied and averaged in FP32, until `undo`."""
     from torch.optim import swa_utils  # brings the schedulers with it
 
+    patches = Patches()
+    undo.callback(patches.undo)
+    undo.callback(_let_go, masters)
     _live.add(masters)
     module: Any = nn.Module
     if "__deepcopy__" not in vars(module):
         module.__deepcopy__ = _deepcopy
-    with Patches() as patches:
-        patches.surround(swa_utils.AveragedModel, "update_parameters", _update_parameters)
-        for holder in (Tensor, torch):
-            patches.surround(holder, "lerp", _lerp)
-        patches.surround(Tensor, "lerp_", _lerp)
-        patches.surround(torch, "_foreach_lerp_", _foreach_lerp)
-        try:
-            yield
-        finally:
-            _live.discard(masters)
-            if not _live and vars(module).get("__deepcopy__") is _deepcopy:
-                del module.__deepcopy__
+    patches.surround(swa_utils.AveragedModel, "update_parameters", _update_parameters)
+    for holder in (Tensor, torch):
+        patches.surround(holder, "lerp", _lerp)
+    patches.surround(Tensor, "lerp_", _lerp)
+    patches.surround(torch, "_foreach_lerp_", _foreach_lerp)
+
+
+def _let_go(masters: MasterWeights) -> None:
+    _live.discard(masters)
+    module: Any = nn.Module
+    if not _live and vars(module).get("__deepcopy__") is _deepcopy:
+        del module.__deepcopy__
 
 
 def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:

@@ -38,10 +38,10 @@ class LeanMasterWeights(MasterWeights):
         low = self._low_of[master] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         kernels.split.split([data.to(torch.float32)], [parameter.detach()], [low])
 
-    def release(self, master: Tensor) -> None:
+    def release(self, master: Tensor, user: object) -> None:
         """Let one optimizer go, as with whole masters; the last one takes the low half as well."""
-        super().release(master)
-        if not self._users[master]:
+        super().release(master, user)
+        if self.model(master) is None:
             self._low_of.pop(master, None)
 
     def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:

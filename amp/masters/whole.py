@@ -7,7 +7,7 @@ model had before it was cast, so no bit is lost on the way (in one process; see 
 exist as soon as `initialize` returns.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp import distributed
-from amp.casting.strategy import Contents
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.parameter import make_master
+from amp.undo import Contents
 
 _UNSEEN = -1
 """The version of a parameter that has not been compared with its master yet."""
@@ -40,7 +40,7 @@ class MasterWeights:
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
-        self._users: Counter[Tensor] = Counter()
+        self._users: defaultdict[Tensor, set[object]] = defaultdict(set)
         self._shared: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
         self._noted_versions: dict[int, int] = {}
@@ -74,12 +74,15 @@ class MasterWeights:
         self._dtype_before = WeakIdKeyDictionary({**self._dtype_before, **dtypes})
 
     def acquire(
-        self, parameter: Tensor, before: Mapping[Tensor, Contents], takes_scaled: bool
+        self, parameter: Tensor, before: Mapping[Tensor, Contents], user: object, takes_scaled: bool
     ) -> nn.Parameter:
         """Return the master of a 16-bit parameter for one more optimizer, made now if there is none.
 
-        `before` says what parameters held before they were cast, and `takes_scaled` whether the
-        optimizer takes scaled gradients.
+        Args:
+            parameter: of the model.
+            before: what parameters held before they were cast.
+            user: what `release` will be given.
+            takes_scaled: whether the optimizer takes scaled gradients.
         """
         master = self._master_of.get(parameter)
         if master is None:
@@ -96,8 +99,8 @@ class MasterWeights:
             self._master_of[parameter] = master
             self._model_of[master] = parameter
             self._versions[id(master)] = _UNSEEN
-        self._users[master] += 1
-        if self._users[master] > 1:
+        self._users[master].add(user)
+        if len(self._users[master]) > 1:
             self._shared.add(master)
         return master
 
@@ -108,24 +111,28 @@ class MasterWeights:
     def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
         """Make what else a new master needs."""
 
-    def release(self, master: Tensor) -> None:
-        """Let one optimizer go; the last one takes the master with it.
+    def release(self, master: Tensor, user: object) -> None:
+        """Let one optimizer go; the last one takes the master with it. Idempotent.
 
         A parameter that was cast gets its master's values, in the dtype that it had before.
         """
-        parameter = self._model_of[master]
+        parameter = self._model_of.get(master)
+        if parameter is None:
+            return
         dtype = self._dtype_before.get(parameter)
         if dtype is not None and parameter.dtype is not dtype:
             self.follow(master)
             Contents.cast(parameter, dtype)._replace(data=self.values(master).to(dtype)).put_into(
                 parameter
             )
-        self._users[master] -= 1
-        if self._users[master] == 1:
+        self._users[master].discard(user)
+        if len(self._users[master]) == 1:
             self._shared.discard(master)
         if not self._users[master]:
-            del self._users[master], self._versions[id(master)]
-            del self._master_of[self._model_of.pop(master)]
+            self._versions.pop(id(master), None)
+            self._users.pop(master, None)
+            self._master_of.pop(parameter, None)
+            self._model_of.pop(master, None)  # last: it says that there is something left to do
 
     def any_is_shared(self, masters: Iterable[Tensor]) -> bool:
         """Whether several optimizers step one of these masters."""

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from amp.casting.regions import ThreadState
-from amp.casting.strategy import Contents
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError, AmpWarning
-from amp.masters.parameter import MasterParameter
+from amp.masters.parameter import MasterParameter, stored_grad
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.training import clipping, optimizer_states
@@ -32,6 +31,7 @@ from amp.training.ownership import OwnedParameters
 from amp.training.parameter_lists import KnownDtypes
 from amp.training.scaler import LossScaler, Verdict
 from amp.training.steps import ClosureStep, DeviceSkip, FusedStep, HostSkip, Stepper, can_skip_on_device
+from amp.undo import Contents
 
 _ATTRIBUTE = "_amp_attached"
 
@@ -78,6 +78,7 @@ class AttachedOptimizer:
         self._named_parameters = named_parameters
         self._patches = Patches()
         self._is_attached = False
+        self._released: dict[Tensor, Tensor] = {}
         self._owned = OwnedParameters(optimizer, named_parameters)
         self._has_stepped = False
         self._dtypes = KnownDtypes(self._owned.name_of)
@@ -157,7 +158,10 @@ class AttachedOptimizer:
             return method(*args, **kwargs)
 
     def detach(self) -> None:
-        """Give the optimizer its methods and the model's parameters back. Idempotent."""
+        """Give the optimizer its methods and the model's parameters back. Idempotent.
+
+        After an interrupt it may be called again.
+        """
         if not self._is_attached:
             return
         try:
@@ -165,34 +169,45 @@ class AttachedOptimizer:
             self.gradients.show()
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self.gradients.clear()
-        self._is_attached = False
         clipping.let_go(self.gradients)
         self._patches.undo()
-        delattr(self.optimizer, _ATTRIBUTE)
-        parameter_of: dict[Tensor, Tensor] = {}
         for group in self.optimizer.param_groups:
-            params = group["params"]
-            for i, master in enumerate(params):
+            for master in group["params"]:
                 parameter = self.masters.model(master)
-                if parameter is None:
-                    continue
-                params[i] = parameter_of[master] = parameter
-                grad = master.grad
-                if isinstance(master, MasterParameter) and master.holder is self.gradients:
-                    del master.holder
-                self.masters.release(master)
-                if grad is not None:
-                    parameter.grad = grad.to(parameter.dtype)
-        self._rekey_state(parameter_of)
+                if parameter is not None:
+                    self._released[master] = parameter
+        self._rekey_state(self._released)
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [self._released.get(p, p) for p in group["params"]]
+        for master, parameter in self._released.items():
+            self.masters.release(master, self)
+            if stored_grad(master) is not None:
+                parameter.grad = master.grad.to(parameter.dtype)  # type: ignore[union-attr]
+            if isinstance(master, MasterParameter) and master.holder is self.gradients:
+                del master.holder
         self.gradients.let_go()
         self.outside_changes.note()
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype
+        if AttachedOptimizer.of(self.optimizer) is self:
+            delattr(self.optimizer, _ATTRIBUTE)
+        self._released = {}
+        self._is_attached = False
 
     def note_owned(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
         lists = self.gradients.look_at_groups()
         self._owned.note((*lists.unmastered, *lists.models))
+
+    def remember_state(self) -> Callable[[], None]:
+        """Return what gives the state of each parameter the tensors that it has now."""
+        before = [(entries, dict(entries)) for entries in self.optimizer.state.values()]
+
+        def take_back() -> None:
+            for entries, own in before:
+                entries.update(own)
+
+        return take_back
 
     def recast_state(self, state_dtype: torch.dtype | None = None) -> None:
         """Give each parameter's state the parameter's dtype, counters apart.
@@ -219,17 +234,17 @@ class AttachedOptimizer:
         self._dtypes.add(params)
         for i, parameter in enumerate(params):
             if self._use_masters and parameter.dtype in LOW_PRECISION:
-                master = self.masters.acquire(parameter, before, self._takes_scaled)
+                master = self.masters.acquire(parameter, before, self, self._takes_scaled)
                 params[i] = master_of[parameter] = master
         self._rekey_state(master_of)
 
     def _rekey_state(self, new_of: Mapping[Tensor, Tensor]) -> None:
-        """Key the state of some parameters by others, in the same order."""
+        """Key the state of some parameters by others. An interrupt loses nothing."""
         for state in (each.state for each in (self.optimizer, *self._wrappers)):
-            if any(parameter in state for parameter in new_of):
-                entries = list(state.items())
-                state.clear()
-                state.update((new_of.get(parameter, parameter), entry) for parameter, entry in entries)
+            for parameter, new in new_of.items():
+                if parameter in state:
+                    state[new] = state[parameter]
+                    del state[parameter]
 
     def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
         if isinstance(group, dict) and "params" in group:

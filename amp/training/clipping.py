@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from amp.errors import AmpWarning
 from amp.masters.parameter import stored_grad
 from amp.patching import Patches, modules_of_others, show_patched
 from amp.training.gradients import Gradients, State
+from amp.undo import Undo
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_GRADIENTS = "get_total_norm"
@@ -39,9 +39,8 @@ def let_go(gradients: Gradients) -> None:
     _live.discard(gradients)
 
 
-@contextmanager
-def led_to_masters() -> Iterator[None]:
-    """Let torch's functions that clip find gradients where they are, until the block ends.
+def lead_to_masters(undo: Undo) -> None:
+    """Let torch's functions that clip find gradients where they are, until `undo`.
 
     Modules that imported them by name find them too.
     """
@@ -52,20 +51,17 @@ def led_to_masters() -> Iterator[None]:
         for module in modules_of_others():
             show_patched(module, shown)
 
-    try:
-        for place in (torch.nn.utils, clip_grad):
-            for name in (*_OF_PARAMETERS, _OF_GRADIENTS):
-                if hasattr(place, name):
-                    function = _total_norm if name == _OF_GRADIENTS else functools.partial(_clip, name)
-                    before = getattr(place, name)
-                    patches.surround(place, name, function)
-                    for each in (before, getattr(place, name)):
-                        shown.setdefault(id(each), (place, name, each))
-        show()
-        yield
-    finally:
-        patches.undo()
-        show()
+    undo.callback(show)
+    undo.callback(patches.undo)
+    for place in (torch.nn.utils, clip_grad):
+        for name in (*_OF_PARAMETERS, _OF_GRADIENTS):
+            if hasattr(place, name):
+                function = _total_norm if name == _OF_GRADIENTS else functools.partial(_clip, name)
+                before = getattr(place, name)
+                patches.surround(place, name, function)
+                for each in (before, getattr(place, name)):
+                    shown.setdefault(id(each), (place, name, each))
+    show()
 
 
 def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:

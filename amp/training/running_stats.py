@@ -3,7 +3,6 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from amp.kernels.tensor_lists import are_plain
 from amp.training.host_copies import is_on_host
+from amp.undo import Undo
 
 _NAMES = ("running_mean", "running_var")
 
@@ -28,7 +28,7 @@ class RunningStatistics:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._finite: dict[Any, Tensor] = {}
 
-    def watch(self, models: Iterable[nn.Module], undo: ExitStack) -> None:
+    def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
         """Keep what norms of models have now, and what is loaded into them, until `undo`."""
         for module in chain.from_iterable(model.modules() for model in models):
             if any(module._buffers.get(name) is not None for name in _NAMES):

@@ -10,7 +10,6 @@ in the backward, and what it has left is found where FSDP keeps it.
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError
 from amp.patching import Patches
 from amp.profiles.properties import Properties
+from amp.undo import Undo
 
 
 class Synchronization:
@@ -45,7 +45,7 @@ class Synchronization:
         self._ddps: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         """The DDPs that there are, and whether they wrap these models, or parts of them."""
 
-    def watch(self, models: Iterable[nn.Module], undo: ExitStack) -> None:
+    def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
         """Look at the wrappers that models have inside, and at every DDP around them until `undo`."""
         self._was_alone |= distributed.world_size() == 1
         for model in models:
@@ -54,7 +54,8 @@ class Synchronization:
         if self not in _watching:
             _watching.add(self)
             undo.callback(_watching.discard, self)
-            patches = undo.enter_context(Patches())
+            patches = Patches()
+            undo.callback(patches.undo)
             patches.surround(DistributedDataParallel, "__init__", _wrap)
             patches.surround(DistributedDataParallel, "_pre_forward", _begin_forward)
 

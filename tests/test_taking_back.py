@@ -1,0 +1,168 @@
+"""What `initialize` has done is taken back: whole, after a failure anywhere, or in a second try."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+from amp.session import Session
+from amp.training.attachment import AttachedOptimizer
+from tests.interrupting import Interrupter
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O1": {},
+    "O2": {},
+    "O3": {},
+    "O4": {},
+    "O5": {},
+    "O6": {},
+    "O5 split16": {"master_weights": "split16"},
+    "O2 kahan": {"master_weights": "kahan"},
+}
+
+
+def make(optimizer: Callable[..., Any] = torch.optim.Adam, **options: Any) -> tuple[nn.Module, Any]:
+    """Return a model with a norm, and an optimizer that has stepped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16))
+    made = optimizer(model.parameters(), lr=1e-2, **options)
+    model(torch.randn(4, 16)).square().sum().backward()
+    made.step()
+    made.zero_grad()
+    return model, made
+
+
+def outlook(model: nn.Module, optimizer: Any) -> list[Any]:
+    """Return everything of a model, an optimizer and torch that `initialize` may change."""
+    modules = list(model.modules())
+    hooks = [
+        (len(m._forward_pre_hooks), len(m._forward_hooks), len(m._state_dict_hooks), type(m))
+        for m in modules
+    ]
+    functions = [torch.matmul, Tensor.matmul, Tensor.lerp_, torch.nn.utils.clip_grad_norm_]
+    functions += [nn.functional.linear, torch.autocast.__enter__, vars(nn.Module).get("__deepcopy__")]
+    return [
+        hooks,
+        functions,
+        [name for name in vars(optimizer) if "amp" in name or name in ("step", "zero_grad")],
+        [id(p) for group in optimizer.param_groups for p in group["params"]],
+        [id(p) for p in model.parameters()],
+        [id(p) for p in optimizer.state],
+        torch.is_autocast_enabled("ipu"),
+    ]
+
+
+def values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return copies of the weights and of the optimizer's state."""
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for i, entry in enumerate(optimizer.state.values()):
+        found |= {f"{i} {key}": value.clone() for key, value in entry.items()}
+    return found
+
+
+def assert_same(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    assert now.keys() == before.keys()
+    for name, tensor in now.items():
+        assert tensor.dtype is before[name].dtype, name
+        assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name
+
+
+class RefusedError(Exception):
+    """What a handler of the user's raises."""
+
+
+class Refusing(logging.Handler):
+    """A log handler that raises at a record."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.text in record.getMessage():
+            raise RefusedError
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_log_handler_that_raises_leaves_nothing_changed(
+    monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    model, optimizer = make(eps=1e-10)
+    handler, logger = Refusing("eps"), logging.getLogger("amp")
+    before, was = outlook(model, optimizer), values(model, optimizer)
+    logger.addHandler(handler)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logging.getLogger("amp").manager._clear_cache()
+    try:
+        if level == "O3":
+            with pytest.raises(RefusedError):
+                amp.initialize(model, optimizer, opt_level=level[:2], **LEVELS[level])
+        handler.text = "resolves to"
+        with pytest.raises(RefusedError):
+            amp.initialize(model, optimizer, opt_level=level[:2], **LEVELS[level])
+    finally:
+        logger.removeHandler(handler)
+    assert outlook(model, optimizer) == before
+    assert_same(values(model, optimizer), was)
+    assert AttachedOptimizer.of(optimizer) is None
+    assert Session.of(model) is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(torch.optim.Adam, {}), (amp.optimizers.FusedAdam, {"state_dtype": "bfloat16"})],
+)
+def test_no_memory_for_the_last_cast_leaves_nothing_changed(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Any, options: Any
+) -> None:
+    model, made = make(optimizer)
+    before, was = outlook(model, made), values(model, made)
+    recast = AttachedOptimizer.recast_state
+
+    def fail(self: Any, dtype: Any = None) -> None:
+        recast(self, dtype)
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(AttachedOptimizer, "recast_state", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        amp.initialize(model, made, opt_level="O3", verbosity=0, **options)
+    monkeypatch.undo()
+    assert outlook(model, made) == before
+    assert_same(values(model, made), was)
+    model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
+    def run(at: int) -> tuple[Interrupter, list[Any], dict[str, Tensor], list[Any]]:
+        model, optimizer = make()
+        before = outlook(model, optimizer)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level[:2], verbosity=0, **LEVELS[level]
+        )
+        session = amp.get_session(optimizer)
+        with amp.scale_loss(model(torch.randn(4, 16)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        interrupter = Interrupter(at)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            session.close()
+        session.close()
+        grads = {f"grad {i}": p.grad for i, p in enumerate(model.parameters()) if p.grad is not None}
+        return interrupter, before, values(model, optimizer) | grads, outlook(model, optimizer)
+
+    counted, before, expected, after = run(-1)
+    assert counted.lines > 30
+    # Of what is created anew each time only the number can be compared.
+    assert before[:3] == after[:3]
+    for line in counted.first[::every]:
+        interrupter, _, found, after = run(line)
+        assert after[:3] == before[:3], interrupter.place
+        assert after[-1] == before[-1], interrupter.place
+        assert after[3] == after[4], interrupter.place
+        assert_same(found, expected)
