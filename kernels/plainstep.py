@@ -5,10 +5,11 @@ its operations. So eager torch does large tensors in slices that stay in the cac
 gathered into one.
 """
 
+import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def step_plainly(
     `groups` says which: the indices of those of one device and combination of dtypes together.
     """
     torch._foreach_add_([steps[i] for i in itertools.chain.from_iterable(groups)], 1.0)
-    rule, of_tensor, seed = settings.rule, settings.of_tensor, settings.seed
+    rule, of_tensor, seeds = settings.rule, settings.of_tensor, settings.seeds
     are_whole = rule.direction is not None and of_tensor is None  # a norm is one of all of a tensor
     formula = rule.plain_update or plain(rule.update)
     numbers, scale = list(map(float, settings.numbers)), _scale_of(settings)
@@ -44,7 +45,7 @@ def step_plainly(
     if len(own) > len(steps):
         own = list(zip(own[: len(steps)], own[len(steps) :], strict=True))
     for group in groups:
-        loops = not are_whole and seed is None and suits_loop(lists, group, settings.backend)
+        loops = not are_whole and seeds is None and suits_loop(lists, group, settings.backend)
         alike: defaultdict[Any, list[int]] = defaultdict(list)
         for i, t in zip(group, torch.stack([steps[i] for i in group]).tolist(), strict=True):
             alike[t, own[i]].append(i)
@@ -54,9 +55,9 @@ def step_plainly(
             else:
                 prepared = rule.at(numbers, t, number)
             left = step_in_loop(formula, lists, same, (scale, *prepared)) if loops else same
-            for piece, tensors in enumerate(_pieces(lists, left, are_whole)):
-                noise = None if seed is None else hash((seed, same[0], piece, t)) % 2**62
-                _step(formula, tensors, scale, prepared, noise)
+            noise = None if seeds is None else functools.partial(_noise, seeds, t)
+            for tensors in _pieces(lists, left, are_whole, noise):
+                _step(formula, tensors, scale, prepared)
 
 
 @torch.no_grad()
@@ -82,13 +83,29 @@ def _scale_of(settings: Settings) -> float:
     return -scale if settings.maximize else scale
 
 
-def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[Streams]:
-    """Yield tensors to step: each as it is, or slices of the large ones and all small ones as one."""
+def _noise(seeds: Sequence[int], t: float, i: int, like: Tensor) -> Tensor:
+    """Return 32 random bits for each element of a tensor in its step number t, int32."""
+    generator = torch.Generator(like.device).manual_seed(hash((seeds[i], t)) % 2**32)
+    return torch.empty_like(like, dtype=torch.int32).random_(-(2**31), 2**31, generator=generator)
+
+
+def _pieces(
+    lists: Streams,
+    indices: Sequence[int],
+    are_whole: bool,
+    noise: Callable[[int, Tensor], Tensor] | None,
+) -> Iterator[Streams]:
+    """Yield tensors to step: each as it is, or slices of the large ones and all small ones as one.
+
+    With them goes `noise(i, parameter)`, if moments are to be rounded by it.
+    """
     small = []
     for i in indices:
         # What is written by way of `.data` has no version: autograd is told of the whole step once.
         one = {name: tensors[i].data for name, tensors in lists.items()}
         size = one["param"].numel()
+        if noise is not None:
+            one["noise"] = noise(i, one["param"])
         if not are_whole and size < LARGE:
             small.append(one)
         elif are_whole or not are_flat(list(one.values())):
@@ -101,24 +118,23 @@ def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator
                     for name, tensor in one.items()
                 }
     if small:
-        few = {name: [one[name] for one in small] for name in lists}
+        few = {name: [one[name] for one in small] for name in small[0]}
         together = {name: _flatten_dense_tensors(tensors) for name, tensors in few.items()}
         yield together
         for name, tensors in few.items():
-            if name != "grad":
+            if name not in ("grad", "noise"):
                 torch._foreach_copy_(tensors, _unflatten_dense_tensors(together[name], tensors))
 
 
-def _step(
-    formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any], seed: int | None
-) -> None:
+def _step(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> None:
     """Step tensors of one shape, in eager torch."""
     _, p, *new = _applied(formula, streams, scale, prepared)
     param, model, low = streams["param"], streams.get("model"), streams.get("low")
     moments = [streams[name] for name in ("first", "second") if name in streams]
+    noise = streams.get("noise")
     for i, (moment, result) in enumerate(zip(moments, new, strict=False)):
-        if seed is not None and moment.dtype is torch.bfloat16:
-            round_stochastically(result, moment, seed + i)
+        if noise is not None and moment.dtype is torch.bfloat16:
+            round_stochastically(result, moment, noise >> 16 * i & 0xFFFF)
         else:
             moment.copy_(result)
     if low is None:
@@ -142,10 +158,10 @@ def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[
     return p, *formula(p, streams["grad"].to(to) * scale, m, v, prepared, torch.sqrt)
 
 
-def round_stochastically(source: Tensor, target: Tensor, seed: int) -> None:
-    """Write float32 to bfloat16, up or down with the probability that makes the mean right."""
-    device = source.device
-    generator = torch.Generator(device).manual_seed(seed)
-    noise = torch.randint(2**16, source.shape, generator=generator, dtype=torch.int32, device=device)
+def round_stochastically(source: Tensor, target: Tensor, noise: Tensor) -> None:
+    """Write float32 to bfloat16, up or down with the probability that makes the mean right.
+
+    `noise` has 16 random bits for each element, int32.
+    """
     rounded = ((source.view(torch.int32) + noise) >> 16).short().view(torch.bfloat16)
     target.copy_(torch.where(source.isfinite(), rounded, source.bfloat16()))

@@ -61,7 +61,7 @@ class Settings(NamedTuple):
     rule: Rule
     numbers: Numbers
     of_tensor: Tensor | None
-    seed: int | None
+    seeds: tuple[int, ...] | None
     inv_scale: Tensor | None
     clip: Tensor | None
     found_inf: Tensor | None

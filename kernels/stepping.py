@@ -7,7 +7,8 @@
 
 Instead of having a model, a parameter may itself be a 16-bit weight that is a master together with its
 `low` half; see `amp.kernels.split`. Moments in bfloat16 may be rounded stochastically: up with the
-probability that makes the mean right. The same seed, step and tensor give the same bits again.
+probability that makes the mean right. The same seed and step of a tensor give the same bits again,
+whatever else is stepped with it.
 
 Nothing at all is written where `found_inf` is not 0: a skipped step does not count. Nor does one of a
 tensor without elements. A `Rule` is the formula of one optimizer, twice: for Triton and for plain
@@ -67,7 +68,7 @@ def step(
     models: Sequence[Tensor] | None = None,
     lows: Sequence[Tensor] | None = None,
     of_tensor: Tensor | None = None,
-    seed: int | None = None,
+    seeds: Sequence[int] | None = None,
     inv_scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -89,7 +90,8 @@ def step(
         models: the weights of the model that `params` are masters of.
         lows: the low halves of the masters whose high halves `params` are; not with `models`.
         of_tensor: float32 `[n]`, a number for each tensor, for a rule that takes one.
-        seed: for stochastic rounding of moments in bfloat16; None rounds all to nearest even.
+        seeds: one for each tensor, of 31 bits, for stochastic rounding of moments in bfloat16; None
+            rounds all to nearest even.
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
         clip: the same again.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
@@ -106,7 +108,15 @@ def step(
     names = "param", "grad", *("first", "second")[: len(moments)], "model", "low"
     lists = {name: dense(ts) for name, ts in zip(names, given, strict=True) if ts is not None}
     settings = Settings(
-        rule, tuple(numbers), of_tensor, seed, inv_scale, clip, found_inf, maximize, backend
+        rule,
+        tuple(numbers),
+        of_tensor,
+        None if seeds is None else tuple(seeds),
+        inv_scale,
+        clip,
+        found_inf,
+        maximize,
+        backend,
     )
     todo = plan(*lists.values(), block=BLOCK, numbers=steps, backend=backend)
     in_triton = [each for each in todo.launches if torch.float64 not in each.dtypes]
@@ -130,13 +140,14 @@ def step(
 def _prepared_launch(settings: Settings, each: Launch, lists: Streams) -> Callable[..., None]:
     """Return the launch of a kernel with all that a step and the norms before it share."""
     rule, device, n = settings.rule, each.device, len(lists["param"])
+    seeds = None if settings.seeds is None else numbers_on(device, settings.seeds, torch.int32)
     return functools.partial(
         each.run,
         step_kernel,
         n=len(each.indices),
         numbers=_on_device(settings.numbers, device),
         n_of_tensor=n,
-        seed=settings.seed,
+        seeds=seeds,
         inv_scale=number_on(device, settings.inv_scale),
         clip=number_on(device, settings.clip),
         found_inf=number_on(device, settings.found_inf),
@@ -295,7 +306,7 @@ def step_kernel(
     numbers,
     of_tensor,
     n_of_tensor,
-    seed,
+    seeds,
     inv_scale,
     clip,
     found_inf,
@@ -341,8 +352,8 @@ def step_kernel(
     # All that follows from the number of the step is worked out while these are under way.
     prepared = PREPARE(load_all(numbers, NUMBERS), t, of_tensor, n_of_tensor)
     key = None
-    if seed is not None:
-        key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) + t.to(tl.uint32)) + index.to(tl.uint32))
+    if seeds is not None:
+        key = _mixed(_mixed(tl.load(seeds + index).to(tl.uint32)) + t.to(tl.uint32))
     of_param, of_direction = _step_block(
         loaded, pointers, i, i < vectors, prepared, start, key, UPDATE, measures, MOMENTS, OTHER
     )

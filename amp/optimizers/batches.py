@@ -13,6 +13,9 @@ from amp.distributed import WHOLE, Cut, cut_of, place_gradients
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
 from amp.masters.parameter import stored_grad
 
+_APART = 0x3504F333, 0x2545F491
+"""What parts the seeds of two groups, and of two shards: by far more than a group has parameters."""
+
 
 @dataclass
 class Batch:
@@ -21,6 +24,7 @@ class Batch:
     Attributes:
         index: of the group.
         stepped: what is in the group and has the state: parameters or masters.
+        places: where each is in the group.
         positions: where each is among the masters that are shown; None for parameters without a master.
         has_all: whether these are all of the masters that are shown, in their order.
         cut: how each is cut among ranks.
@@ -30,6 +34,7 @@ class Batch:
 
     index: int
     stepped: list[Tensor]
+    places: list[int]
     positions: list[int] | None
     has_all: bool
     cut: Cut
@@ -38,6 +43,11 @@ class Batch:
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
     _known: list[TensorList] = field(default_factory=list)
     """What `own_lists` returned last: the tensors, not kept in memory here, and lists without them."""
+
+    def seeds(self, seed: int) -> list[int]:
+        """Return a seed of 31 bits for each parameter, by its place alone, given that of the group."""
+        first = seed + _APART[0] * self.index + _APART[1] * self.cut.shard
+        return [(first + place) % 2**31 for place in self.places]
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.
@@ -136,14 +146,17 @@ def _batches(
     """Yield the batches; `own` has the ids of parameters with a gradient in their `.grad`."""
     position_of = {id(master): i for i, master in enumerate(masters)}
     for index, params in enumerate(groups):
+        place_of = {id(parameter): place for place, parameter in enumerate(params)}
         for cut, alike in _cut_alike(params):
             given = [parameter for parameter in alike if id(parameter) in position_of]
             others = [parameter for parameter in alike if id(parameter) in own]
             if given:
+                places = [place_of[id(parameter)] for parameter in given]
                 positions = [position_of[id(parameter)] for parameter in given]
-                yield Batch(index, given, positions, positions == list(range(len(masters))), cut)
+                has_all = positions == list(range(len(masters)))
+                yield Batch(index, given, places, positions, has_all, cut)
             if others:
-                yield Batch(index, others, None, False, cut)
+                yield Batch(index, others, [place_of[id(x)] for x in others], None, False, cut)
 
 
 def _cut_alike(params: Sequence[Tensor]) -> Iterable[tuple[Cut, Sequence[Tensor]]]:

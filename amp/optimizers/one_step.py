@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from amp.optimizers.fused import FusedOptimizer
 
 
-SHARD_SEED = 7919
-"""What parts the seeds of two shards: more than 4 for each group that an optimizer may have."""
-
-
 class Ready(NamedTuple):
     """A batch whose tensors have been looked at.
 
@@ -107,8 +103,6 @@ def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip:
     *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)
     factors = [factor for factor in (one.inv_scale, clip) if factor is not None]
     rule = optimizer._rule(group)
-    seed = group["seed"] + 4 * batch.index + (batch.positions is None)
-    seed += SHARD_SEED * batch.cut.shard
     kernels.stepping.step(
         rule,
         rule.numbers(group),
@@ -116,7 +110,7 @@ def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip:
         steps=steps,
         **one.lists,
         of_tensor=optimizer._of_tensor(batch, one.lists["grads"], factors, found_inf),
-        seed=None if optimizer.state_dtype is None else seed,
+        seeds=None if optimizer.state_dtype is None else batch.seeds(group["seed"]),
         inv_scale=one.inv_scale,
         clip=clip,
         found_inf=found_inf,

@@ -48,10 +48,11 @@ POINTERS = {
         ),
         "*fp32",
     ),
+    "seeds": "*i32",
     "ticket": "*i32",
     "factors": "*fp64",
 }
-COUNTS = {"n": "i32", "n_partials": "i32", "n_of_tensor": "i32", "seed": "i32"}
+COUNTS = {"n": "i32", "n_partials": "i32", "n_of_tensor": "i32"}
 
 
 class Case(NamedTuple):
@@ -87,10 +88,10 @@ def stepping_case(
         "BLOCK": stepping.BLOCK,
         "COUNTERS": stepping.COUNTERS,
         "sums": None,
-        "seed": None,
+        "seeds": None,
     }
     if moment is BF16 and low:
-        del constants["seed"]
+        del constants["seeds"]
     kept = [SIZE[dtype] for dtype in (param, *moments, low) if dtype]
     return Case(
         stepping.step_kernel, constants, [SIZE[grad], *kept], [*kept, *([SIZE[model]] if model else [])]

@@ -324,18 +324,18 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torc
     """A mean that moves by far less than half a unit of bfloat16 a step still arrives."""
     n = 4096
 
-    def run(seed: int | None) -> Tensor:
+    def run(*seeds: int) -> Tensor:
         tensors = Tensors(device, LION, F32)
         tensors.params = [torch.zeros(n, device=device)]
         tensors.steps = tensors.steps[:1]
         tensors.moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
         for _ in range(4):
             numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
-            tensors.step(numbers, [torch.zeros(n, device=device)], seed=seed)
+            tensors.step(numbers, [torch.zeros(n, device=device)], seeds=seeds or None)
         return tensors.moments[0][0].float()
 
     exact = 0.9995**4
-    assert bool((run(None) == 1.0).all())
+    assert bool((run() == 1.0).all())
     one, other = run(7), run(8)
     assert torch.equal(one, run(7))
     assert not torch.equal(one, other)
@@ -353,7 +353,7 @@ def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, val
     tensors.moments = [[torch.full((64,), value, device=device, dtype=BF16)]]
     expected = tensors.moments[0][0].clone()
     numbers = numbers_of(LION, betas=(0.9, 1.0 - 2.0**-30), weight_decay=0.0)
-    tensors.step(numbers, [torch.zeros(64, device=device)], seed=1)
+    tensors.step(numbers, [torch.zeros(64, device=device)], seeds=[1])
     torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -440,3 +440,24 @@ def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: 
     for i, whole in enumerate(param):
         together = torch.cat([params[i] for params, _ in halves])
         torch.testing.assert_close(together, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
+    """Not by what else is stepped with it, in whatever order and of whatever size."""
+    sizes = (100, 70_000, 300)
+    numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
+
+    def run(*of: int) -> dict[int, Tensor]:
+        tensors = Tensors(device, LION, F32)
+        tensors.params = [torch.zeros(sizes[i], device=device) for i in of]
+        tensors.steps = tensors.steps[: len(of)]
+        tensors.moments = [[torch.full((sizes[i],), 1.0, device=device, dtype=BF16) for i in of]]
+        grads = [torch.zeros(sizes[i], device=device) for i in of]
+        tensors.step(numbers, grads, seeds=[5 + i for i in of])
+        return dict(zip(of, tensors.moments[0], strict=True))
+
+    together = run(0, 1, 2)
+    assert not torch.equal(together[0][:100], together[2][:100])
+    for some in ((2, 1, 0), (1,), (0, 2)):
+        for i, moment in run(*some).items():
+            assert torch.equal(moment, together[i])
