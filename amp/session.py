@@ -198,9 +198,9 @@ class Session:
             lead_to_masters(undo)
             if self.properties.master_weights:
                 copy_in_float32(self.masters, undo)
-                patches = Patches()
-                undo.callback(patches.undo)
                 if dcp.is_in_use():
+                    patches = Patches()
+                    undo.always(patches.undo)
                     dcp.teach(patches)
             self.masters.note_casts(undo.before)
             attached = [self._attach(optimizer, undo) for optimizer in optimizers]
@@ -225,7 +225,8 @@ class Session:
             raise
         for one in attached:
             self._undo.callback(one.recast_state)  # once its parameters have their dtype again
-        self._undo.extend(undo)
+        undo.has_succeeded()
+        self._undo.callback(undo.close)
         self._outside_changes += [one.outside_changes for one in attached]
         for scaler in self.scalers:
             scaler.process_groups += groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,9 +49,19 @@ class Undo:
         """Let `close` call a function."""
         self._callbacks.append(functools.partial(function, *args))
 
-    def extend(self, other: Undo) -> None:
-        """Let `close` do what that of `other` does, without what is for a failure alone."""
-        self._callbacks += other._callbacks
+    def always(self, function: Callable[[], object]) -> None:
+        """Let `close` call a function, or the garbage collector if nobody closes.
+
+        The function must not hold what holds this object.
+        """
+        finalizer = weakref.finalize(self, function)
+        finalizer.atexit = False
+        self.callback(finalizer.detach)
+        self.callback(function)
+
+    def has_succeeded(self) -> None:
+        """Forget what is for a failure alone."""
+        self.before, self.if_it_fails = {}, []
 
     def close(self) -> None:
         """Call what is to be called, newest first, and forget what has returned.

@@ -1,5 +1,6 @@
 """An interrupt at a chosen line of the library."""
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +40,11 @@ class Interrupter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        gc.collect()
+        gc.disable()  # what an interrupt meets in a finalizer is swallowed
         sys.settrace(self.trace)
         try:
             yield
         finally:
             sys.settrace(None)
+            gc.enable()

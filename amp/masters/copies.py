@@ -33,8 +33,9 @@ def copy_in_float32(masters: MasterWeights, undo: Undo) -> None:
     from torch.optim import swa_utils  # brings the schedulers with it
 
     patches = Patches()
-    undo.callback(patches.undo)
-    undo.callback(_let_go, masters)
+    undo.always(patches.undo)
+    undo.always(_stop_copying)
+    undo.callback(_live.discard, masters)
     _live.add(masters)
     module: Any = nn.Module
     if "__deepcopy__" not in vars(module):
@@ -46,10 +47,9 @@ def copy_in_float32(masters: MasterWeights, undo: Undo) -> None:
     patches.surround(torch, "_foreach_lerp_", _foreach_lerp)
 
 
-def _let_go(masters: MasterWeights) -> None:
-    _live.discard(masters)
+def _stop_copying() -> None:
     module: Any = nn.Module
-    if not _live and vars(module).get("__deepcopy__") is _deepcopy:
+    if not list(_live) and vars(module).get("__deepcopy__") is _deepcopy:
         del module.__deepcopy__
 
 
@@ -96,8 +96,9 @@ def values_of(tensor: Tensor) -> Tensor:
     if found is None:
         return tensor.detach().float()
     masters, master = found
-    masters.follow(master)
-    return masters.values(master)
+    with masters.lock:
+        masters.follow(master)
+        return masters.values(master)
 
 
 @torch.no_grad()

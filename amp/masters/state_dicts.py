@@ -26,14 +26,11 @@ def install_state_dict_hooks(
 class _StateDictHook:
     """A hook on one module of a cast model, for the module's own tensors.
 
-    A copy or a pickle of the model has no masters: its state dict holds its own weights, widened.
+    In a copy or a pickle of the model it has no masters: the state dict holds its own weights, widened.
     """
 
     def __init__(self, masters: MasterWeights) -> None:
         self.masters = masters
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "masters": MasterWeights()}
 
 
 class _Widen(_StateDictHook):
@@ -46,9 +43,10 @@ class _Widen(_StateDictHook):
             entry = state_dict.get(prefix + name)
             master = self.masters.master(tensor)
             if master is not None and isinstance(entry, Tensor):
-                self.masters.follow_requires_grad([master], [tensor])
-                self.masters.follow(master)
-                state_dict[prefix + name] = self.masters.values(master)
+                with self.masters.lock:
+                    self.masters.follow_requires_grad([master], [tensor])
+                    self.masters.follow(master)
+                    state_dict[prefix + name] = self.masters.values(master)
             elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
                 state_dict[prefix + name] = entry.float()
 
@@ -61,7 +59,7 @@ class _Refresh(_StateDictHook):
             value = state_dict.get(prefix + name)
             master = self.masters.master(tensor)
             if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
-                with torch.no_grad():
+                with torch.no_grad(), self.masters.lock:
                     state_dict[prefix + name] = self.masters.load(master, value)
 
 

@@ -7,6 +7,7 @@ model had before it was cast, so no bit is lost on the way (in one process; see 
 exist as soon as `initialize` returns.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -31,12 +32,18 @@ class MasterWeights:
     """The masters of one session, each shared by all the optimizers that hold its parameter.
 
     This class keeps them as FP32 tensors; `amp.masters.lean` keeps them in 16 bits beside the weights.
+    A copy or a pickle has no masters.
+
+    Attributes:
+        lock: held by a step, and by whoever compares masters with weights, perhaps in another thread
+            that saves the model meanwhile. In a step the two do not agree.
     """
 
     are_whole = True
     """Whether masters hold FP32 values at all times."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
@@ -46,6 +53,9 @@ class MasterWeights:
         self._noted_versions: dict[int, int] = {}
         self._new_versions: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         """What `agree` was told and nobody has asked for yet, by the id of the list of ids."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return MasterWeights, ()
 
     def master(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the master of a model's parameter, if it has one."""

@@ -275,7 +275,7 @@ class AttachedOptimizer:
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = ThreadState()
         try:
-            with self.outside_changes.in_step():
+            with self.masters.lock, self.outside_changes.in_step():
                 return self._step_once(step, *args, **kwargs)
         except BaseException:
             before.put_back(after_error=True)
@@ -386,8 +386,9 @@ class AttachedOptimizer:
 
     def write_back(self) -> None:
         """Write all masters to the model. No host sync."""
-        self.masters.write_back(self.gradients.look_at_groups().masters)
-        self.outside_changes.note()
+        with self.masters.lock:
+            self.masters.write_back(self.gradients.look_at_groups().masters)
+            self.outside_changes.note()
 
     def _report_all(self, verdicts: Sequence[Verdict]) -> None:
         for scaler in {verdict.scaler: None for verdict in verdicts}:

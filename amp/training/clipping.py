@@ -51,8 +51,11 @@ def lead_to_masters(undo: Undo) -> None:
         for module in modules_of_others():
             show_patched(module, shown)
 
-    undo.callback(show)
-    undo.callback(patches.undo)
+    def take_back() -> None:
+        patches.undo()
+        show()
+
+    undo.always(take_back)
     for place in (torch.nn.utils, clip_grad):
         for name in (*_OF_PARAMETERS, _OF_GRADIENTS):
             if hasattr(place, name):

@@ -22,6 +22,7 @@ from amp.lazy import kernels
 from amp.masters.parameter import stored_grad
 from amp.masters.whole import MasterWeights
 from amp.training.gradients import Gradients
+from amp.training.parameter_lists import ParameterLists
 
 
 class OutsideChanges:
@@ -103,16 +104,20 @@ class OutsideChanges:
         if self._is_stepping or not lists.masters:
             yield
             return
-        self.write_back()
-        self._masters.follow_requires_grad(lists.masters, lists.models)
-        self._masters.follow_all(lists.masters, lists.models)
-        with self._masters.as_float32(lists.masters):
+        with self._masters.lock, self._masters.as_float32(self._up_to_date(lists)):
             self.note()
             try:
                 yield
             finally:
                 self._write_all()
         self.note()
+
+    def _up_to_date(self, lists: ParameterLists) -> Sequence[Tensor]:
+        """Return the masters, which agree with the model."""
+        self.write_back()
+        self._masters.follow_requires_grad(lists.masters, lists.models)
+        self._masters.follow_all(lists.masters, lists.models)
+        return lists.masters
 
     def _write_all(self) -> None:
         """Write all masters to the model, for they may have been changed through `.data` as well.

@@ -55,7 +55,7 @@ class Synchronization:
             _watching.add(self)
             undo.callback(_watching.discard, self)
             patches = Patches()
-            undo.callback(patches.undo)
+            undo.always(patches.undo)
             patches.surround(DistributedDataParallel, "__init__", _wrap)
             patches.surround(DistributedDataParallel, "_pre_forward", _begin_forward)
 
