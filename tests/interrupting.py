@@ -40,7 +40,6 @@ class Interrupter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        gc.collect()
         gc.disable()  # what an interrupt meets in a finalizer is swallowed
         sys.settrace(self.trace)
         try:

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the library leaves torch's autocast state what it was, and training goes on."""
+"""Ctrl-C at any line of the library leaves all as it was before a block, or after it."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,3 +77,113 @@ def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
             step(*parts)
         assert state_of_torch() == before, interrupter.place
         parts[1].zero_grad()
+
+
+class Units:
+    """A run whose state can be compared: one optimizer, two parameters, a block and a step."""
+
+    def __init__(self, level: str, optimizer: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        made = optimizer(model.parameters(), lr=1e-2)
+        self.model, self.optimizer = amp.initialize(model, made, opt_level=level, verbosity=0)
+        self.is_dynamic = level in ("O1", "O2")
+        self.x = torch.randn(8, 4)
+        self.block()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def block(self) -> None:
+        with amp.scale_loss(self.model(self.x).square().mean() * 1e-3, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def gradients(self) -> list[Any]:
+        groups = self.optimizer.param_groups
+        grads = [parameter.grad for group in groups for parameter in group["params"]]
+        return [None if grad is None else grad.clone() for grad in grads]
+
+    def state(self) -> list[Any]:
+        scale = amp.state_dict() if self.is_dynamic else None
+        return [scale, *(v.clone() for v in self.model.state_dict().values())]
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(
+    ("level", "optimizer"),
+    [
+        ("O1", torch.optim.SGD),
+        ("O2", torch.optim.SGD),
+        ("O2", amp.optimizers.FusedAdam),
+        ("O5", amp.optimizers.FusedAdam),
+    ],
+)
+@pytest.mark.parametrize("every", [37, pytest.param(7, marks=pytest.mark.slow)])
+def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any, every: int) -> None:
+    """The scale has moved where the gradients are there, and has not where they are not."""
+    run = Units(level, optimizer)
+    before = run.state()
+    counted = Interrupter()
+    with counted.active():
+        run.block()
+    after, gradients = run.state(), run.gradients()
+    for line in range(0, counted.lines, every):
+        run = Units(level, optimizer)
+        interrupter = Interrupter(line)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            run.block()
+        found, state = run.gradients(), run.state()
+        if found.count(None) == len(found):
+            assert is_same(state, before), interrupter.place
+        else:
+            assert is_same(found, gradients), interrupter.place
+            assert is_same(state, after), interrupter.place
+        run.optimizer.zero_grad()
+        run.block()
+        assert is_same(run.gradients(), gradients), interrupter.place
+        run.optimizer.step()
+        assert not amp.step_was_skipped(run.optimizer), interrupter.place
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_interrupted_look_at_gradients_may_be_repeated(level: str) -> None:
+    def run(at: int) -> tuple[Interrupter, list[Any]]:
+        made = Units(level, amp.optimizers.FusedAdam)
+        made.block()
+        interrupter = Interrupter(at)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            made.gradients()
+        found = made.gradients()
+        made.optimizer.zero_grad()
+        amp.get_session(made.optimizer).close()
+        return interrupter, found
+
+    counted, expected = run(-1)
+    assert counted.lines > 50
+    for line in range(0, counted.lines, 5):
+        interrupter, found = run(line)
+        assert is_same(found, expected), interrupter.place
+
+
+def test_an_interrupted_region_without_casts_is_over() -> None:
+    make("O1", torch.optim.SGD)
+
+    def region() -> None:
+        with amp.disable_casts():
+            torch.ones(2, 2) @ torch.ones(2, 2)
+
+    counted = Interrupter()
+    with counted.active():
+        region()
+    before = state_of_torch()
+    for line in range(counted.lines):
+        interrupter = Interrupter(line)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            region()
+        assert state_of_torch() == before, interrupter.place

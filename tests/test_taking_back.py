@@ -137,7 +137,7 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
 
 
-@pytest.mark.parametrize("every", [31, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [31, pytest.param(17, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any], dict[str, Tensor], list[Any]]:

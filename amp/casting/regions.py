@@ -88,16 +88,25 @@ class _Flags:
 
     def __init__(self, values: dict[str, bool]) -> None:
         self._values = values
+        self._changed: list[tuple[str, bool]] = []
 
     def __enter__(self) -> None:
         values = self._values.items()
         self._changed = [(kind, on) for kind, on in values if torch.is_autocast_enabled(kind) is not on]
-        for kind, on in self._changed:
-            torch.set_autocast_enabled(kind, on)
+        try:
+            for kind, on in self._changed:
+                torch.set_autocast_enabled(kind, on)
+        except BaseException:  # an interrupt, for which no `__exit__` is called
+            self.put_back()
+            raise
 
-    def __exit__(self, *exception: object) -> None:
+    def put_back(self) -> None:
+        """Give the flags the values that they had. Idempotent."""
         for kind, on in self._changed:
             torch.set_autocast_enabled(kind, not on)
+
+    def __exit__(self, *exception: object) -> None:
+        self.put_back()
 
 
 @contextmanager
@@ -112,8 +121,12 @@ def disable_casts() -> Iterator[None]:
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
     else:
-        with _Flags(_NO_CASTS):
-            yield
+        flags = _Flags(_NO_CASTS)
+        try:
+            with flags:
+                yield
+        finally:  # an interrupt may come between the block and its `__exit__`
+            flags.put_back()
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:

@@ -310,11 +310,13 @@ class AttachedOptimizer:
         except BaseException:
             self.gradients.verdicts = self.stepped_by  # the step is still to be taken
             raise
-        torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
-        for scaler in {verdict.scaler: None for verdict in self.stepped_by}:
-            scaler.recorder.note_step(v.step for v in self.stepped_by if v.scaler is scaler)
-        self._note_bad()
-        self.gradients.drop_stepped()
+        try:
+            torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
+            for scaler in {verdict.scaler: None for verdict in self.stepped_by}:
+                scaler.recorder.note_step(v.step for v in self.stepped_by if v.scaler is scaler)
+            self._note_bad()
+        finally:  # an interrupt, too, finds the step taken
+            self.gradients.drop_stepped()
         self._end_iteration()
         self._report_all(self.stepped_by)  # last: a warning may be an error
         return result

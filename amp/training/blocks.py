@@ -10,8 +10,9 @@ abort    they are dropped
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from amp.distributed import reduce_largest
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.training.gradients import Gradients, State
 from amp.training.newest import Newest
-from amp.training.scaler import LossScaler, ScaleSnapshot
+from amp.training.scaler import LossScaler, ScaleSnapshot, Verdict
 
 
 class Block:
@@ -154,19 +155,33 @@ def _unscale(
                 ]
             )
             reduce_largest(to_agree_on, scaler.groups_with(groups))
+        for history in histories if update else ():
+            history.end(in_block=True)
+        verdict = scaler.verdict() if checked else None
     except BaseException:
         if found_inf is not None:
             found_inf.zero_()
         raise
-    for gradients in together:
-        gradients.settle()
-    verdict = scaler.verdict() if checked else None
-    if verdict is not None:
-        for gradients in checked:
-            gradients.verdicts.append(verdict)
-    if update:
-        for history in histories:
-            history.end(in_block=True)
-        if checked or not scaler.is_identity:
+    settle = functools.partial(_settle, together, checked, verdict)
+    moves = update and bool(checked or not scaler.is_identity)
+    number = scaler.updates
+    try:
+        settle()
+        if moves:
             norms = [gradients.norm for gradients in together]
             scaler.update(next((norm for norm in norms if norm is not None), None))
+    except BaseException as error:
+        if not isinstance(error, Exception):  # an interrupt: the gradients are unscaled already
+            settle()
+            if moves:
+                scaler.finish_update(number)
+        raise
+
+
+def _settle(
+    together: Sequence[Gradients], checked: Collection[Gradients], verdict: Verdict | None
+) -> None:
+    """Let gradients leave their block, with what the check of some has found. Idempotent."""
+    for gradients in together:
+        if gradients.state in (State.OPEN, State.DELAYED):
+            gradients.settle(verdict if gradients in checked else None)

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from amp.casting.regions import ThreadState
 from amp.distributed import place_gradients, shard_like
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import dense, local
@@ -110,6 +111,8 @@ class Gradients:
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._held: Held | None = None
         self._held_before: Held | None = None
+        self._moves: list[Move] = []
+        """What is being unscaled in a block that has not been left yet."""
         self._can_hold = False
         self._are_shown = True
         """Whether the masters' gradients are in their `.grad`, as in SETTLED."""
@@ -215,6 +218,9 @@ class Gradients:
                 parameter.grad = None
             self.drop_unreduced()
             self.bring_back_aside()
+            for move in self._moves:
+                store_grad(move.stepped, move.total)
+        self._moves = []
 
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
@@ -294,6 +300,7 @@ class Gradients:
                 noted = None
                 total_of = dict(self._aside)
                 moves += [Move(p, p, p.grad, total_of.get(p)) for p in newest.unmastered]  # type: ignore[arg-type]
+            self._moves = moves
             unscale_moves(moves, inv_scale, found_inf, noted)
             moved = {move.parameter for move in moves}
             self._aside = [(p, total) for p, total in self._aside if p not in moved]
@@ -334,9 +341,15 @@ class Gradients:
         for parameter in newest.of_masters.models:
             parameter.grad = None
 
-    def settle(self) -> None:
-        """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or HELD."""
-        self._open = self.delayed = self._held_before = None
+    def settle(self, verdict: Verdict | None) -> None:
+        """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or HELD.
+
+        `verdict` is what the check found, if there was one.
+        """
+        verdicts = self.verdicts if verdict is None else [*self.verdicts, verdict]
+        # All at once: what is settled without its verdict would be stepped on whatever was found.
+        self.verdicts, self._open, self.delayed, self._held_before = verdicts, None, None, None
+        self._moves = []
 
     def bring_back_aside(self) -> None:
         """Add what was set aside to what is there."""
@@ -357,9 +370,15 @@ class Gradients:
         """Put what is held, unscaled, into the masters' `.grad`: somebody looks. No host sync."""
         if self._are_shown:
             return
-        if self._held is not None:
-            for master, grad in zip(self._held.of.masters, self._held.copied().grads, strict=True):
+        before = ThreadState()
+        try:
+            held = self._held
+            grads = [] if held is None else held.copied().grads
+            for master, grad in zip([] if held is None else held.of.masters, grads, strict=True):
                 store_grad(master, shard_like(grad, master))
+        except BaseException:  # an interrupt, say
+            before.put_back(after_error=True)
+            raise
         self._held, self._held_before, self._are_shown = None, None, True
 
     def are_none(self) -> bool:
@@ -407,7 +426,7 @@ class Gradients:
         """Drop what is delayed, set aside or held, and what checks found: the gradients are cleared."""
         self.delayed = None
         self._held = self._held_before = None
-        self._aside = []
+        self._aside, self._moves = [], []
         self.verdicts = []
 
     def let_go(self) -> None:

@@ -262,6 +262,19 @@ class LossScaler:
         Args:
             norm: of the unscaled gradients, float32 of one element, for the recorder.
         """
+        self._advance()
+        if self.config.check:
+            state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
+            self._reports.send(state, self.updates)
+        self.updates += 1
+
+    def finish_update(self, number: int) -> None:
+        """Do what an interrupt has kept the update of this number from. The host waits."""
+        if int(self._state[UPDATES]) == number:
+            self._advance()
+        self.updates = number + 1
+
+    def _advance(self) -> None:
         config = self.config
         self.version += 1
         kernels.update_scale.update_scale(
@@ -274,10 +287,6 @@ class LossScaler:
             floor=config.floor,
             ceiling=max(config.max, config.start),
         )
-        if config.check:
-            state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
-            self._reports.send(state, self.updates)
-        self.updates += 1
 
     def learn(self, wait: bool = False, until: int = -1) -> list[Transition]:
         """Return the updates that the host has learnt of since the last call.
