@@ -291,6 +291,7 @@ def open_for(caster: Caster, patches: Patches) -> None:
         (PreDispatchTorchFunctionMode, "__exit__", _end_recording),
         (torch.utils.checkpoint, "_get_autocast_kwargs", functools.partial(_autocast_kwargs, caster)),
         (nn.DataParallel, "parallel_apply", functools.partial(_parallel_apply, caster)),
+        (torch.autograd.graph.saved_tensors_hooks, "__init__", _make_hooks),
     ):
         patches.surround(target, name, function)
 
@@ -349,6 +350,15 @@ def _autocast_kwargs(caster: Caster, original: Function, device_type: str = "cud
         if state is not None and kind in DEVICE_TYPES and casts(caster, kind):
             state |= {"enabled": True, "dtype": caster.dtype}
     return states
+
+
+def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function) -> None:
+    """Let a hook pack tensors as they are: `save_on_cpu` calls `Tensor.cpu`, which a rule casts."""
+
+    def pack_as_it_is(tensor: Any) -> Any:
+        return call_without_casts(pack, (tensor,), {})
+
+    original(hooks, pack_as_it_is, unpack)
 
 
 def _parallel_apply(caster: Caster, original: Function, *args: Any, **kwargs: Any) -> Any:

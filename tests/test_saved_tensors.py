@@ -1,0 +1,37 @@
+"""Hooks on the tensors that autograd saves get them as they are, at every level."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import amp
+
+
+def train(level: str, hooks: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(3):
+        with hooks():
+            loss = nn.functional.cross_entropy(model(torch.randn(16, 32)), torch.arange(16) % 4)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [save_on_cpu, lambda: saved_tensors_hooks(lambda x: x.cpu(), lambda x: x)],
+    ids=["save_on_cpu", "own"],
+)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7"])
+def test_saved_tensors_may_wait_on_the_cpu(level: str, hooks: Any) -> None:
+    plain = train(level, lambda: saved_tensors_hooks(lambda x: x, lambda x: x))
+    for found, expected in zip(train(level, hooks), plain, strict=True):
+        assert torch.equal(found, expected)
