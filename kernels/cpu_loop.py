@@ -16,6 +16,8 @@ import ctypes
 import functools
 import itertools
 import logging
+import os
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -154,7 +156,9 @@ def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence
     source = source_of(formula, types, there)
     try:
         from torch._inductor.codecache import CppCodeCache
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+        check_private(cache_dir())
         loop = CppCodeCache.load(source).step
     except Exception as error:  # of a compiler, a cache folder, a release of torch
         lines = str(error).splitlines() or [type(error).__name__]
@@ -164,6 +168,20 @@ def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence
     loop.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
     loop.restype = None
     return loop
+
+
+def check_private(folder: str) -> None:
+    """Raise PermissionError if another user may have put a library into a folder."""
+    if not hasattr(os, "getuid"):
+        return
+    found = os.lstat(folder)
+    by_others = found.st_mode & stat.S_IWOTH
+    by_group = found.st_mode & stat.S_IWGRP and found.st_gid != os.getgid()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or by_others or by_group:
+        raise PermissionError(
+            f"{folder} is not a folder that this user alone can write to; set TORCHINDUCTOR_CACHE_DIR "
+            "to one that is"
+        )
 
 
 def source_of(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> str:

@@ -111,6 +111,10 @@ def server(port: int = 0) -> http.server.ThreadingHTTPServer:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            host = self.headers.get("Host", "").partition(":")[0]
+            if host not in ("127.0.0.1", "localhost"):  # a page of elsewhere, by a name of its own
+                self.send_error(403, "the lab is for this machine alone")
+                return
             self.send_response(200 if self.path == "/" else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()

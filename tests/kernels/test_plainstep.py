@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -216,3 +217,33 @@ def test_a_failure_to_compile_leaves_the_results_of_eager_torch(
     assert all(map(torch.equal, without, eager))
     assert caplog.text.count("eager torch runs it, slower: ") == 1
     assert "error:" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o702])
+def test_no_library_is_loaded_from_a_folder_that_others_write_to(
+    mode: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    monkeypatch.setattr(cpu_loop, "_compile", functools.cache(cpu_loop._compile.__wrapped__))
+    left = tensors_left(monkeypatch)
+    rule, numbers = RULES["adam"]
+    with caplog.at_level(logging.WARNING, "amp"):
+        Tensors(rule, F32).run(rule, numbers, None)
+    assert len(left) > 3
+    assert "is not a folder that this user alone can write to" in caplog.text
+    assert not list(folder.rglob("*.so"))
+
+
+def test_a_link_to_a_folder_is_no_private_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    cpu_loop.check_private(str(folder))
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(PermissionError, match="set TORCHINDUCTOR_CACHE_DIR"):
+        cpu_loop.check_private(str(tmp_path / "link"))

@@ -50,6 +50,11 @@ def test_it_is_served_on_this_machine_alone() -> None:
             response = connection.getresponse()
             assert response.status == status
             assert (b"The numerics lab" in response.read()) == (status == 200)
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
+        connection.request("GET", "/", headers={"Host": "elsewhere.example"})
+        response = connection.getresponse()
+        assert response.status == 403
+        assert b"The numerics lab" not in response.read()
         with pytest.raises(ValueError, match=f"port {port} cannot be had"):
             lab.server(int(port))
         running.shutdown()
