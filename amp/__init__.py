@@ -38,6 +38,7 @@ from amp.profiles.levels import load_profile as load_profile
 from amp.profiles.loss_scaling import LossScaling as LossScaling
 from amp.profiles.properties import Properties as Properties
 from amp.profiles.rules import Rule as Rule
+from amp.saving import save
 from amp.scalars import scalars as scalars
 from amp.session import Session as Session
 from amp.trials.cures import doctor as doctor
@@ -81,6 +82,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "save",
     "scalars",
     "scale_loss",
     "set_state_dict",

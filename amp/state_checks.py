@@ -205,13 +205,14 @@ class StateChecks:
 
     def finish(self) -> None:
         """Look at the values of all tensors so far. The host waits once for each device."""
-        by_device: dict[torch.device, list[tuple[_Values, Tensor]]] = {}
+        alike: dict[Any, list[tuple[_Values, Tensor]]] = {}
         for each in self._values:
             tensor = _on_this_rank(each.tensor)
             if tensor.numel():
-                by_device.setdefault(tensor.device, []).append((each, tensor))
+                is_double = tensor.dtype is torch.float64
+                alike.setdefault((tensor.device, is_double), []).append((each, tensor))
         self._values = []
-        for found in by_device.values():
+        for found in alike.values():
             extremes = torch.stack([_extremes(tensor) for _, tensor in found]).tolist()
             for (each, _), (least, most) in zip(found, extremes, strict=True):
                 is_inf = each.may_be_inf and most == math.inf
@@ -282,6 +283,6 @@ def _on_this_rank(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _extremes(tensor: Tensor) -> Tensor:
-    """Return the least and the largest value, `[2]`; NaN if one is."""
-    wide = torch.float32 if tensor.device.type == "mps" else torch.float64
+    """Return the least and the largest value, `[2]`, in FP32 but for FP64; NaN if one is."""
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     return torch.stack(list(torch.aminmax(tensor))).to(wide)

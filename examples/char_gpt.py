@@ -313,12 +313,7 @@ class Trainer:
             "cuda_rng": torch.cuda.get_rng_state_all(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.tmp")
-        with temporary.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        amp.save(path, checkpoint)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint of the same model."""

@@ -143,9 +143,7 @@ class Trainer:
             "run": asdict(self.run),
             "seed": self.args.seed,
         }
-        temporary = path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(path)
+        amp.save(path, state)
 
     def load(self, path: Path) -> None:
         """Go on where a checkpoint was written."""

@@ -30,7 +30,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "casting": ("casting",),
     "profiles": ("profiles",),
     "kernels": ("kernels", "lazy"),
-    "base": ("errors", "dtypes", "distributed", "patching", "state_checks", "torch_versions", "undo"),
+    "base": (
+        "errors",
+        "dtypes",
+        "distributed",
+        "patching",
+        "state_checks",
+        "torch_versions",
+        "undo",
+        "saving",
+    ),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""
 

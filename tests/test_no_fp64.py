@@ -81,13 +81,13 @@ def device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(model: nn.Module, optimizer: Any, iterations: int = 7) -> None:
-    """Train as scripts do: two losses, accumulation, a delay, clipping, and an overflow or two."""
+    """Train as scripts do: two losses, accumulation, a delay, clipping, and an overflow or two, where one is seen."""
     for i in range(iterations):
         images, labels = batch(i)
         optimizer.zero_grad(set_to_none=bool(i % 2))
         for loss_id in range(1 + i % 2):
             loss = torch.nn.functional.cross_entropy(model(images), labels)
-            if i in (2, 3):
+            if i in (2, 3) and amp.get_session().properties.loss_scaling.check:
                 loss = loss * math.inf
             delay = i == 5 and loss_id == 0
             with amp.scale_loss(loss, optimizer, loss_id=loss_id, delay_unscale=delay) as scaled_loss:

@@ -239,12 +239,11 @@ class AttachedOptimizer:
         self._rekey_state(master_of)
 
     def _rekey_state(self, new_of: Mapping[Tensor, Tensor]) -> None:
-        """Key the state of some parameters by others. An interrupt loses nothing."""
+        """Key the state of some parameters by others, in the same order. An interrupt loses nothing."""
         for state in (each.state for each in (self.optimizer, *self._wrappers)):
-            for parameter, new in new_of.items():
-                if parameter in state:
-                    state[new] = state[parameter]
-                    del state[parameter]
+            if any(parameter in state for parameter in new_of):
+                for parameter in list(state):
+                    state[new_of.get(parameter, parameter)] = state.pop(parameter)
 
     def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
         if isinstance(group, dict) and "params" in group:

@@ -17,7 +17,8 @@ API = {
     "training": (
         "Training",
         "initialize scale_loss master_params state_dict load_state_dict Stateful get_state_dict "
-        "set_state_dict step_was_skipped loss_scale history scalars get_session Session fsdp_policy",
+        "set_state_dict save step_was_skipped loss_scale history scalars get_session Session "
+        "fsdp_policy",
     ),
     "profiles": ("Profiles and rules", "load_profile Properties LossScaling Rule AmpError AmpWarning"),
     "functions": (
