@@ -176,7 +176,7 @@ def test_an_interrupted_region_without_casts_is_over() -> None:
 
     def region() -> None:
         with amp.disable_casts():
-            torch.ones(2, 2) @ torch.ones(2, 2)
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 
     counted = Interrupter()
     with counted.active():
