@@ -81,7 +81,7 @@ def device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(model: nn.Module, optimizer: Any, iterations: int = 7) -> None:
-    """Train as scripts do: two losses, accumulation, a delay, clipping, and overflows if they are seen."""
+    """Train as scripts do: two losses, accumulation, a delay, clipping, and overflows that are seen."""
     for i in range(iterations):
         images, labels = batch(i)
         optimizer.zero_grad(set_to_none=bool(i % 2))
