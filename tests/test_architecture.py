@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "state_checks",
         "torch_versions",
         "undo",
-        "saving",
+        *("outputs", "saving"),
     ),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""

@@ -25,6 +25,7 @@ from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import simulate_scaler
 from amp.numerics.text import plain
 from amp.numerics.watching import Histogram
+from amp.outputs import check_output
 
 _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"
@@ -91,9 +92,10 @@ def write(path: str | Path) -> Path:
     """Write the page to a file, and return its path.
 
     Raises:
-        AmpValueError: there is no such folder, or it cannot be written.
+        AmpValueError: there is no such folder, it cannot be written, or another kind of file is there.
     """
     path = Path(path)
+    check_output(path, ".html")
     try:
         path.write_text(page(), encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -15,6 +15,7 @@ from amp.numerics.fp8 import Fp8Step, fp8_scaled
 from amp.numerics.memory import TERMS, Footprint
 from amp.numerics.scaling import GradientSurvival, ScalerStep
 from amp.numerics.watching import NOTHING, Histogram
+from amp.outputs import check_output
 
 if TYPE_CHECKING:
     from amp.numerics.watching import WatchReport
@@ -28,6 +29,7 @@ def _figure(path: str | Path, rows: int = 1) -> tuple[Any, Any, Path]:
         raise AmpValueError(f"{path}: a picture is a {' or '.join(SUFFIXES)} file")
     if "\0" in str(path) or not path.absolute().parent.is_dir():
         raise AmpValueError(f"{path}: there is no folder {path.absolute().parent}")
+    check_output(path, path.suffix.lower())
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from amp.casting.explaining import explain
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.numerics.text import Printer
+from amp.outputs import check_output
 from amp.profiles.levels import load_profile
 from amp.trials.checking import checkup_of_json
 from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
@@ -82,6 +84,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     what = _script_of(arguments)
     levels = [level.strip() for level in arguments.levels.split(",") if level.strip()]
     check_request(levels, arguments.steps, arguments.reference)  # before minutes are spent
+    if arguments.out:
+        check_output(Path(arguments.out), ".html")
     run = InScript(Script(what))
     found = compare_runs(run, levels, arguments.steps, arguments.seed, arguments.reference)
     if arguments.out:

@@ -9,6 +9,7 @@ from typing import Any
 import amp
 from amp.errors import AmpValueError
 from amp.numerics import lab
+from amp.outputs import check_output
 
 _HERE = Path(__file__).parent
 
@@ -31,9 +32,10 @@ def write(comparison: dict[str, Any], path: str | Path) -> Path:
     """Write the page to a file, and return its path.
 
     Raises:
-        AmpValueError: there is no such folder, or it cannot be written.
+        AmpValueError: there is no such folder, it cannot be written, or another kind of file is there.
     """
     path = Path(path)
+    check_output(path, ".html")
     try:
         path.write_text(page(comparison), encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -1,0 +1,45 @@
+"""A command overwrites what it has written itself, and no file of another kind."""
+
+from pathlib import Path
+
+import pytest
+
+from amp.cli import main
+from amp.outputs import check_output
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["lab", "--out"], "train.py"),
+        (["ranges", "--plot"], "data.png"),
+        (["ranges", "--plot"], "data.svg"),
+        (["compare", "train.py", "--out"], "data.csv"),
+    ],
+)
+def test_another_kind_of_file_is_kept(
+    command: list[str],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit('it was run')\n")
+    Path(name).write_text("import torch\n")
+    assert main([*command, name]) == 2
+    told = capsys.readouterr()
+    assert f"{name} is there already, and is no" in told.err
+    assert "it was run" not in told.out + told.err
+    assert Path(name).read_text() == "import torch\n"
+
+
+@pytest.mark.parametrize("name", ["lab.html", "page.svg", "page.png"])
+def test_its_own_kind_is_overwritten(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = str(tmp_path / name)
+    for _ in range(2):
+        assert not main(["lab", "--out", path] if name == "lab.html" else ["ranges", "--plot", path])
+    check_output(Path(path), Path(path).suffix)
+    (tmp_path / name).write_bytes(b"")
+    check_output(Path(path), Path(path).suffix)
