@@ -56,13 +56,17 @@ from amp.masters.whole import MasterWeights, check_device
 from amp.training.held import Held
 from amp.training.newest import Newest, Notes, look_at_newest
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
-from amp.training.scaler import LossScaler, ScaleSnapshot, Verdict
+from amp.training.scaler import LossScaler, ScaleSnapshot, Verdict, joined
 from amp.training.synchronization import Synchronization
 from amp.training.unscaling import Move, add_grad, unscale_moves
 
 if TYPE_CHECKING:
     from amp.kernels.tables import BadSteps
     from amp.training.blocks import Block
+
+
+MOST_VERDICTS = 256
+"""What is kept of blocks until a step, which may never come: more than these are made one."""
 
 
 class State(enum.Enum):
@@ -347,6 +351,8 @@ class Gradients:
         `verdict` is what the check found, if there was one.
         """
         verdicts = self.verdicts if verdict is None else [*self.verdicts, verdict]
+        if len(verdicts) > MOST_VERDICTS:
+            verdicts = joined(verdicts)
         # All at once: what is settled without its verdict would be stepped on whatever was found.
         self.verdicts, self._open, self.delayed, self._held_before = verdicts, None, None, None
         self._moves = []

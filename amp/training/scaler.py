@@ -79,6 +79,14 @@ class Verdict:
         return self.found_inf.item() > 0
 
 
+def joined(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return one verdict for each scaler: an overflow if any of its verdicts is one. No host sync."""
+    found: dict[LossScaler, list[Tensor]] = {}
+    for verdict in verdicts:
+        found.setdefault(verdict.scaler, []).append(verdict.found_inf)
+    return [Verdict(scaler, torch.stack(each).amax(dim=0)) for scaler, each in found.items()]
+
+
 class ScalerState(NamedTuple):
     """A saved state of a scaler, whose entries have been checked; see `LossScaler.state_dict`.
 

@@ -1,0 +1,36 @@
+"""An optimizer that is named in blocks and is never stepped: memory does not grow."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import amp
+from amp.training import gradients
+from amp.training.attachment import AttachedOptimizer
+
+
+@pytest.mark.parametrize("overflows_at", [None, 3])
+def test_what_checks_have_found_does_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch, overflows_at: int | None
+) -> None:
+    monkeypatch.setattr(gradients, "MOST_VERDICTS", 8)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    before = model.weight.detach().clone()
+    attached = AttachedOptimizer.of(optimizer)
+    assert attached is not None
+    for i in range(20):
+        loss = model(torch.ones(1, 2)).sum() * (math.inf if i == overflows_at else 1e-3)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert len(attached.gradients.verdicts) <= 8
+        if (
+            i == overflows_at
+        ):  # of which the accumulated gradients are to be free, that the step is seen
+            model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is (overflows_at is not None)
+    assert torch.equal(model.weight, before) is (overflows_at is not None)
