@@ -27,9 +27,7 @@ def test_what_checks_have_found_does_not_pile_up(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         assert len(attached.gradients.verdicts) <= 8
-        if (
-            i == overflows_at
-        ):  # of which the accumulated gradients are to be free, that the step is seen
+        if i == overflows_at:  # its gradients go, and the step is to be skipped all the same
             model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
     optimizer.step()
     assert amp.step_was_skipped(optimizer) is (overflows_at is not None)
