@@ -38,6 +38,17 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
         assert set(package.__all__) <= set(named)
 
 
+@needs_mkdocs
+def test_names_in_tables_break_between_words() -> None:
+    from docs.site import hooks
+
+    cell = "<td><code>torch.nn.Linear</code> a.b <code>keep_norm_fp32</code> <code>0.5</code></td>"
+    shown = hooks.on_post_page(f"<p><code>a.b</code></p><table>{cell}</table>", None, None)
+    assert "torch.<wbr>nn.<wbr>Linear</code> a.b" in shown
+    assert "keep_<wbr>norm_<wbr>fp32" in shown
+    assert shown.startswith("<p><code>a.b</code></p>")
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")

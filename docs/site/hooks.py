@@ -1,4 +1,4 @@
-"""What MkDocs does besides: API pages, and links that lead out of docs/ go to the repository."""
+"""What MkDocs does besides: API pages, links that lead out of docs/, and long names in tables."""
 
 from __future__ import annotations
 
@@ -96,3 +96,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"]({REPOSITORY}{path}{'#' + anchor if anchor else ''})"
 
     return re.sub(r"\]\(([^)\s]+)\)", led, markdown)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Let names in tables break after a dot, an underscore or a slash, and not within a word."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)([._/]+)(?=\w)", r"\1<wbr>", code[0])
+
+    def with_breaks(table: re.Match[str]) -> str:
+        return re.sub(r"(?<=<code>)[^<]+(?=</code>)", breakable, table[0])
+
+    return re.sub(r"<table>.*?</table>", with_breaks, output, flags=re.DOTALL)
