@@ -42,10 +42,10 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
 def test_names_in_tables_break_between_words() -> None:
     from docs.site import hooks
 
-    cell = "<td><code>torch.nn.Linear</code> a.b <code>keep_norm_fp32</code> <code>0.5</code></td>"
+    cell = "<td><code>torch.nn.Linear</code> a.b <code>fully(keep_norm_fp32=FusedAdam)</code></td>"
     shown = hooks.on_post_page(f"<p><code>a.b</code></p><table>{cell}</table>", None, None)
     assert "torch.<wbr>nn.<wbr>Linear</code> a.b" in shown
-    assert "keep_<wbr>norm_<wbr>fp32" in shown
+    assert "fully(<wbr>keep_<wbr>norm_<wbr>fp32=<wbr>Fused<wbr>Adam)" in shown
     assert shown.startswith("<p><code>a.b</code></p>")
 
 

@@ -99,10 +99,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Let names in tables break after a dot, an underscore or a slash, and not within a word."""
+    """Let names in tables break between their words, and nowhere else."""
 
     def breakable(code: re.Match[str]) -> str:
-        return re.sub(r"(?<=\w)([._/]+)(?=\w)", r"\1<wbr>", code[0])
+        return re.sub(r"(?<=\w[._/=(])(?=\w)|(?<=[a-z])(?=[A-Z])", "<wbr>", code[0])
 
     def with_breaks(table: re.Match[str]) -> str:
         return re.sub(r"(?<=<code>)[^<]+(?=</code>)", breakable, table[0])
