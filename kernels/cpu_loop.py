@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
+from amp.kernels.changes import Change
 from amp.kernels.rule import Formula, Prepared, Streams
 from amp.kernels.tables import are_flat
 from amp.kernels.tensor_lists import are_plain
@@ -95,13 +96,13 @@ class _Expression:
         return _Expression(f"({self.code}.gt(Floats(0)) - {self.code}.lt(Floats(0)))")
 
 
-def step_in_loop(
+def plan_loop(
     formula: Formula, lists: Streams, indices: Sequence[int], numbers: Prepared
-) -> Sequence[int]:
-    """Step tensors for which `suits_loop` holds, and return the indices of those that it could not.
+) -> tuple[Sequence[int], Change | None]:
+    """Return which tensors are left to eager torch, and what steps the others.
 
-    It cannot step tensors with gaps between their elements, or whose strides differ from list to list,
-    and none where it cannot be compiled. The host works until it is done.
+    Left are tensors with gaps between their elements, or whose strides differ from list to list, and
+    all where the loop cannot be compiled. `suits_loop` holds for all of them.
 
     Args:
         formula: of element-wise operations, those of `_Expression`.
@@ -112,17 +113,18 @@ def step_in_loop(
     types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
     loop = _compile(formula, types, tuple([number is not None for number in numbers]))
     if loop is None:
-        return indices
+        return indices, None
     flat = indices
     if any(tensors.kind.orders is not None for tensors in lists.values()):
         flat = [i for i in indices if are_flat([tensors[i] for tensors in lists.values()])]
     sizes = [lists["param"].kind.sizes[i] for i in flat]
     addresses = [[tensors.addresses[i] for i in flat] for tensors in lists.values()]
-    rows = torch.tensor([*addresses, sizes], dtype=torch.int64, device="cpu").t().contiguous()
+    rows = list(itertools.chain.from_iterable(zip(*addresses, sizes, strict=True)))
+    integers = (ctypes.c_int64 * len(rows))(*rows)
     present = [number for number in numbers if number is not None]
     floats = (ctypes.c_float * len(present))(*present)
-    loop(rows.data_ptr(), len(flat), floats, torch.get_num_threads())
-    return [] if flat is indices else sorted(set(indices) - set(flat))
+    left = [] if flat is indices else sorted(set(indices) - set(flat))
+    return left, functools.partial(loop, integers, len(flat), floats, torch.get_num_threads())
 
 
 def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:
@@ -145,7 +147,7 @@ def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence
     The host works on it for some seconds, or one where an earlier process has done it.
 
     Args:
-        formula: see `step_in_loop`.
+        formula: see `plan_loop`.
         types: the name of each list, and its C++ type.
         there: which of the numbers are not None.
     """

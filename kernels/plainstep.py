@@ -10,13 +10,14 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from amp.kernels.cpu_loop import step_in_loop, suits_loop
+from amp.kernels.changes import Change, Changes
+from amp.kernels.cpu_loop import plan_loop, suits_loop
 from amp.kernels.language import plain
 from amp.kernels.rule import Formula, Settings, Streams
 from amp.kernels.split import decode, encode
@@ -27,16 +28,22 @@ LARGE = 2**16
 SLICE = 2**16
 """Elements whose FP32 temporaries stay in a core's cache."""
 
+Noise = Callable[[int, Tensor], Tensor]
+"""Makes the random bits of the i-th tensor of a list, given one like it."""
+
 
 @torch.no_grad()
-def step_plainly(
-    settings: Settings, lists: Streams, steps: Sequence[Tensor], groups: Sequence[Sequence[int]]
+def plan_step(
+    settings: Settings,
+    lists: Streams,
+    steps: Sequence[Tensor],
+    groups: Sequence[Sequence[int]],
+    changes: Changes,
 ) -> None:
-    """Step some of the tensors of lists, in FP32 or FP64, and count their steps.
+    """Plan the step of some of the tensors of lists, in FP32 or FP64, and the count of their steps.
 
     `groups` says which: the indices of those of one device and combination of dtypes together.
     """
-    torch._foreach_add_([steps[i] for i in itertools.chain.from_iterable(groups)], 1.0)
     rule, of_tensor, seeds = settings.rule, settings.of_tensor, settings.seeds
     are_whole = rule.direction is not None and of_tensor is None  # a norm is one of all of a tensor
     formula = rule.plain_update or plain(rule.update)
@@ -44,20 +51,27 @@ def step_plainly(
     own = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
     if len(own) > len(steps):
         own = list(zip(own[: len(steps)], own[len(steps) :], strict=True))
+    counted = [steps[i] for i in itertools.chain.from_iterable(groups)]
+    changes.add(functools.partial(torch._foreach_add_, counted, 1.0))
     for group in groups:
         loops = not are_whole and seeds is None and suits_loop(lists, group, settings.backend)
         alike: defaultdict[Any, list[int]] = defaultdict(list)
-        for i, t in zip(group, torch.stack([steps[i] for i in group]).tolist(), strict=True):
+        for i, t in zip(group, (torch.stack([steps[i] for i in group]) + 1).tolist(), strict=True):
             alike[t, own[i]].append(i)
         for (t, number), same in alike.items():
             if rule.at is None:
                 prepared = plain(rule.prepare)(numbers, t, None, 0)
             else:
                 prepared = rule.at(numbers, t, number)
-            left = step_in_loop(formula, lists, same, (scale, *prepared)) if loops else same
-            noise = None if seeds is None else functools.partial(_noise, seeds, t)
-            for tensors in _pieces(lists, left, are_whole, noise):
-                _step(formula, tensors, scale, prepared)
+            left: Sequence[int] = same
+            if loops:
+                left, loop = plan_loop(formula, lists, same, (scale, *prepared))
+                if loop is not None:
+                    changes.add(loop)
+            noise = None if seeds is None else _noise_of(seeds, t)
+            for pieces in _pieces(lists, left, are_whole):
+                work_out = functools.partial(_work_out, formula, pieces, scale, prepared, noise)
+                changes.add_later(work_out)
 
 
 @torch.no_grad()
@@ -83,68 +97,93 @@ def _scale_of(settings: Settings) -> float:
     return -scale if settings.maximize else scale
 
 
-def _noise(seeds: Sequence[int], t: float, i: int, like: Tensor) -> Tensor:
-    """Return 32 random bits for each element of a tensor in its step number t, int32."""
-    generator = torch.Generator(like.device).manual_seed(hash((seeds[i], t)) % 2**32)
-    return torch.empty_like(like, dtype=torch.int32).random_(-(2**31), 2**31, generator=generator)
+def _noise_of(seeds: Sequence[int], t: float) -> Noise:
+    """Return what makes 32 random bits for each element of a tensor in its step number t, int32.
 
-
-def _pieces(
-    lists: Streams,
-    indices: Sequence[int],
-    are_whole: bool,
-    noise: Callable[[int, Tensor], Tensor] | None,
-) -> Iterator[Streams]:
-    """Yield tensors to step: each as it is, or slices of the large ones and all small ones as one.
-
-    With them goes `noise(i, parameter)`, if moments are to be rounded by it.
+    The latest tensor's are kept, for its next slice.
     """
+
+    @functools.lru_cache(maxsize=1)
+    def noise(i: int, like: Tensor) -> Tensor:
+        generator = torch.Generator(like.device).manual_seed(hash((seeds[i], t)) % 2**32)
+        return torch.empty_like(like, dtype=torch.int32).random_(-(2**31), 2**31, generator=generator)
+
+    return noise
+
+
+class Piece(NamedTuple):
+    """A tensor of each list, or the slice of it from `first` on, of `length` elements."""
+
+    index: int
+    whole: Streams
+    first: int = 0
+    length: int | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return what the piece is of one of the tensors."""
+        if self.length is None:
+            return tensor
+        return tensor.as_strided((self.length,), (1,), tensor.storage_offset() + self.first)
+
+    def streams(self) -> Streams:
+        """Return it of all of them."""
+        return {name: self.of(tensor) for name, tensor in self.whole.items()}
+
+
+def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[list[Piece]]:
+    """Yield what is stepped at once: a tensor, a slice of a large one, or all small ones."""
     small = []
     for i in indices:
         # What is written by way of `.data` has no version: autograd is told of the whole step once.
         one = {name: tensors[i].data for name, tensors in lists.items()}
         size = one["param"].numel()
-        if noise is not None:
-            one["noise"] = noise(i, one["param"])
         if not are_whole and size < LARGE:
-            small.append(one)
+            small.append(Piece(i, one))
         elif are_whole or not are_flat(list(one.values())):
-            yield one
+            yield [Piece(i, one)]
         else:
             for first in range(0, size, SLICE):
-                length = min(SLICE, size - first)
-                yield {
-                    name: tensor.as_strided((length,), (1,), tensor.storage_offset() + first)
-                    for name, tensor in one.items()
-                }
+                yield [Piece(i, one, first, min(SLICE, size - first))]
     if small:
-        few = {name: [one[name] for one in small] for name in small[0]}
-        together = {name: _flatten_dense_tensors(tensors) for name, tensors in few.items()}
-        yield together
-        for name, tensors in few.items():
-            if name not in ("grad", "noise"):
-                torch._foreach_copy_(tensors, _unflatten_dense_tensors(together[name], tensors))
+        yield small
 
 
-def _step(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> None:
-    """Step tensors of one shape, in eager torch."""
-    _, p, *new = _applied(formula, streams, scale, prepared)
-    param, model, low = streams["param"], streams.get("model"), streams.get("low")
-    moments = [streams[name] for name in ("first", "second") if name in streams]
-    noise = streams.get("noise")
-    for i, (moment, result) in enumerate(zip(moments, new, strict=False)):
-        if noise is not None and moment.dtype is torch.bfloat16:
-            round_stochastically(result, moment, noise >> 16 * i & 0xFFFF)
-        else:
-            moment.copy_(result)
-    if low is None:
-        param.copy_(p)
+@torch.no_grad()
+def _work_out(
+    formula: Formula, pieces: Sequence[Piece], scale: Any, prepared: Sequence[Any], noise: Noise | None
+) -> Change:
+    """Return the change that steps some pieces, in eager torch."""
+    each = [piece.streams() for piece in pieces]
+    if noise is not None:
+        for piece, streams in zip(pieces, each, strict=True):
+            streams["noise"] = piece.of(noise(piece.index, piece.whole["param"]))
+    if len(each) == 1:
+        results = _results(formula, each[0], scale, prepared)
+        targets, sources = [each[0][name] for name in results], list(results.values())
     else:
-        high, rest = encode(p, param.dtype, low.dtype)
-        param.copy_(high)
-        low.copy_(rest)
-    if model is not None:
-        model.copy_(p)
+        together = {name: _flatten_dense_tensors([one[name] for one in each]) for name in each[0]}
+        targets, sources = [], []
+        for name, result in _results(formula, together, scale, prepared).items():
+            of_name = [one[name] for one in each]
+            targets += of_name
+            sources += _unflatten_dense_tensors(result, of_name)
+    return functools.partial(torch._foreach_copy_, targets, sources)
+
+
+def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Streams:
+    """Return the new values of tensors of one shape, in the dtypes that they have or wider ones."""
+    _, p, *new = _applied(formula, streams, scale, prepared)
+    low, noise = streams.get("low"), streams.get("noise")
+    results = {"param": p}
+    if low is not None:
+        results["param"], results["low"] = encode(p, streams["param"].dtype, low.dtype)
+    if "model" in streams:
+        results["model"] = p
+    names = [name for name in ("first", "second") if name in streams]
+    for i, (name, result) in enumerate(zip(names, new, strict=False)):
+        rounds = noise is not None and streams[name].dtype is torch.bfloat16
+        results[name] = round_stochastically(result, noise >> 16 * i & 0xFFFF) if rounds else result
+    return results
 
 
 def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Sequence[Any]:
@@ -158,10 +197,10 @@ def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[
     return p, *formula(p, streams["grad"].to(to) * scale, m, v, prepared, torch.sqrt)
 
 
-def round_stochastically(source: Tensor, target: Tensor, noise: Tensor) -> None:
-    """Write float32 to bfloat16, up or down with the probability that makes the mean right.
+def round_stochastically(source: Tensor, noise: Tensor) -> Tensor:
+    """Return float32 in bfloat16, up or down with the probability that makes the mean right.
 
     `noise` has 16 random bits for each element, int32.
     """
     rounded = ((source.view(torch.int32) + noise) >> 16).short().view(torch.bfloat16)
-    target.copy_(torch.where(source.isfinite(), rounded, source.bfloat16()))
+    return torch.where(source.isfinite(), rounded, source.bfloat16())

@@ -29,12 +29,12 @@ host waits for a device other than the CPU.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from amp.kernels.changes import Change, Changes
 from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
     STEP,
@@ -47,7 +47,7 @@ from amp.kernels.language import (
     tl,
     wide,
 )
-from amp.kernels.plainstep import measure_plainly, step_plainly
+from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Numbers, Rule, Settings, Streams, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
@@ -75,6 +75,7 @@ def step(
     maximize: bool = False,
     norms_of_all_ranks: Callable[[Tensor], Tensor] | None = None,
     backend: str | None = None,
+    changes: Changes | None = None,
 ) -> None:
     """Step parameters in place. On a device with Triton the host does not wait.
 
@@ -99,11 +100,14 @@ def step(
         norms_of_all_ranks: from the norms of this rank's shards, float32 `[2n]`, to those of whole
             tensors, for a rule that goes by them. None where tensors are whole.
         backend: see `amp.kernels.backend`.
+        changes: where the step is planned, to be taken later. Nothing is written before. None takes it
+            now.
 
     Raises:
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
+    planned = Changes() if changes is None else changes
     given = params, grads, *moments, models, lows
     names = "param", "grad", *("first", "second")[: len(moments)], "model", "low"
     lists = {name: dense(ts) for name, ts in zip(names, given, strict=True) if ts is not None}
@@ -131,10 +135,13 @@ def step(
         measure_plainly(settings, lists, steps, in_torch, norms)
         settings = settings._replace(of_tensor=norms_of_all_ranks(norms))
     for each in in_triton:
-        _launch_step(settings, each, lists)
+        planned.add_later(functools.partial(_work_out_launch, settings, each, lists))
     if in_torch:
-        step_plainly(settings, lists, steps, in_torch)
-    increment_versions(itertools.chain(params, models or (), lows or ()))
+        plan_step(settings, lists, steps, in_torch, planned)
+    written = [*params, *(models or ()), *(lows or ())]
+    planned.add(functools.partial(increment_versions, written))
+    if changes is None:
+        planned.make()
 
 
 def _prepared_launch(settings: Settings, each: Launch, lists: Streams) -> Callable[..., None]:
@@ -171,14 +178,16 @@ def _launch_norms(settings: Settings, each: Launch, lists: Streams, norms: Tenso
         norms_of_chunks(each, of_chunks, some)
 
 
-def _launch_step(settings: Settings, each: Launch, lists: Streams) -> None:
+def _work_out_launch(settings: Settings, each: Launch, lists: Streams) -> Change:
+    """Return the launch that steps some of the tensors."""
     rule, device = settings.rule, each.device
     of_tensor = number_on(device, settings.of_tensor)
     if rule.direction is not None and of_tensor is None:
         of_tensor = torch.empty(2 * len(lists["param"]), dtype=torch.float32, device=device)
         _launch_norms(settings, each, lists, of_tensor)
     run = _prepared_launch(settings, each, lists)
-    run(UPDATE=rule.update, of_tensor=of_tensor, sums=None, ticket=_ticket(device))
+    last = {"of_tensor": of_tensor, "sums": None, "ticket": _ticket(device)}
+    return functools.partial(run, UPDATE=rule.update, **last)
 
 
 def _on_device(numbers: Numbers, device: torch.device) -> Tensor:

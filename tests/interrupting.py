@@ -14,6 +14,16 @@ AMP = str(Path(amp.__file__).parent)
 KERNELS = str(Path(amp.__file__).parent.parent / "kernels")
 
 
+def is_in_formula_of_torch(frame: Any) -> bool:
+    """Whether an optimizer of torch is changing tensors one by one, which nobody can divide rightly."""
+    while frame is not None:
+        code = frame.f_code
+        if "torch/optim/" in code.co_filename and code.co_name.startswith("_single_tensor"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Interrupter:
     """Counts the lines of the library that run, and raises KeyboardInterrupt at one of them."""
 
@@ -28,7 +38,7 @@ class Interrupter:
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith((AMP, KERNELS)):
             return None
-        if event == "line":
+        if event == "line" and not is_in_formula_of_torch(frame):
             self._seen[frame.f_code, frame.f_lineno] += 1
             if self._seen[frame.f_code, frame.f_lineno] < 3:
                 self.first.append(self.lines)

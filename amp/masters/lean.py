@@ -44,37 +44,57 @@ class LeanMasterWeights(MasterWeights):
         if self.model(master) is None:
             self._low_of.pop(master, None)
 
-    def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run an optimizer's step on one group at a time, whose masters then hold FP32 values."""
+    def run_step(
+        self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any], results: list[Any]
+    ) -> None:
+        """Run an optimizer's step on one group at a time, whose masters then hold FP32 values.
+
+        What it returns goes to `results`. After an interrupt the groups that are left are stepped, too.
+        """
         if "param_groups" not in vars(optimizer):  # a wrapper: the groups are another's
             with self.as_float32(masters):
-                return step()
-        groups, result = optimizer.param_groups, None
+                results.append(step())
+            return
+        groups = optimizer.param_groups
         try:
-            for group in groups:
-                optimizer.param_groups = [group]
-                with self.as_float32(group["params"]):
-                    result = step()
+            try:
+                self._step_rest(optimizer, groups, step, results)
+            finally:
+                optimizer.param_groups = groups
+        except BaseException as error:
+            if results and not isinstance(error, Exception):
+                self._step_rest(optimizer, groups, step, results)
+            raise
         finally:
-            optimizer.param_groups = groups
-        return result
+            optimizer.param_groups = groups  # if an interrupt came before it was done
+
+    def _step_rest(
+        self, optimizer: Any, groups: list[Any], step: Callable[[], Any], results: list[Any]
+    ) -> None:
+        for group in groups[len(results) :]:
+            optimizer.param_groups = [group]
+            with self.as_float32(group["params"]):
+                results.append(step())
 
     @contextmanager
     def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:
         """Let masters hold FP32 values inside the block, and split them at its end. No host sync."""
         lean = [m for m in masters if m in self._low_of and m not in self._in_float32]
-        self._widen(lean)
         try:
-            yield
+            try:
+                self._widen(lean)
+                yield
+            finally:
+                self._narrow(lean)
         finally:
-            self._narrow(lean)
+            self._narrow(lean)  # if an interrupt came before it was done
 
     @contextmanager
     def as_they_are_kept(self) -> Iterator[None]:
         """Let masters that hold FP32 values be split inside the block. No host sync."""
         wide = list(self._in_float32)
-        self._narrow(wide)
         try:
+            self._narrow(wide)
             yield
         finally:
             self._widen(wide)
@@ -87,9 +107,11 @@ class LeanMasterWeights(MasterWeights):
         self._in_float32.update(masters)
 
     def _narrow(self, masters: Sequence[Tensor]) -> None:
-        self._split(masters)
-        self._in_float32.difference_update(masters)
-        for master in masters:
+        """Split those masters that are wide. It may be called again."""
+        wide = [master for master in masters if master in self._in_float32]
+        self._split(wide)
+        for master in wide:
+            self._in_float32.discard(master)  # first: what it holds does not count from here on
             set_values(master, _placeholder(self._model_of[master]))
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor]:

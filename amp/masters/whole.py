@@ -171,9 +171,14 @@ class MasterWeights:
 
     # Masters and the model's weights.
 
-    def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run an optimizer's step, in which its masters hold FP32 values."""
-        return step()
+    def run_step(
+        self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any], results: list[Any]
+    ) -> None:
+        """Run an optimizer's step, in which its masters hold FP32 values.
+
+        What it returns goes to `results`: an interrupt that finds it there comes after the step.
+        """
+        results.append(step())
 
     @contextmanager
     def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:

@@ -21,6 +21,7 @@ from amp.state_checks import all_or_nothing
 from amp.training.step_inputs import inputs_outside_of_a_session
 
 if TYPE_CHECKING:
+    from amp.kernels.changes import Changes
     from amp.kernels.rule import Rule
 
 
@@ -123,7 +124,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return 0.0
 
     def _of_tensor(
-        self, batch: Batch, grads: Sequence[Tensor], factors: Sequence[Tensor], found_inf: Tensor | None
+        self,
+        batch: Batch,
+        grads: Sequence[Tensor],
+        factors: Sequence[Tensor],
+        found_inf: Tensor | None,
+        changes: Changes,
     ) -> Tensor | None:
         """Return a number for each parameter, float32 `[n]`, if the rule takes one.
 
@@ -132,6 +138,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             grads: their gradients.
             factors: float32 `[1]` each, what the gradients are multiplied by.
             found_inf: float32 `[1]`; nothing is to be written where it is not 0.
+            changes: where to plan what is to be written.
         """
         return None
 
@@ -239,6 +246,4 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_group(group)
         inputs = self.scaled_grads or inputs_outside_of_a_session(self)
         step_batches(self, self._batches.of(self.param_groups, self.state, inputs), inputs)
-        if self.scaled_grads is not None:
-            self.scaled_grads.wrote_models_once = True
         return loss

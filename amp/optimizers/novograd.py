@@ -1,5 +1,6 @@
 """NovoGrad, with apex's arguments."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from amp.distributed import reduce_norm
 from amp.errors import AmpValueError, brief
+from amp.kernels.changes import Changes
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch
 from amp.optimizers.fused import FusedOptimizer
@@ -102,9 +104,14 @@ class FusedNovoGrad(FusedOptimizer):
         return kernels.novograd.NOVOGRAD
 
     def _of_tensor(
-        self, batch: Batch, grads: Sequence[Tensor], factors: Sequence[Tensor], found_inf: Tensor | None
+        self,
+        batch: Batch,
+        grads: Sequence[Tensor],
+        factors: Sequence[Tensor],
+        found_inf: Tensor | None,
+        changes: Changes,
     ) -> Tensor:
-        """Return the running norms, which are moved by this step."""
+        """Return the running norms, as this step moves them."""
         group = self.param_groups[batch.index]
         states = [self.state[parameter] for parameter in batch.stepped]
         norms: Tensor = self._norms(grads, group["norm_type"])
@@ -125,7 +132,8 @@ class FusedNovoGrad(FusedOptimizer):
         if found_inf is not None:
             found_inf = found_inf.to(norms.device, non_blocking=True)
             blended = torch.where(found_inf == 0, blended, known)
-        torch._foreach_copy_([state["exp_avg_sq"] for state in states], list(blended.unbind()))
+        running = [state["exp_avg_sq"] for state in states]
+        changes.add(functools.partial(torch._foreach_copy_, running, list(blended.unbind())))
         return blended
 
     def _norms(self, grads: Sequence[Tensor], norm_type: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import WHOLE, reduce_norm, shard_like
+from amp.kernels.changes import Changes
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch, kinds_of
@@ -37,12 +38,16 @@ class Ready(NamedTuple):
 
 
 def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: Any) -> None:
-    """Step the parameters of all batches, or raise an AmpError before any of them."""
+    """Step the parameters of all batches, or raise an AmpError before any of them.
+
+    An interrupt finds all of them stepped, or none.
+    """
     entries = list(optimizer.state.values())
     ready = [_look_at(optimizer, batch, inputs, entries) for batch in batches]
     clip = _clip_factor(optimizer.max_grad_norm, ready, inputs)
     for one in ready:
-        _step(optimizer, one, inputs.found_inf, clip)
+        _plan(optimizer, one, inputs.found_inf, clip, inputs.changes)
+    inputs.changes.make()
 
 
 def _look_at(
@@ -97,7 +102,14 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
     return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)  # type: ignore[no-any-return]
 
 
-def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip: Tensor | None) -> None:
+def _plan(
+    optimizer: FusedOptimizer,
+    one: Ready,
+    found_inf: Tensor | None,
+    clip: Tensor | None,
+    changes: Changes,
+) -> None:
+    """Plan the step of a batch."""
     batch = one.batch
     group = optimizer.param_groups[batch.index]
     *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)
@@ -109,25 +121,20 @@ def _step(optimizer: FusedOptimizer, one: Ready, found_inf: Tensor | None, clip:
         moments=moments,
         steps=steps,
         **one.lists,
-        of_tensor=optimizer._of_tensor(batch, one.lists["grads"], factors, found_inf),
+        of_tensor=optimizer._of_tensor(batch, one.lists["grads"], factors, found_inf, changes),
         seeds=None if optimizer.state_dtype is None else batch.seeds(group["seed"]),
         inv_scale=one.inv_scale,
         clip=clip,
         found_inf=found_inf,
         maximize=group["maximize"],
         norms_of_all_ranks=functools.partial(reduce_norm, cut=batch.cut) if batch.cut.groups else None,
+        changes=changes,
     )
-    if batch.cut.groups:
-        _count_steps_of_empty_shards(one.lists["params"], steps, found_inf)
-
-
-def _count_steps_of_empty_shards(
-    params: Sequence[Tensor], steps: Sequence[Tensor], found_inf: Tensor | None
-) -> None:
-    """Count the step of a parameter of which this rank has nothing, as the other ranks do."""
-    empty = [steps[i] for i, parameter in enumerate(params) if not parameter.numel()]
-    if empty:
-        torch._foreach_add_(empty, 1.0 if found_inf is None else (found_inf == 0).float().reshape(()))
+    # Of such a parameter this rank has nothing, and counts its steps as the other ranks do.
+    empty = [step for p, step in zip(one.lists["params"], steps, strict=True) if not p.numel()]
+    if batch.cut.groups and empty:
+        taken = 1.0 if found_inf is None else (found_inf == 0).float().reshape(())
+        changes.add(functools.partial(torch._foreach_add_, empty, taken))
 
 
 def _make_state(

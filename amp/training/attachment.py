@@ -289,12 +289,12 @@ class AttachedOptimizer:
         if closure is not None:
             parts = self.optimizer, self.gradients, self.masters
             with_closure = ClosureStep(*parts, closure=closure, report=self._report_all)
-            result = with_closure.run(lambda evaluate: step(evaluate, *args, **kwargs))
+            with_closure.run(lambda evaluate: step(evaluate, *args, **kwargs))
             self._owned.check()
             self.stepped_by = []
             self.gradients.drop_stepped()
             self._end_iteration()
-            return result
+            return with_closure.results[-1]
         self.gradients.finish_delayed()
         self.gradients.gather_strays()
         if not self._has_stepped or self.gradients.are_none():
@@ -302,23 +302,26 @@ class AttachedOptimizer:
         if not (self._has_stepped or self.gradients.are_none()):
             self._has_stepped = True
             self._warn_if_unscaled()
-        self.stepped_by, self.gradients.verdicts = self.gradients.verdicts, []
+        self.stepped_by = verdicts = self.gradients.verdicts
+        way = self._way()
+        way.results = []
         try:
-            way = self._way()
-            result = way.run(functools.partial(step, *args, **kwargs), self.stepped_by)
-        except BaseException:
-            self.gradients.verdicts = self.stepped_by  # the step is still to be taken
-            raise
-        try:
+            self.gradients.verdicts = []
+            way.run(functools.partial(step, *args, **kwargs), verdicts)
             torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
-            for scaler in {verdict.scaler: None for verdict in self.stepped_by}:
-                scaler.recorder.note_step(v.step for v in self.stepped_by if v.scaler is scaler)
+            for scaler in {verdict.scaler: None for verdict in verdicts}:
+                scaler.recorder.note_step(v.step for v in verdicts if v.scaler is scaler)
             self._note_bad()
-        finally:  # an interrupt, too, finds the step taken
             self.gradients.drop_stepped()
+        except BaseException:
+            if way.results:
+                self.gradients.drop_stepped()
+            else:
+                self.gradients.verdicts = verdicts  # the step is still to be taken
+            raise
         self._end_iteration()
-        self._report_all(self.stepped_by)  # last: a warning may be an error
-        return result
+        self._report_all(verdicts)  # last: a warning may be an error
+        return way.results[-1]
 
     def _warn_if_unscaled(self) -> None:
         """Warn if gradients are stepped on whose loss was to be scaled, and was not."""

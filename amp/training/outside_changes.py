@@ -89,8 +89,8 @@ class OutsideChanges:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Run the optimizer's step, which writes to the model itself."""
-        self._is_stepping = True
         try:
+            self._is_stepping = True
             with self._masters.as_they_are_kept():
                 yield
         finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from amp.kernels.changes import Changes
 from amp.kernels.tensor_lists import TensorList
 from amp.lazy import kernels
 from amp.masters.whole import MasterWeights
@@ -27,8 +28,8 @@ class StepInputs:
 
     Attributes:
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
-        wrote_models_once: to be set by an optimizer that has raised the version of each of `models` by
-            one, as `amp.kernels.stepping.step` does; then nobody asks for it.
+        changes: what the step is going to change, for an optimizer that plans it first: an interrupt
+            then finds all of it done, or none. It raises the version of each of `models` by one.
         own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
     """
 
@@ -43,7 +44,7 @@ class StepInputs:
         self._look_up = look_up
         self._low_halves = low_halves
         self.found_inf = found_inf
-        self.wrote_models_once = False
+        self.changes = Changes()
 
     @cached_property
     def held(self) -> Held:

@@ -33,14 +33,20 @@ _CLOSURE_TRIES = 300
 
 
 class Stepper:
-    """What all ways share."""
+    """What all ways share.
+
+    Attributes:
+        results: what the optimizer's own step has returned, once it has stepped. An interrupt that
+            finds it there goes on when the rest of the step is done; else the step is still to come.
+    """
 
     def __init__(self, optimizer: Any, gradients: Gradients, masters: MasterWeights) -> None:
         self.optimizer = optimizer
         self.gradients = gradients
         self.masters = masters
+        self.results: list[Any] = []
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
         """Call the optimizer's own step, or skip it where a check since the last one says so."""
         raise NotImplementedError
 
@@ -50,12 +56,17 @@ class Stepper:
         self.masters.follow_requires_grad(lists.masters, lists.models)
         self.masters.follow_all(lists.masters, lists.models)
 
-    def run_unscaled(self, step: Callable[[], Any]) -> Any:
+    def run_unscaled(self, step: Callable[[], Any]) -> None:
         """Step on what is in `.grad`, and write masters to the model."""
-        with disable_casts():
-            result = self.masters.run_step(self.optimizer, self.gradients.lists.masters, step)
-        self.write_back()
-        return result
+        try:
+            with disable_casts():
+                masters = self.gradients.lists.masters
+                self.masters.run_step(self.optimizer, masters, step, self.results)
+            self.write_back()
+        except BaseException as error:
+            if self.results and not isinstance(error, Exception):
+                self.write_back()
+            raise
 
     def write_back(self, without: Collection[Tensor] = ()) -> None:
         """Write masters to the model. A frozen parameter without a gradient stays as it is."""
@@ -75,7 +86,7 @@ class FusedStep(Stepper):
     _versions: Sequence[int] = ()
     """Of its model's parameters after that step, when each was its rounded master."""
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
         """Show the optimizer what is held for it, and step."""
         lists, of = self.gradients.lists, self.gradients.for_step().of
         self.gradients.dtypes.check(None if of.notice_moved() else lists.unmastered)
@@ -84,13 +95,23 @@ class FusedStep(Stepper):
             self.follow_models()
         self._latest = of
         inputs = StepInputs(self.gradients.for_step, self.masters.low_halves, found_inf_of(verdicts))
-        self.optimizer.scaled_grads = inputs
         try:
+            self.optimizer.scaled_grads = inputs
             with disable_casts():
-                result = step()
+                self.results.append(step())
+            self._agree(inputs, versions)
+        except BaseException as error:
+            if inputs.changes.are_made and not isinstance(error, Exception):
+                self.results.append(None)
+                self._agree(inputs, versions)
+            raise
         finally:
-            del self.optimizer.scaled_grads
-        if inputs.held.of is of and of.are_plain and inputs.wrote_models_once:
+            vars(self.optimizer).pop("scaled_grads", None)
+
+    def _agree(self, inputs: StepInputs, versions: Sequence[int]) -> None:
+        """Note that the model has what the masters hold, which the optimizer has written."""
+        lists, of = self.gradients.lists, self._latest
+        if inputs.held.of is of and of.are_plain and inputs.changes.are_made:
             self._versions = [version + 1 for version in versions]
         else:
             of = self._latest = inputs.held.of
@@ -98,37 +119,38 @@ class FusedStep(Stepper):
         self.masters.agree(of.master_ids, self._versions)
         if of is not lists:
             self.write_back(without=set(of.masters))
-        return result
 
 
 class DeviceSkip(Stepper):
     """The optimizer reads `found_inf`, in the way that `torch.amp.GradScaler` shows it."""
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
         """Step; the optimizer skips by itself."""
         self.gradients.dtypes.check()
         self.follow_models()
         found_inf = found_inf_of(verdicts)
-        self.optimizer.grad_scale = None
-        self.optimizer.found_inf = None if found_inf is None else found_inf.reshape(())
         try:
-            return self.run_unscaled(step)
+            self.optimizer.grad_scale = None
+            self.optimizer.found_inf = None if found_inf is None else found_inf.reshape(())
+            self.run_unscaled(step)
         finally:
-            del self.optimizer.grad_scale, self.optimizer.found_inf
+            vars(self.optimizer).pop("grad_scale", None)
+            vars(self.optimizer).pop("found_inf", None)
 
 
 class HostSkip(Stepper):
     """The host reads what the checks found, 4 bytes for each block."""
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
-        """Step, or return None after an overflow."""
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
+        """Step, or do nothing after an overflow."""
         self.gradients.dtypes.check()
         self.follow_models()
         if any(verdict.overflowed for verdict in verdicts):
             # A scheduler made before `initialize` would otherwise warn that it was stepped first.
             self.optimizer._opt_called = True
-            return None
-        return self.run_unscaled(step)
+            self.results.append(None)
+        else:
+            self.run_unscaled(step)
 
 
 class ClosureStep(Stepper):
@@ -146,14 +168,13 @@ class ClosureStep(Stepper):
         self._report = report
         self._as_around_the_step = same_casts()
 
-    def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict] = ()) -> Any:
+    def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict] = ()) -> None:
         """Step with the closure, which `step` is given."""
         self.gradients.dtypes.check()
         self.follow_models()
         with disable_casts(), self.masters.as_float32(self.gradients.lists.masters):
-            result = step(self._evaluate)
+            self.results.append(step(self._evaluate))
         self.write_back()
-        return result
 
     def _evaluate(self) -> Any:
         self.write_back()

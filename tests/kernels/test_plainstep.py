@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,13 @@ def tensors_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Compile steps of this size, and return a list of all that the loop leaves to eager torch."""
     left: list[int] = []
 
-    def step_in_loop(*args: Any) -> Sequence[int]:
-        rest = cpu_loop.step_in_loop(*args)
+    def plan_loop(*args: Any) -> Any:
+        rest, loop = cpu_loop.plan_loop(*args)
         left.extend(rest)
-        return rest
+        return rest, loop
 
     monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 100_000)
-    monkeypatch.setattr(plainstep, "step_in_loop", step_in_loop)
+    monkeypatch.setattr(plainstep, "plan_loop", plan_loop)
     return left
 
 
@@ -117,7 +116,7 @@ def test_the_loop_does_what_eager_torch_does(
 
 
 def test_small_steps_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plainstep, "step_in_loop", None)
+    monkeypatch.setattr(plainstep, "plan_loop", None)
     rule, numbers = RULES["adam"]
     Tensors(rule, F32).run(rule, numbers, None)
 

@@ -1,0 +1,146 @@
+"""Ctrl-C at any line of a step or a block leaves all as before it, or as after it, never between."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+from tests.interrupting import Interrupter
+
+
+class Training:
+    """Two groups, a norm that stays FP32, and everything of it that can be compared."""
+
+    def __init__(self, level: str, optimizer: Callable[..., Any], **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 1)]
+        self.model: Any = nn.Sequential(*layers)
+        momentum = {"momentum": 0.9} if "SGD" in optimizer.__name__ else {}
+        groups = [
+            {"params": [p for layer in layers[:3] for p in layer.parameters()]},
+            {"params": list(layers[3].parameters()), "weight_decay": 0.1},
+        ]
+        made = optimizer(groups, lr=1e-2, **momentum)
+        self.model, self.optimizer = amp.initialize(
+            self.model, made, opt_level=level, verbosity=0, **options
+        )
+        self.x = torch.randn(16, 16)
+        for _ in range(2):
+            self.block()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def block(self) -> None:
+        loss = self.model(self.x).float().square().mean()
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the masters, the model's own weights, and the optimizer's state."""
+        found = {f"saved {name}": t.clone() for name, t in self.model.state_dict().items()}
+        found |= {f"model {name}": t.detach().clone() for name, t in self.model.named_parameters()}
+        for i, (_, entries) in enumerate(self.optimizer.state_dict()["state"].items()):
+            found |= {f"{i} {key}": t.clone() for key, t in entries.items() if isinstance(t, Tensor)}
+        for key, value in amp.get_session(self.optimizer).state_dict().items():
+            if isinstance(value, dict) and "loss_scale" in value:
+                found[key] = torch.tensor([value["loss_scale"], value["unskipped"]])
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {f"grad {i}": p.grad.clone() for i, p in enumerate(params) if p.grad is not None}
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    names = sorted(a.keys() | b.keys())
+    return [k for k in names if k not in a or k not in b or not torch.equal(a[k], b[k])]
+
+
+FUSED = amp.optimizers
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "O1 SGD": ("O1", torch.optim.SGD, {}),
+    "O2 SGD": ("O2", torch.optim.SGD, {}),
+    "O2 Adam": ("O2", torch.optim.Adam, {}),
+    "O3 SGD": ("O3", torch.optim.SGD, {"loss_scale": 128.0}),
+    "O5 Adam": ("O5", torch.optim.Adam, {}),
+    "O5 split16 Adam": ("O5", torch.optim.Adam, {"master_weights": "split16"}),
+    "O1 FusedAdam": ("O1", FUSED.FusedAdam, {}),
+    "O2 FusedSGD": ("O2", FUSED.FusedSGD, {}),
+    "O2 FusedAdam": ("O2", FUSED.FusedAdam, {}),
+    "O2 FusedLAMB": ("O2", FUSED.FusedLAMB, {}),
+    "O2 FusedNovoGrad": ("O2", FUSED.FusedNovoGrad, {}),
+    "O5 kahan FusedAdam": ("O5", FUSED.FusedAdam, {"master_weights": "kahan"}),
+    "O6 FusedLion": ("O6", FUSED.FusedLion, {}),
+    "O6 delayed SGD": ("O6", torch.optim.SGD, {"fp8": "delayed"}),
+}
+
+
+def interrupted(case: str, unit: str, every: int, blocks: int) -> Iterator[tuple[Training, str]]:
+    """Yield trainings that were interrupted in a unit of work, after some blocks, and where."""
+
+    def make() -> Training:
+        level, optimizer, options = CASES[case]
+        training = Training(level, optimizer, **options)
+        for _ in range(blocks):
+            training.block()
+        return training
+
+    training, counted = make(), Interrupter()
+    with counted.active():
+        run(training, unit)
+    amp.get_session(training.optimizer).close()
+    assert counted.lines > 50
+    for line in range(0, counted.lines, every):
+        training, interrupter = make(), Interrupter(line)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            run(training, unit)
+        yield training, interrupter.place
+        amp.get_session(training.optimizer).close()
+
+
+def run(training: Training, unit: str) -> None:
+    training.block() if unit == "block" else training.optimizer.step()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("every", [61, pytest.param(7, marks=pytest.mark.slow)])
+def test_an_interrupted_step_was_taken_or_not_begun(case: str, every: int) -> None:
+    level, optimizer, options = CASES[case]
+    expected = Training(level, optimizer, **options)
+    expected.block()
+    before = expected.weights()
+    expected.optimizer.step()
+    after = expected.weights()
+    expected.optimizer.zero_grad()
+    expected.block()
+    expected.optimizer.step()
+    next_one = expected.weights()
+    for training, place in interrupted(case, "step", every, blocks=1):
+        found = training.weights()
+        if differing(found, before):
+            assert not differing(found, after), place
+        else:
+            training.optimizer.step()
+            assert not differing(training.weights(), after), place
+        training.optimizer.zero_grad()
+        training.block()
+        training.optimizer.step()
+        assert not differing(training.weights(), next_one), place
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("every", [211, pytest.param(41, marks=pytest.mark.slow)])
+def test_an_interrupted_block_has_added_its_gradients_or_none(case: str, every: int) -> None:
+    level, optimizer, options = CASES[case]
+    expected = Training(level, optimizer, **options)
+    expected.block()
+    one = expected.gradients()
+    expected.block()
+    two = expected.gradients()
+    for training, place in interrupted(case, "block", every, blocks=1):
+        found = training.gradients()
+        assert not differing(found, one) or not differing(found, two), place
