@@ -4,6 +4,7 @@ Each is a Triton kernel of the arguments `rows, chunks, ..., DTYPES, BLOCK` (`am
 and the same in plain torch, for tensors that Triton does not take.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp.kernels.changes import Change, Changes
 from amp.kernels.tables import NOT_NOTED, BadSteps, flag_on, merge_flag, number_on, plan
 from amp.kernels.tensor_lists import dense, increment_versions
 
@@ -20,13 +22,14 @@ class Elementwise(NamedTuple):
 
     Attributes:
         kernel: for Triton.
-        reference: for plain torch, on lists of tensors of one device and combination of dtypes.
+        reference: for plain torch, on lists of tensors of one device and combination of dtypes. What
+            must not be done twice it returns, as a change.
         writes: how many of the lists are written: the last ones.
         block: the number of elements of a chunk.
     """
 
     kernel: Any
-    reference: Callable[..., None]
+    reference: Callable[..., Change | None]
     writes: int
     block: int
 
@@ -36,17 +39,20 @@ class Elementwise(NamedTuple):
         *,
         backend: str | None = None,
         bad_steps: BadSteps | None = None,
+        changes: Changes | None = None,
         **arguments: Any,
     ) -> None:
-        """Run it. The host does not wait for the device.
+        """Run it, or plan it. The host does not wait for the device.
 
         Args:
             lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
             backend: see `amp.kernels.backend`.
             bad_steps: where a check notes the tensors that are not finite.
+            changes: where it is planned, to be run later. None runs it now.
             **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
                 `found_inf`, if there is one, is written.
         """
+        planned = Changes() if changes is None else changes
         known = {id(tensors): dense(tensors) for tensors in lists}  # one that is there twice asks once
         columns = [known[id(tensors)] for tensors in lists]
         todo = plan(*columns, block=self.block, backend=backend)
@@ -55,9 +61,17 @@ class Elementwise(NamedTuple):
             if "found_inf" in arguments:
                 here["found_inf"] = flag_on(each.device, arguments["found_inf"])
                 here |= NOT_NOTED if bad_steps is None else bad_steps.on(each.device)
-            each.run(self.kernel, **here, BLOCK=self.block)
-            merge_flag(arguments.get("found_inf"), here.get("found_inf"))
+            planned.add(functools.partial(each.run, self.kernel, **here, BLOCK=self.block))
+            flags = arguments.get("found_inf"), here.get("found_inf")
+            planned.add(functools.partial(merge_flag, *flags))
         for same in todo.fallback:
             with torch.no_grad():
-                self.reference(*[[tensors[i] for i in same] for tensors in columns], **arguments)
-        increment_versions(itertools.chain(*lists[len(lists) - self.writes :]))
+                change = self.reference(
+                    *[[tensors[i] for i in same] for tensors in columns], **arguments
+                )
+            if change is not None:
+                planned.add(change)
+        written = list(itertools.chain(*lists[len(lists) - self.writes :]))
+        planned.add(functools.partial(increment_versions, written))
+        if changes is None:
+            planned.make()

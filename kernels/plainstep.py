@@ -114,7 +114,7 @@ def _noise_of(seeds: Sequence[int], t: float) -> Noise:
 class Piece(NamedTuple):
     """A tensor of each list, or the slice of it from `first` on, of `length` elements."""
 
-    index: int
+    tensor: int
     whole: Streams
     first: int = 0
     length: int | None = None
@@ -156,7 +156,7 @@ def _work_out(
     each = [piece.streams() for piece in pieces]
     if noise is not None:
         for piece, streams in zip(pieces, each, strict=True):
-            streams["noise"] = piece.of(noise(piece.index, piece.whole["param"]))
+            streams["noise"] = piece.of(noise(piece.tensor, piece.whole["param"]))
     if len(each) == 1:
         results = _results(formula, each[0], scale, prepared)
         targets, sources = [each[0][name] for name in results], list(results.values())
@@ -181,8 +181,9 @@ def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[
         results["model"] = p
     names = [name for name in ("first", "second") if name in streams]
     for i, (name, result) in enumerate(zip(names, new, strict=False)):
-        rounds = noise is not None and streams[name].dtype is torch.bfloat16
-        results[name] = round_stochastically(result, noise >> 16 * i & 0xFFFF) if rounds else result
+        if noise is not None and streams[name].dtype is torch.bfloat16:
+            result = round_stochastically(result, noise >> 16 * i & 0xFFFF)
+        results[name] = result
     return results
 
 

@@ -16,6 +16,7 @@ Reference: `torch._amp_foreach_non_finite_check_and_unscale_`, which checks befo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def unscale(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    numbers = {"inv_scale": inv_scale, "found_inf": found_inf}
+    numbers: dict[str, Any] = {"inv_scale": inv_scale, "found_inf": found_inf}
     _UNSCALE.run((sources, targets), backend=backend, bad_steps=bad_steps, **numbers)
 
 
@@ -68,7 +69,7 @@ def check(
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
     `unscale`.
     """
-    numbers = {"inv_scale": inv_scale, "found_inf": found_inf}
+    numbers: dict[str, Any] = {"inv_scale": inv_scale, "found_inf": found_inf}
     _CHECK.run((sources,), backend=backend, bad_steps=bad_steps, **numbers)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from amp.casting import registry
 from amp.frontend import _Default
 from amp.kernels.language import INTERPRETED
 from tests.devices import GPU
+from tests.tried import TRIED
 
 if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which warns of torch.jit
     with warnings.catch_warnings():
@@ -62,6 +66,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(autouse=True)
+def what_was_tried(request: pytest.FixtureRequest) -> Iterator[None]:
+    TRIED.clear()
+    yield
+    request.node.user_properties += [(f"tried {what}", number) for what, number in TRIED.items()]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Sum up what tests have tried, whichever process they ran in."""
+    tried: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if getattr(report, "when", None) == "teardown":
+            for name, number in report.user_properties:
+                tried[name] += number
+    for name, number in sorted(tried.items()):
+        if name.startswith("tried "):
+            terminalreporter.write_line(f"{name}: {number:,}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,10 @@
-"""An interrupt at a chosen line of the library."""
+"""An interrupt at a chosen line of the library.
+
+`AMP_INTERRUPTS=1 pytest tests -k interrupt` tries every line, 2 every other one.
+"""
 
 import gc
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -8,10 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import amp
+from tests.tried import TRIED
 
 AMP = str(Path(amp.__file__).parent)
 KERNELS = str(Path(amp.__file__).parent.parent / "kernels")
+
+EVERY = int(os.environ.get("AMP_INTERRUPTS", "0"))
+
+
+def every_nth_line(quick: int, slow: int) -> pytest.MarkDecorator:
+    """Give a test `every`: it tries every so manieth line, or as the environment says."""
+    slow_one = pytest.param(EVERY or slow, marks=pytest.mark.slow)
+    return pytest.mark.parametrize("every", [slow_one] if EVERY else [quick, slow_one])
 
 
 def is_in_formula_of_torch(frame: Any) -> bool:
@@ -50,6 +65,7 @@ class Interrupter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        TRIED["interrupts"] += self.at >= 0
         gc.disable()  # what an interrupt meets in a finalizer is swallowed
         sys.settrace(self.trace)
         try:

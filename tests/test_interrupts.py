@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp
-from tests.interrupting import Interrupter
+from tests.interrupting import Interrupter, every_nth_line
 
 
 class Net(nn.Module):
@@ -59,7 +59,7 @@ def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
     "optimizer", [torch.optim.SGD, amp.optimizers.FusedAdam], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("level", ["O1", "O4", "O2", "O6"])
-@pytest.mark.parametrize("every", [29, pytest.param(3, marks=pytest.mark.slow)])
+@every_nth_line(29, 7)
 def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
     level: str, optimizer: Any, every: int
 ) -> None:
@@ -124,7 +124,7 @@ def is_same(a: Any, b: Any) -> bool:
         ("O5", amp.optimizers.FusedAdam),
     ],
 )
-@pytest.mark.parametrize("every", [97, pytest.param(23, marks=pytest.mark.slow)])
+@every_nth_line(97, 37)
 def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any, every: int) -> None:
     """The scale has moved where the gradients are there, and has not where they are not."""
     run = Units(level, optimizer)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import amp
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
-from tests.interrupting import Interrupter
+from tests.interrupting import Interrupter, every_nth_line
 
 LEVELS: dict[str, dict[str, Any]] = {
     "O1": {},
@@ -137,7 +137,7 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
 
 
-@pytest.mark.parametrize("every", [71, pytest.param(53, marks=pytest.mark.slow)])
+@every_nth_line(71, 53)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any], dict[str, Tensor], list[Any]]:

@@ -6,6 +6,7 @@ need no care. They move once, when `scale_loss` (or `GradScaler.update`, or a st
 the backward. Gradients are remembered unscaled: a loss scale that moves does not make them old.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from amp.distributed import ProcessGroup, reduce_largest, without_contained
 from amp.errors import AmpRuntimeError
+from amp.kernels.changes import Change, Changes
 from amp.kernels.fp8 import factor_of
 from amp.profiles.fp8_recipe import Fp8Recipe
 
@@ -112,21 +114,32 @@ class AmaxHistory:
         if self.recipe.reduce_amax:
             reduce_largest([self.seen], without_contained([*groups, *self.groups()]))
 
+    def end(self) -> None:
+        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync."""
+        changes = Changes()
+        self.plan_end(changes)
+        changes.make()
+
     @torch.no_grad()
-    def end(self, *, in_block: bool = False) -> None:
-        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync.
+    def plan_end(self, changes: Changes, *, in_block: bool = False) -> None:
+        """Plan what `end` does.
 
         Args:
+            changes: where to plan it.
             in_block: that is what a `scale_loss` block does, so that the step after it need not.
         """
-        self.ended_in_block = in_block
-        seen = self.seen
+        changes.add_later(self._work_out_end)
+        changes.add(self._refresh)
+        counted = {"ended_in_block": in_block, "iteration": self.iteration + 1}
+        changes.add(functools.partial(vars(self).update, counted))
+
+    @torch.no_grad()
+    def _work_out_end(self) -> Change:
+        seen, past = self.seen, self.amaxes[1:]
         is_known = (seen > 0) & (seen < torch.inf)
-        self.iteration += 1
-        moved = torch.cat([seen[None], self.amaxes[1:-1]])
-        self.amaxes[1:] = torch.where(is_known, moved, self.amaxes[1:])
-        self.amaxes[0] = 0.0
-        self._refresh()
+        moved = torch.where(is_known, torch.cat([seen[None], past[:-1]]), past)
+        new = torch.cat([torch.zeros_like(seen)[None], moved])
+        return functools.partial(torch._foreach_copy_, [self.amaxes], [new])
 
     def _are_gradients(self) -> Tensor:
         entries = torch.arange(self.amaxes.shape[1], device=self.amaxes.device)

@@ -1,6 +1,7 @@
 """The class of masters whose optimizer takes scaled gradients."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from amp.kernels.tensor_lists import are_plain
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
+
+store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""Sets what is in `.grad`, and lets nobody put anything there first."""
 
 
 class NoHolder:
@@ -101,6 +105,7 @@ def stored_grad(parameter: Tensor) -> Tensor | None:
     return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
 
 
-def store_grad(parameter: Tensor, grad: Tensor | None) -> None:
-    """Set what is in `.grad`, and let nobody put anything there first."""
-    _GRAD.__set__(parameter, grad)
+def store_grads(parameters: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None) -> None:
+    """Do `store_grad` for each of some parameters. No gradients set None."""
+    for parameter, grad in zip(parameters, grads or [None] * len(parameters), strict=True):
+        store_grad(parameter, grad)

@@ -316,6 +316,7 @@ class AttachedOptimizer:
         except BaseException:
             if way.results:
                 self.gradients.drop_stepped()
+                self._end_iteration()
             else:
                 self.gradients.verdicts = verdicts  # the step is still to be taken
             raise

@@ -21,9 +21,10 @@ from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import disable_casts
 from amp.distributed import reduce_largest
 from amp.errors import AmpRuntimeError, AmpWarning
+from amp.kernels.changes import Change, Changes
 from amp.training.gradients import Gradients, State
 from amp.training.newest import Newest
-from amp.training.scaler import LossScaler, ScaleSnapshot, Verdict
+from amp.training.scaler import LossScaler, ScaleSnapshot
 
 
 class Block:
@@ -142,46 +143,53 @@ def _unscale(
     collected = _collect(together, scale, are_final=True)
     checked = [gradients for gradients in together if scaler.checks(gradients.skips_on_device)]
     found_inf = scaler.found_inf if checked else None
+    changes = Changes()
     try:
         for gradients, newest in zip(together, collected, strict=True):
-            gradients.unscale(newest, scale, found_inf if gradients in checked else None)
-        shared = [history for history in histories if update and history.recipe.reduce_amax]
-        to_agree_on = [*([] if found_inf is None else [found_inf]), *(each.seen for each in shared)]
-        if to_agree_on:
-            groups = chain.from_iterable(
-                [
-                    *(each.lists.process_groups for each in together),
-                    *(history.groups() for history in shared),
-                ]
-            )
-            reduce_largest(to_agree_on, scaler.groups_with(groups))
+            found = found_inf if gradients in checked else None
+            gradients.unscale(newest, scale, found, changes)
+        _plan_agreeing(together, scaler, found_inf, histories if update else (), changes)
         for history in histories if update else ():
-            history.end(in_block=True)
-        verdict = scaler.verdict() if checked else None
-    except BaseException:
-        if found_inf is not None:
-            found_inf.zero_()
-        raise
-    settle = functools.partial(_settle, together, checked, verdict)
-    moves = update and bool(checked or not scaler.is_identity)
-    number = scaler.updates
-    try:
-        settle()
-        if moves:
-            norms = [gradients.norm for gradients in together]
-            scaler.update(next((norm for norm in norms if norm is not None), None))
+            history.plan_end(changes, in_block=True)
+        changes.add(functools.partial(_settle, together, checked, scaler))
+        if update and (checked or not scaler.is_identity):
+            changes.add_later(functools.partial(_work_out_update, together, scaler, scaler.updates))
+        changes.make()
     except BaseException as error:
-        if not isinstance(error, Exception):  # an interrupt: the gradients are unscaled already
-            settle()
-            if moves:
-                scaler.finish_update(number)
+        if isinstance(error, Exception) or not changes.have_begun:
+            if found_inf is not None:
+                found_inf.zero_()
+            for gradients in together if changes.have_begun else ():
+                gradients.clear()  # what has been added cannot be told from what was there
         raise
 
 
-def _settle(
-    together: Sequence[Gradients], checked: Collection[Gradients], verdict: Verdict | None
+def _plan_agreeing(
+    together: Sequence[Gradients],
+    scaler: LossScaler,
+    found_inf: Tensor | None,
+    histories: Sequence[AmaxHistory],
+    changes: Changes,
 ) -> None:
-    """Let gradients leave their block, with what the check of some has found. Idempotent."""
+    """Plan that ranks agree on an overflow, and on the magnitudes that FP8 layers have seen."""
+    shared = [history for history in histories if history.recipe.reduce_amax]
+    tensors = [*([] if found_inf is None else [found_inf]), *(each.seen for each in shared)]
+    if tensors:
+        of_gradients = [each.lists.process_groups for each in together]
+        of_histories = [history.groups() for history in shared]
+        groups = scaler.groups_with(chain.from_iterable([*of_gradients, *of_histories]))
+        changes.add_call(functools.partial(reduce_largest, tensors, groups))
+
+
+def _work_out_update(together: Sequence[Gradients], scaler: LossScaler, number: int) -> Change:
+    norms = [gradients.norm for gradients in together]
+    norm = next((norm for norm in norms if norm is not None), None)
+    return functools.partial(scaler.update, norm, number)
+
+
+def _settle(together: Sequence[Gradients], checked: Collection[Gradients], scaler: LossScaler) -> None:
+    """Let gradients leave their block, with what the check of some has found. It may be repeated."""
+    verdict = scaler.verdict() if checked else None
     for gradients in together:
         if gradients.state in (State.OPEN, State.DELAYED):
             gradients.settle(verdict if gradients in checked else None)

@@ -40,7 +40,8 @@ before a step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,16 +50,17 @@ from torch import Tensor
 from amp.casting.regions import ThreadState
 from amp.distributed import place_gradients, shard_like
 from amp.errors import AmpRuntimeError
+from amp.kernels.changes import Change, Changes
 from amp.kernels.tensor_lists import dense, local
 from amp.lazy import kernels
-from amp.masters.parameter import MasterParameter, store_grad, stored_grad
+from amp.masters.parameter import MasterParameter, store_grad, store_grads, stored_grad
 from amp.masters.whole import MasterWeights, check_device
 from amp.training.held import Held
 from amp.training.newest import Newest, Notes, look_at_newest
 from amp.training.parameter_lists import KnownDtypes, ParameterLists
 from amp.training.scaler import LossScaler, ScaleSnapshot, Verdict, joined
 from amp.training.synchronization import Synchronization
-from amp.training.unscaling import Move, add_grad, unscale_moves
+from amp.training.unscaling import Move, plan_adding, unscale_moves, work_out_adding
 
 if TYPE_CHECKING:
     from amp.kernels.tables import BadSteps
@@ -114,9 +116,6 @@ class Gradients:
         self._open: Block | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._held: Held | None = None
-        self._held_before: Held | None = None
-        self._moves: list[Move] = []
-        """What is being unscaled in a block that has not been left yet."""
         self._can_hold = False
         self._are_shown = True
         """Whether the masters' gradients are in their `.grad`, as in SETTLED."""
@@ -174,7 +173,7 @@ class Gradients:
             there = [(p, grad) for p in lists.unmastered if (grad := p.grad) is not None]
             aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
         # From here on the block can be left, so an interrupt finds it open or not entered.
-        self._aside, self._held_before, self._open = [*self._aside, *aside], self._held, block
+        self._aside, self._open = [*self._aside, *aside], block
         for parameter, _ in aside:
             parameter.grad = None
 
@@ -182,13 +181,11 @@ class Gradients:
         """Add to masters what a backward outside of any block has left in 16-bit parameters."""
         if not self.lists.are_plain:
             place_gradients(self.lists.models)
-        grads = [parameter.grad for parameter in self.lists.models]
-        if grads.count(None) < len(grads):
-            for master, model, grad in zip(self.lists.masters, self.lists.models, grads, strict=True):
-                if grad is not None:
-                    check_device(master, model)
-                    model.grad = None
-                    add_grad(master, grad.to(torch.float32))
+        there = [model.grad is not None for model in self.lists.models]
+        if any(there):
+            changes = Changes()
+            _plan_gathering(self.lists.only(there), changes)
+            changes.make()
 
     def take_for_step_in_block(self) -> None:
         """Prepare a step inside the block, from a hook of backward: at a scale of 1 that is right.
@@ -216,15 +213,12 @@ class Gradients:
         """
         if self._open is not block:
             return
-        self._open, self._held = None, self._held_before
+        self._open = None
         if self.delayed is None and not block.scaler.is_identity:
             for parameter in (*self.lists.models, *self.lists.unmastered):
                 parameter.grad = None
             self.drop_unreduced()
             self.bring_back_aside()
-            for move in self._moves:
-                store_grad(move.stepped, move.total)
-        self._moves = []
 
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
@@ -273,13 +267,18 @@ class Gradients:
             and not self._masters.any_is_shared(masters)
         )
 
-    def unscale(self, newest: Newest, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
+    def unscale(
+        self, newest: Newest, scale: ScaleSnapshot, found_inf: Tensor | None, changes: Changes
+    ) -> None:
         """Unscale what `collect` returned, or let the step do so, and check it. No host sync.
+
+        Until the changes are made, `abort` leaves the block as if it had not been entered.
 
         Args:
             newest: what `collect` returned.
             scale: what the loss was scaled by.
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
+            changes: where to plan what cannot be taken back.
         """
         is_one, inv_scale = scale.scaler.is_identity, scale.inv_scale
         moves = []
@@ -287,9 +286,12 @@ class Gradients:
         if is_one and found_inf is not None:
             newest.check_finite(inv_scale, found_inf, notes)
         if newest.will_be_held:
-            self._hold(newest, None if is_one else inv_scale, found_inf, notes.of_masters)
+            held = self._work_out_held(
+                newest, None if is_one else inv_scale, found_inf, notes.of_masters
+            )
+            changes.add(functools.partial(self._hold, held, newest.of_masters.models))
         elif is_one:
-            self.gather_strays()
+            _plan_gathering(newest.of_masters, changes)
         else:
             self.show()
             of = newest.of_masters
@@ -304,11 +306,11 @@ class Gradients:
                 noted = None
                 total_of = dict(self._aside)
                 moves += [Move(p, p, p.grad, total_of.get(p)) for p in newest.unmastered]  # type: ignore[arg-type]
-            self._moves = moves
-            unscale_moves(moves, inv_scale, found_inf, noted)
+            unscale_moves(moves, inv_scale, found_inf, changes, noted)
             moved = {move.parameter for move in moves}
-            self._aside = [(p, total) for p, total in self._aside if p not in moved]
-            self.bring_back_aside()
+            self._plan_bringing_back(
+                [(p, total) for p, total in self._aside if p not in moved], changes
+            )
 
     def _notes(self, newest: Newest, scaler: LossScaler) -> Notes:
         """Return where kernels note whose gradients are bad, where the host learns of it too late."""
@@ -321,29 +323,29 @@ class Gradients:
             own = scaler.bad_steps_of(newest.unmastered, self.dtypes.name)
         return Notes(masters, own)
 
-    def _hold(
+    def _work_out_held(
         self,
         newest: Newest,
         inv_scale: Tensor | None,
         found_inf: Tensor | None,
         bad_steps: BadSteps | None,
-    ) -> None:
-        """Check the masters' gradients, and hold them, added to those that are held already."""
+    ) -> Held | None:
+        """Check the masters' gradients, and return what is to be held: these and those held already."""
         if not newest.grads:
-            return
+            return self._held
         held = Held(newest.of_masters, newest.grads, inv_scale)
         if self._held is not None:
-            self._held = self._held.plus(held, found_inf, bad_steps)
-        else:
-            # The norms of shards are those of one rank; the step asks the others.
-            max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
-            self._held = held.checked(found_inf, max_norm, bad_steps)
-            if any(map(Tensor._is_view, held.grads)):
-                # DDP's gradients are views of a buffer, which any backward through it overwrites.
-                self._held = self._held.in_own_memory()
-        self._are_shown = False
-        for parameter in newest.of_masters.models:
-            parameter.grad = None
+            return self._held.plus(held, found_inf, bad_steps)
+        # The norms of shards are those of one rank; the step asks the others.
+        max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
+        held = held.checked(found_inf, max_norm, bad_steps)
+        # DDP's gradients are views of a buffer, which any backward through it overwrites.
+        return held.in_own_memory() if any(map(Tensor._is_view, held.grads)) else held
+
+    def _hold(self, held: Held | None, models: Sequence[Tensor]) -> None:
+        if held is not None:
+            self._held, self._are_shown = held, False
+            store_grads(models)
 
     def settle(self, verdict: Verdict | None) -> None:
         """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or HELD.
@@ -354,16 +356,17 @@ class Gradients:
         if len(verdicts) > MOST_VERDICTS:
             verdicts = joined(verdicts)
         # All at once: what is settled without its verdict would be stepped on whatever was found.
-        self.verdicts, self._open, self.delayed, self._held_before = verdicts, None, None, None
-        self._moves = []
+        self.verdicts, self._open, self.delayed = verdicts, None, None
 
     def bring_back_aside(self) -> None:
         """Add what was set aside to what is there."""
-        for parameter, total in self._aside:
-            new, parameter.grad = parameter.grad, total
-            if new is not None:
-                add_grad(parameter, new)
-        self._aside = []
+        changes = Changes()
+        self._plan_bringing_back(self._aside, changes)
+        changes.make()
+
+    def _plan_bringing_back(self, aside: Sequence[tuple[Tensor, Tensor]], changes: Changes) -> None:
+        plan_adding([p for p, _ in aside], [total for _, total in aside], changes)
+        changes.add(functools.partial(setattr, self, "_aside", []))
 
     # Between blocks and the step.
 
@@ -385,7 +388,7 @@ class Gradients:
         except BaseException:  # an interrupt, say
             before.put_back(after_error=True)
             raise
-        self._held, self._held_before, self._are_shown = None, None, True
+        self._held, self._are_shown = None, True
 
     def are_none(self) -> bool:
         """Whether there is no gradient to step on."""
@@ -431,8 +434,8 @@ class Gradients:
     def forget(self) -> None:
         """Drop what is delayed, set aside or held, and what checks found: the gradients are cleared."""
         self.delayed = None
-        self._held = self._held_before = None
-        self._aside, self._moves = [], []
+        self._held = None
+        self._aside = []
         self.verdicts = []
 
     def let_go(self) -> None:
@@ -445,6 +448,20 @@ class Gradients:
         self.forget()
         for parameter in (*self.lists.stepped, *self.lists.models):
             parameter.grad = None
+
+
+def _plan_gathering(lists: ParameterLists, changes: Changes) -> None:
+    """Plan that the gradients of 16-bit parameters go to their masters, as they are, one by one."""
+    for master, model in zip(lists.masters, lists.models, strict=True):
+        check_device(master, model)
+    for master, model in zip(lists.masters, lists.models, strict=True):
+        changes.add_later(functools.partial(_work_out_gathering, master, model))
+        changes.add(functools.partial(store_grad, model, None))
+
+
+def _work_out_gathering(master: Tensor, model: Tensor) -> Change:
+    assert model.grad is not None
+    return work_out_adding(master, model.grad.to(torch.float32))
 
 
 def _values(grad: Tensor) -> Tensor:

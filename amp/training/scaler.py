@@ -264,19 +264,28 @@ class LossScaler:
         found_inf = self.found_inf
         return None if found_inf is None else Verdict(self, found_inf.clone())
 
-    def update(self, norm: Tensor | None = None) -> None:
+    def update(self, norm: Tensor | None = None, number: int | None = None) -> None:
         """Move the scale by what was found since the last update. No host sync.
 
         Args:
             norm: of the unscaled gradients, float32 of one element, for the recorder.
+            number: of this update, `updates` if None. One that has been made is not made again.
         """
-        self._advance()
-        if self.config.check:
-            state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
-            self._reports.send(state, self.updates)
-        self.updates += 1
+        number = self.updates if number is None else number
+        if self.updates > number:
+            return
+        try:
+            self._advance()
+            if self.config.check:
+                state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
+                self._reports.send(state, number)
+            self.updates = number + 1
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._finish_update(number)
+            raise
 
-    def finish_update(self, number: int) -> None:
+    def _finish_update(self, number: int) -> None:
         """Do what an interrupt has kept the update of this number from. The host waits."""
         if int(self._state[UPDATES]) == number:
             self._advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from amp.distributed import shard_like
+from amp.kernels.changes import Change, Changes
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
+from amp.masters.parameter import store_grad, store_grads
 
 if TYPE_CHECKING:
     from amp.kernels.tables import BadSteps
@@ -48,12 +51,13 @@ def unscale_moves(
     moves: Sequence[Move],
     inv_scale: Tensor,
     found_inf: Tensor | None,
+    changes: Changes,
     bad_steps: BadSteps | None = None,
 ) -> None:
-    """Unscale gradients, and add them to those of earlier blocks. No host sync.
+    """Unscale gradients, and plan how they are added to those of earlier blocks. No host sync.
 
-    The arguments are those of `amp.kernels.unscale.unscale`. `bad_steps` has an entry for each move; it
-    is not written where some are sums and others are not.
+    The arguments are those of `amp.kernels.unscale.unscale`, and where to plan. `bad_steps` has an
+    entry for each move; it is not written where some are sums and others are not.
     """
     if not moves:
         return
@@ -62,14 +66,32 @@ def unscale_moves(
     sources = [move.source for move in adding]
     moving = [move for move in moves if not move.is_dense_sum()]
     noted = {"bad_steps": None if adding and moving else bad_steps}
-    kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf, **noted)
+    kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf, changes=changes, **noted)
     targets = [move.target() for move in moving]
     kernels.unscale.unscale([move.source for move in moving], targets, inv_scale, found_inf, **noted)
-    for move in moves:
-        move.parameter.grad = None
-        move.stepped.grad = move.total
-    for move, target in zip(moving, targets, strict=True):
-        add_grad(move.stepped, target)
+    changes.add(functools.partial(store_grads, [move.parameter for move in moves]))
+    there = [move for move in moves if move.total is not None]
+    changes.add(functools.partial(store_grads, [m.stepped for m in there], [m.total for m in there]))
+    plan_adding([move.stepped for move in moving], targets, changes)
+
+
+def plan_adding(parameters: Sequence[Tensor], grads: Sequence[Tensor], changes: Changes) -> None:
+    """Plan how unscaled gradients are added to those that parameters have."""
+    for parameter, grad in zip(parameters, grads, strict=True):
+        changes.add_later(functools.partial(work_out_adding, parameter, grad))
+
+
+@torch.no_grad()
+def work_out_adding(parameter: Tensor, grad: Tensor) -> Change:
+    """Return what adds an unscaled gradient to the one that a parameter has; either may be sparse."""
+    total = parameter.grad
+    if total is None:
+        return functools.partial(store_grad, parameter, grad)
+    if total.is_sparse or grad.is_sparse:
+        return functools.partial(
+            store_grad, parameter, grad + total if total.is_sparse else total + grad
+        )
+    return functools.partial(torch._foreach_add_, [total], [grad])
 
 
 def unscaled(grads: Sequence[Tensor], inv_scale: Tensor | None) -> list[Tensor]:
@@ -80,16 +102,3 @@ def unscaled(grads: Sequence[Tensor], inv_scale: Tensor | None) -> list[Tensor]:
     else:
         kernels.unscale.unscale(grads, targets, inv_scale, None)
     return targets
-
-
-@torch.no_grad()
-def add_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Add an unscaled gradient to the one that a parameter has; either may be sparse."""
-    if parameter.grad is None:
-        parameter.grad = grad
-    elif parameter.grad.is_sparse and not grad.is_sparse:
-        parameter.grad = grad.add_(parameter.grad)
-    elif parameter.grad.is_sparse:
-        parameter.grad = parameter.grad + grad
-    else:
-        parameter.grad.add_(grad)
