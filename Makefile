@@ -60,7 +60,7 @@ predict: $(READY)  ## Predict the kernels' bandwidth from their compiled code, f
 
 docs: $(READY)  ## Build the site into build/site, and check its links
 	PYTHONPATH=. $(BIN)/python docs/site/reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean --config-file docs/site/mkdocs.yml
 
 lint: $(READY)  ## Check style and format
 	$(BIN)/ruff check .

@@ -55,7 +55,7 @@ def initialize(
 ) -> tuple[M, T]: ...
 
 
-def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
+def initialize(
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,
@@ -85,11 +85,34 @@ def initialize(  # noqa: D417 (properties are described in docs/profiles.md)
         models: a module, a list of modules, or None.
         optimizers: an optimizer, a list of optimizers, or None; then `models` alone is returned.
         enabled: False makes this and `scale_loss` do nothing.
-        opt_level: a level such as `"O2"`, an alias, or a path to a YAML profile. The arguments that
-            are not listed here change single properties of it, unless they are None; see
-            docs/profiles.md.
-        num_losses, verbosity, process_group: see `amp.Session`.
+        opt_level: a level such as `"O2"`, an alias, or a path to a YAML profile. The arguments below,
+            up to `cast_model_outputs`, change single keys of it; None leaves a key as the level has it.
+            docs/profiles.md has their values.
+        cast_model_type: the dtype of the weights and inputs; False casts neither.
+        patch_torch_functions: torch's functions cast their arguments, as at O1 and O4.
+        keep_batchnorm_fp32: norms with running statistics stay FP32 in a cast model.
+        master_weights: the optimizer steps FP32 copies of 16-bit weights: True, False, or `"split16"`
+            and `"kahan"`, which keep them in 16 bits.
+        loss_scale: `"dynamic"`, a number, or a mapping with `init`, `growth_interval` and so on.
+        cast_model_outputs: the dtype of the model's outputs.
+        num_losses: how many losses are scaled independently, by `loss_id`.
+        verbosity: 0 logs nothing, not even skipped steps; 1 logs on rank 0 to the logger `amp`.
+        min_loss_scale: a floor of the loss scale.
+        max_loss_scale: its ceiling.
+        process_group: the process group, or list of them, whose ranks must skip a step together; see
+            `amp.Session`.
         allow_incoming_model_not_fp32: take 16-bit weights as they are instead of refusing them.
+        **others: keys that apex did not have.
+
+            - `patch_torch_functions_type`: the dtype of the ops that gain from half precision.
+            - `keep_norm_fp32`: all norms stay FP32 in a cast model, LayerNorm and the like too.
+            - `state_dtype`: the dtype of a fused optimizer's moments.
+            - `reduce_dtype`: the dtype in which FSDP2 reduces gradients of a cast model.
+            - `protect_buffers`: running statistics survive an overflow.
+            - `diagnose`: `"on_overflow"` watches a step after a streak of overflows.
+            - `fp8`: linear layers run in FP8, by a recipe.
+            - `cast_model_inputs`: whether a cast model casts its inputs, and which of them it leaves.
+            - `rules`: the precision of single ops and modules, on top of the profile's.
 
     Raises:
         AmpRuntimeError: an unknown level, properties that do not fit together, a model that is

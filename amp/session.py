@@ -78,7 +78,6 @@ class Session:
     Attributes:
         properties: what the profile and the overrides resolved to.
         scalers: one loss scaler per loss.
-        masters: the master weights of all its optimizers.
         last_report: of the last step that `diagnose="on_overflow"` has watched, or None.
 
     Raises:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import amp
+from amp.profiles.properties import OVERRIDE_KEYS
 from docs.site import reference
 from tests.browsers import Page, chromium
 
@@ -49,14 +52,25 @@ def test_names_in_tables_break_between_words() -> None:
     assert shown.startswith("<p><code>a.b</code></p>")
 
 
+def test_each_argument_of_initialize_has_a_line() -> None:
+    text = inspect.getdoc(amp.initialize) or ""
+    named = inspect.signature(amp.initialize).parameters.keys() - {"others"}
+    for name in named:
+        assert re.search(rf"^    {name}: \S", text, re.MULTILINE), name
+    for name in OVERRIDE_KEYS.keys() - named:
+        assert re.search(rf"^        - `{name}`: \S", text, re.MULTILINE), name
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "-f", SITE / "mkdocs.yml", "-d", folder],
+    built = subprocess.run(  # with --quiet, warnings of links that lead nowhere would not fail it
+        [sys.executable, "-m", "mkdocs", "build", "-f", SITE / "mkdocs.yml", "-d", folder],
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        check=True,
+        capture_output=True,
+        text=True,
     )
+    assert built.returncode == 0, built.stderr
     return folder
 
 
@@ -66,6 +80,16 @@ def page(site: Path) -> Iterator[Page]:
         shown = Page(browser, (site / "index.html").as_uri())
         yield shown
         shown.close()  # fails if anything could not be loaded, as from a network
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_the_reference_shows_what_users_call(site: Path) -> None:
+    shown = (site / "api" / "training.html").read_text()
+    for name in ("amax_history", "casts_ops", "of", "stop_casting_ops", "take_over"):
+        assert f'id="amp.Session.{name}"' not in shown, name
+    assert 'id="amp.Session.scale_loss"' in shown
+    assert '<a href="../profiles.html">' in shown
 
 
 @needs_mkdocs

@@ -59,24 +59,41 @@ API = {
 PACKAGES = ("optimizers", "fp16_utils", "numerics", "integrations", "compat")
 """The pages whose names are in the package of that name, and not in `amp`."""
 
-SLOW = {
+ELSEWHERE = {
     "check": "amp.trials.checking",
     "compare": "amp.trials.comparing",
     "explain": "amp.trials.explaining",
+    "scalars": "amp.scalars",
+    "crises": "amp.numerics.crises",
 }
-"""Where the names are that `amp` imports when they are asked for, which mkdocstrings does not see."""
+"""Where names are that mkdocstrings does not find: imported when asked for, or named as a module."""
+
+MEMBERS = {
+    "Session": "initialize scale_loss loss_scale history state_dict load_state_dict close",
+    "FP16_Optimizer": "loss_scale overflow add_param_group zero_grad backward update_master_grads step "
+    "clip_master_grads inspect_master_grad_data state_dict load_state_dict",
+}
+"""What users call, of classes that have more for the rest of the library."""
 
 
-def full_name(page: str, name: str) -> str:
-    """Return the name by which mkdocstrings finds what a page documents."""
+def block(page: str, name: str) -> str:
+    """Return what tells mkdocstrings to document a name, under the name that users write."""
     package = f"amp.{page}" if page in PACKAGES else "amp"
-    return f"{SLOW.get(name, package)}.{name}"
+    lines = [
+        f"::: {ELSEWHERE.get(name, package)}.{name}",
+        "    options:",
+        f"      heading: {package}.{name}",
+        f"      toc_label: {name}",
+    ]
+    if name in MEMBERS:
+        lines.append(f"      members: [{', '.join(MEMBERS[name].split())}]")
+    return "\n".join(lines)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the API pages."""
     for page, (title, names) in API.items():
-        blocks = [f"::: {full_name(page, name)}" for name in names.split()]
+        blocks = [block(page, name) for name in names.split()]
         text = "\n\n".join([f"# {title}", *blocks]) + "\n"
         files.append(File.generated(config, f"api/{page}.md", content=text))
     return files
@@ -99,7 +116,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Let names in tables break between their words, and nowhere else."""
+    """Let names in tables break between their words, and pages that docstrings name be links."""
 
     def breakable(code: re.Match[str]) -> str:
         return re.sub(r"(?<=\w[._/=(])(?=\w)|(?<=[a-z])(?=[A-Z])", "<wbr>", code[0])
@@ -107,4 +124,6 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     def with_breaks(table: re.Match[str]) -> str:
         return re.sub(r"(?<=<code>)[^<]+(?=</code>)", breakable, table[0])
 
+    if page is not None and page.file.src_uri.startswith("api/"):
+        output = re.sub(r"\bdocs/([\w/-]+)\.md\b", r'<a href="../\1.html">\g<0></a>', output)
     return re.sub(r"<table>.*?</table>", with_breaks, output, flags=re.DOTALL)
