@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
@@ -85,6 +86,32 @@ def test_a_zero_for_a_letter_gets_a_hint(wrong: Any) -> None:
 def test_o_zero_in_every_confusion(wrong: str) -> None:
     with pytest.raises(RuntimeError, match=r"did you mean 'O0' \(letter O\)\?"):
         amp.load_profile(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "levels"),
+    [
+        ("bf16", "O4 O5"),
+        ("bfloat16", "O4 O5"),
+        (torch.bfloat16, "O4 O5"),
+        ("fp16", "O1 O2 O3"),
+        ("float16", "O1 O2 O3"),
+        ("half", "O1 O2 O3"),
+        (16, "O1 O2 O3"),
+        ("fp32", "O0"),
+        ("FP8", "O6 O7"),
+        ("mixed", "O1 O4 O6"),
+        ("fp16-mixed", "O1"),
+        ("bf16_mixed", "O4"),
+        ("bf16-true", "O5"),
+    ],
+)
+def test_a_number_format_is_led_to_its_levels(wrong: Any, levels: str) -> None:
+    with pytest.raises(RuntimeError, match="is not one of O0, .*; did you mean 'O") as caught:
+        amp.initialize(torch.nn.Linear(2, 2), opt_level=wrong)
+    hint = str(caught.value).partition("did you mean ")[2]
+    assert re.findall(r"'(O\d)' \(", hint) == levels.split()
+    assert all(amp.load_profile(level).brief in hint for level in levels.split())
 
 
 @pytest.mark.parametrize("wrong", ["O9", "fast", None, 3.5, b"O1", ["O1"]])

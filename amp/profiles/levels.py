@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from amp.dtypes import LOW_PRECISION
+from amp.dtypes import DTYPES, LOW_PRECISION, dtype_name
 from amp.errors import (
     AmpError,
     AmpRuntimeError,
@@ -140,9 +140,42 @@ def _hint(name: object) -> str:
     if probably in LEVELS:
         return f"; did you mean '{probably}' (letter O)?"
     return (
-        did_you_mean(text, (*LEVELS, *aliases()))
+        _levels_of(text)
+        or did_you_mean(text, (*LEVELS, *aliases()))
         or f", the aliases {', '.join(aliases())}, or a path to a YAML file"
     )
+
+
+_FORMATS = {
+    **{name: dtype_name(dtype) for name, dtype in DTYPES.items()},
+    "16": "float16",
+    "32": "float32",
+    "fp8": "fp8",
+    "float8": "fp8",
+}
+
+
+def _levels_of(text: str) -> str:
+    """Say which levels are what a number format, or a word such as `mixed`, asks for."""
+    profiles = [load_profile(level) for level in LEVELS]
+    for word in re.split("[-_ ]", text.lower().removeprefix("torch.")):
+        if word in ("amp", "autocast", "mixed"):
+            wanted = [p for p in profiles if p.patch_torch_functions]
+        elif word in ("pure", "true"):
+            wanted = [p for p in profiles if not p.patch_torch_functions]
+        elif word in _FORMATS:
+            wanted = [p for p in profiles if _format_of(p) == _FORMATS[word]]
+        else:
+            return ""
+        profiles = wanted or profiles
+    return "; did you mean " + " or ".join(f"'{p.opt_level}' ({p.brief})" for p in profiles) + "?"
+
+
+def _format_of(p: Properties) -> str:
+    """Return the number format of a profile's products."""
+    if p.fp8:
+        return "fp8"
+    return shown(p.patch_torch_functions_type if p.patch_torch_functions else p.cast_model_type)
 
 
 def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
