@@ -196,6 +196,9 @@ drawModules();
 
 // 4. Time and memory.
 
+const elsewhere = data.device === "cpu" ? " On a GPU they differ: half precision is usually faster there." : "";
+byId("cost-about").textContent = `Measured on ${data.device}.${elsewhere}`;
+
 const megabytes = (size) => (size === undefined ? "–" : (size / 1e6).toFixed(1));
 const parts = ["weights", "gradients", "optimizer_state", "activations", "peak", "total"]
   .filter((part) => run.some((level) => level.memory[part]));

@@ -472,6 +472,19 @@ def test_the_level_to_take_goes_by_the_hardware(device: str, has_bfloat16: bool,
     assert ("O5 is not: of its loss_gap" in reason) == (chosen in ("O4", "O0"))
 
 
+def test_a_comparison_on_a_cpu_says_that_a_gpu_differs(healthy: Comparison) -> None:
+    text = " ".join(str(healthy).split())
+    assert "Time and memory are those of a CPU: on a GPU half precision is usually faster" in text
+    assert text.endswith("and O5 is the first healthy level to try there.")
+    reasons = [
+        recommend([result("O0", 1.0), result("O4", 3.0)], device, True)[1] for device in ("cpu", "cuda")
+    ]
+    assert ["a GPU half precision is usually faster" in reason for reason in reasons] == [True, False]
+    assert "faster, and O4 is the first" in reasons[0]
+    _, reason = recommend([result("O0", 1.0), result("O4", 3.0, "loss_gap")], "cpu", True)
+    assert reason.endswith("on a GPU half precision is usually faster.")
+
+
 def test_nothing_is_recommended_where_fp32_fails_too() -> None:
     level, reason = recommend([result("O0", 1.0, "loss_not_finite"), result("O1", 0.5)], "cpu", False)
     assert level is None
@@ -620,6 +633,8 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
     choose("modules-kind", "later_cosine")
     assert "weights have gone apart" in text("modules-hint")
     assert "weights, MB" in text("cost-table")
+    assert text("cost-about").startswith("Measured on cpu. On a GPU they differ")
+    assert "on a GPU half precision is usually faster" in text("reason")
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
