@@ -55,13 +55,28 @@ class AmpPlugin:
     # Set up and tear down.
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare the model; its optimizers are prepared by `connect` or when Fabric has set it up."""
+        """Prepare the model; its optimizers are prepared by `connect` or when Fabric has set it up.
+
+        Raises:
+            AmpRuntimeError: the Trainer's strategy is DeepSpeed's. Nothing was changed.
+        """
+        trainer = getattr(module, "_trainer", None)
+        if trainer is not None:
+            _refuse_deepspeed(trainer.strategy)
         self._amp.cast(module)
         if self._amp.running().properties.casts_model and hasattr(module, "training_step"):
             self._calls.watch(module)
-        if getattr(module, "_trainer", None) is None:
-            _tell_of_fabric(module, self._attach)
+        if trainer is None:
+            _tell_of_fabric(module, self._set_up_by_fabric)
         return module
+
+    def _set_up_by_fabric(self, strategy: Any, optimizers: list[Any], wrapped: nn.Module) -> None:
+        try:
+            _refuse_deepspeed(strategy)
+        except AmpRuntimeError:  # Fabric names its strategy only now
+            self._amp.end()
+            raise
+        self._attach(optimizers, wrapped)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Prepare the Trainer's optimizers, where it is going to train."""
@@ -103,7 +118,9 @@ class AmpPlugin:
         if not optimizers:
             raise AmpRuntimeError(
                 "AmpPrecision does not know the model's optimizers. Set up both together: "
-                "model, optimizer = fabric.setup(model, optimizer)"
+                "model, optimizer = fabric.setup(model, optimizer). With ModelParallelStrategy, where "
+                "that cannot be, leave out AmpPrecision: after model = fabric.setup_module(model) call "
+                "amp.initialize(model, optimizer, opt_level=...), and scale losses by amp.scale_loss"
             )
         with self._amp.running().scale_loss(tensor, optimizers, loss_id) as scaled_loss:
             if self._is_in_trainer:
@@ -205,15 +222,26 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _tell_of_fabric(module: Any, attach: Callable[[list[Any], nn.Module], None]) -> None:
-    """Have Fabric tell of the optimizers that it sets up with a module."""
+def _refuse_deepspeed(strategy: Any) -> None:
+    """Raise AmpRuntimeError for the one strategy that takes any plugin and has precision of its own."""
+    if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
+        raise AmpRuntimeError(
+            f"AmpPrecision does not work with {type(strategy).__name__}: DeepSpeed keeps masters and "
+            "scales losses itself. Leave out AmpPrecision and pass precision='16-mixed' or "
+            "'bf16-mixed', or take strategy='ddp' or a ModelParallelStrategy, which shards by FSDP2"
+        )
+
+
+def _tell_of_fabric(module: Any, tell: Callable[[Any, list[Any], nn.Module], None]) -> None:
+    """Have Fabric tell of its strategy, and of the optimizers that it sets up with a module."""
     own = getattr(module, "on_after_setup", None)
     is_lightning_module = hasattr(module, "_fabric")
 
     def on_after_setup(fabric: Any, module: Any) -> None:
         original = module._original_module
         del original.on_after_setup
-        attach([each.optimizer for each in original._fabric_optimizers], module._forward_module)
+        optimizers = [each.optimizer for each in original._fabric_optimizers]
+        tell(fabric.strategy, optimizers, module._forward_module)
         if not is_lightning_module:
             fabric._callbacks = [each for each in fabric._callbacks if each is not original]
             del original._fabric, original._fabric_optimizers

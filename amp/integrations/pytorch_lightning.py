@@ -1,13 +1,19 @@
-"""The same as `amp.integrations.lightning`, for scripts that import `pytorch_lightning`."""
+"""The same as `amp.integrations.lightning`, for `pytorch_lightning` and `lightning_fabric`."""
 
 from __future__ import annotations
 
 try:
     from pytorch_lightning.plugins.precision import Precision
-except ImportError as error:
-    raise ImportError(
-        "amp.integrations.pytorch_lightning needs Lightning: pip install 'reamp[lightning]'"
-    ) from error
+except ImportError:
+    try:  # `lightning_fabric` can be installed alone
+        from lightning_fabric.plugins.precision import (  # type: ignore[assignment]
+            Precision,
+        )
+    except ImportError as error:
+        raise ImportError(
+            "amp.integrations.pytorch_lightning needs pytorch_lightning or lightning_fabric: "
+            "pip install pytorch-lightning. For `import lightning` take amp.integrations.lightning"
+        ) from error
 
 from amp.integrations.lightning_precision import AmpPlugin
 

@@ -1,4 +1,6 @@
-"""Two ranks under Lightning's DDP: `python -m tests.integrations.lightning_ddp FOLDER PORT LEVEL...`.
+"""Two ranks in Lightning: `python -m tests.integrations.lightning_ddp FOLDER PORT STRATEGY LEVEL...`.
+
+The strategy is `ddp`, or `fsdp2`, which is Lightning's ModelParallelStrategy.
 
 Each level is trained, accumulated, saved and resumed.
 """
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.integrations.lightning_models import (
     QUIET,
@@ -44,12 +48,25 @@ class OneOfTwo(Classifier):
         return super().loss((x[self.global_rank :: 2], y[self.global_rank :: 2]), i)
 
 
-def train(level: str | None, epochs: int, path: str | None = None, **kwargs: Any) -> list[Tensor]:
-    model = OneOfTwo()
+class Sharded(OneOfTwo):
+    """Is cut over the ranks by FSDP2."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        for part in (self.net[0], self.net[4], self.net):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def train(
+    strategy: str, level: str | None, epochs: int, path: str | None = None, **kwargs: Any
+) -> list[Tensor]:
+    model = Sharded() if strategy == "fsdp2" else OneOfTwo()
     options = {
         **QUIET,
         "devices": 2,
-        "strategy": "ddp",
+        "strategy": by_fsdp2() if strategy == "fsdp2" else strategy,
         "use_distributed_sampler": False,
         "max_epochs": epochs,
         "plugins": plugins(level),
@@ -57,10 +74,16 @@ def train(level: str | None, epochs: int, path: str | None = None, **kwargs: Any
     }
     trainer = L.Trainer(**options)
     trainer.fit(model, loader(batches()), ckpt_path=path)
-    return weights(model)
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in weights(model)]
 
 
-def main(rank: int, folder: str, levels: list[str], port: str) -> None:
+def by_fsdp2() -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+
+
+def main(rank: int, folder: str, strategy: str, levels: list[str], port: str) -> None:
     import os
 
     os.environ |= {
@@ -75,21 +98,21 @@ def main(rank: int, folder: str, levels: list[str], port: str) -> None:
     for level in levels:
         name = None if level == "FP32" else level
         accumulating = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
-        results[level, "plain"] = train(name, 1)
-        results[level, "accumulated"] = train(name, 1, **accumulating)
+        results[level, "plain"] = train(strategy, name, 1)
+        results[level, "accumulated"] = train(strategy, name, 1, **accumulating)
         at = f"{folder}/{level}"
         checkpoint = ModelCheckpoint(at, save_last=True, save_on_train_epoch_end=True)
-        train(name, 1, callbacks=[checkpoint], enable_checkpointing=True)
-        results[level, "straight"] = train(name, 2)
-        results[level, "resumed"] = train(name, 2, path=f"{at}/last.ckpt")
+        train(strategy, name, 1, callbacks=[checkpoint], enable_checkpointing=True)
+        results[level, "straight"] = train(strategy, name, 2)
+        results[level, "resumed"] = train(strategy, name, 2, path=f"{at}/last.ckpt")
     torch.save(results, Path(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    folder, port, *levels = sys.argv[1:]
+    folder, port, strategy, *levels = sys.argv[1:]
     context = torch.multiprocessing.get_context("fork")
-    ranks = [context.Process(target=main, args=(i, folder, levels, port)) for i in range(2)]
+    ranks = [context.Process(target=main, args=(i, folder, strategy, levels, port)) for i in range(2)]
     for each in ranks:
         each.start()
     for each in ranks:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.accelerators import CPUAccelerator
+from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -150,8 +152,21 @@ def test_a_model_for_inference_alone() -> None:
     model = fabric.setup(net())
     with torch.no_grad():
         assert model(batches(1)[0][0]).dtype is torch.float32
-    with pytest.raises(AmpRuntimeError, match="Set up both together"):
+    with pytest.raises(AmpRuntimeError, match=r"Set up both together.*With ModelParallelStrategy"):
         fabric.backward(model(batches(1)[0][0]).sum())
+
+
+def test_deepspeed_is_refused_by_name_and_the_model_is_fp32_again() -> None:
+    class DeepSpeedStrategy(SingleDeviceStrategy):
+        """By its name, as the real one needs deepspeed."""
+
+    strategy = DeepSpeedStrategy(torch.device("cpu"), accelerator=CPUAccelerator())
+    fabric = L.Fabric(strategy=strategy, plugins=[precision("O2")])
+    bare = net()
+    before = weights(bare)
+    with pytest.raises(AmpRuntimeError, match="AmpPrecision does not work with DeepSpeedStrategy"):
+        fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    assert same_bits(weights(bare), before)
 
 
 def test_optimizers_that_are_set_up_alone_are_refused() -> None:
@@ -160,7 +175,7 @@ def test_optimizers_that_are_set_up_alone_are_refused() -> None:
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     model = fabric.setup_module(bare)
     fabric.setup_optimizers(optimizer)
-    with pytest.raises(AmpRuntimeError, match="Set up both together"):
+    with pytest.raises(AmpRuntimeError, match=r"Set up both together.*With ModelParallelStrategy"):
         fabric.backward(model(batches(1)[0][0]).sum())
 
 

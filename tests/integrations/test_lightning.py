@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import callbacks
+from lightning.fabric import strategies as fabric_strategies
+from lightning.pytorch import callbacks, strategies
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -357,6 +359,29 @@ def test_pytorch_lightning_has_it_too() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_lightning_fabric_alone_has_it_too() -> None:
+    code = """if True:
+        from tests.integrations import importing
+        import sys, warnings; warnings.simplefilter("ignore")
+        sys.modules["pytorch_lightning"] = None  # not installed
+        import torch, lightning_fabric
+        from amp.integrations.pytorch_lightning import AmpPrecision
+        model = torch.nn.Linear(4, 2)
+        before = model.weight.clone()
+        precision = AmpPrecision("O2", loss_scale=128.0)
+        fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, plugins=[precision])
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert model.weight.dtype is torch.float16
+        fabric.backward(model(torch.ones(3, 4)).square().mean())
+        optimizer.step()
+        precision.teardown()
+        assert model.weight.dtype is torch.float32 and not torch.equal(model.weight, before)
+    """
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_ranks_under_ddp(tmp_path: Path) -> None:
     levels = ["FP32", "O2", "O4"]
     _check_ddp(tmp_path, levels)
@@ -367,11 +392,34 @@ def test_two_ranks_under_ddp_at_other_levels(tmp_path: Path) -> None:
     _check_ddp(tmp_path, ["FP32", "O0", "O1", "O5"])
 
 
-def _check_ddp(folder: Path, levels: list[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(strategies, "ModelParallelStrategy"), reason="came with Lightning 2.4")
+def test_two_ranks_under_fsdp2(tmp_path: Path) -> None:
+    _check_ddp(tmp_path, ["FP32", "O2"], "fsdp2")
+
+
+def test_strategies_with_precision_of_their_own_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"FSDP strategy can only work with the `FSDPPrecision`"):
+        strategies.FSDPStrategy().precision_plugin = AmpPrecision("O2")
+    with pytest.raises(TypeError, match=r"FSDP strategy can only work with the `FSDPPrecision`"):
+        fabric_strategies.FSDPStrategy().precision = AmpPrecision("O2")
+    model = Classifier()
+    model._trainer = SimpleNamespace(strategy=without_deepspeed(strategies.DeepSpeedStrategy))
+    with pytest.raises(AmpError, match="AmpPrecision does not work with DeepSpeedStrategy.*FSDP2"):
+        AmpPrecision("O2").convert_module(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def without_deepspeed(cls: type[Any]) -> Any:
+    """Return a strategy of Lightning's that needs deepspeed to be made."""
+    return cls.__new__(cls)
+
+
+def _check_ddp(folder: Path, levels: list[str], strategy: str = "ddp") -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = run_python("-m", "tests.integrations.lightning_ddp", folder, port, *levels)
+    done = run_python("-m", "tests.integrations.lightning_ddp", folder, port, strategy, *levels)
     assert done.returncode == 0, done.stderr
     first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
     for key, values in first.items():
