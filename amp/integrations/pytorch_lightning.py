@@ -6,9 +6,7 @@ try:
     from pytorch_lightning.plugins.precision import Precision
 except ImportError:
     try:  # `lightning_fabric` can be installed alone
-        from lightning_fabric.plugins.precision import (  # type: ignore[assignment]
-            Precision,
-        )
+        from lightning_fabric.plugins.precision import Precision
     except ImportError as error:
         raise ImportError(
             "amp.integrations.pytorch_lightning needs pytorch_lightning or lightning_fabric: "
