@@ -110,7 +110,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
             2 * dtype.itemsize,
             [
                 Contender("reamp", lambda g=grads: unscale(g, g, one, found)),
-                Contender("_amp_foreach_…unscale_", lambda g=grads: amp_foreach(g, found, one)),
+                Contender("`_amp_foreach_…unscale_`", lambda g=grads: amp_foreach(g, found, one)),
             ],
         )
         yield Operation(
@@ -118,7 +118,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
             dtype.itemsize,
             [
                 Contender("reamp", lambda g=grads: check(g, one, found)),
-                Contender("_amp_foreach_…unscale_", lambda g=grads: amp_foreach(g, found, one)),
+                Contender("`_amp_foreach_…unscale_`", lambda g=grads: amp_foreach(g, found, one)),
             ],
         )
         yield Operation(
@@ -126,7 +126,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
             dtype.itemsize,
             [
                 Contender("reamp", lambda g=grads: l2norm(g, found_inf=found, max_norm=1.0)),
-                Contender("_foreach_norm", lambda g=grads: torch._foreach_norm(g, 2, dtype=F32)),
+                Contender("`_foreach_norm`", lambda g=grads: torch._foreach_norm(g, 2, dtype=F32)),
             ],
         )
         del grads
@@ -142,7 +142,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
         6,
         [
             Contender("reamp", lambda: unscale(grads, masters, half, found)),
-            Contender("_foreach_copy_, _amp_foreach_…unscale_", copy_and_unscale),
+            Contender("`_foreach_copy_`, `_amp_foreach_…unscale_`", copy_and_unscale),
         ],
     )
 
@@ -156,7 +156,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
         10,
         [
             Contender("reamp", lambda: axpby(half, grads, 1.0, masters, masters, found)),
-            Contender("float(), _amp_foreach_…unscale_, _foreach_add_", copy_unscale_and_add),
+            Contender("float(), `_amp_foreach_…unscale_`, `_foreach_add_`", copy_unscale_and_add),
         ],
     )
     for dtype in (F16, BF16):
@@ -166,7 +166,7 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
             6,
             [
                 Contender("reamp", lambda m=model: master_copy(masters, m)),
-                Contender("_foreach_copy_", lambda m=model: torch._foreach_copy_(m, masters)),
+                Contender("`_foreach_copy_`", lambda m=model: torch._foreach_copy_(m, masters)),
             ],
         )
 

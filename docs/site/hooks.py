@@ -31,7 +31,7 @@ API = {
     "grad_scaler": ("GradScaler", "GradScaler"),
     "optimizers": (
         "Fused optimizers",
-        *["FusedAdam FusedSGD FusedLAMB FusedLion FusedAdagrad FusedNovoGrad"],
+        "FusedAdam FusedSGD FusedLAMB FusedLion FusedAdagrad FusedNovoGrad fused.FusedOptimizer",
     ),
     "fp16_utils": (
         "fp16_utils",
@@ -68,7 +68,11 @@ ELSEWHERE = {
 }
 """Where names are that mkdocstrings does not find: imported when asked for, or named as a module."""
 
+WITHOUT_SIGNATURE = ("Properties", "LossScaling")
+"""What users read and do not make: the metadata of their keys would fill the page."""
+
 MEMBERS = {
+    "fused.FusedOptimizer": "",
     "Session": "initialize scale_loss loss_scale history state_dict load_state_dict close",
     "FP16_Optimizer": "loss_scale overflow add_param_group zero_grad backward update_master_grads step "
     "clip_master_grads inspect_master_grad_data state_dict load_state_dict",
@@ -83,8 +87,10 @@ def block(page: str, name: str) -> str:
         f"::: {ELSEWHERE.get(name, package)}.{name}",
         "    options:",
         f"      heading: {package}.{name}",
-        f"      toc_label: {name}",
+        f"      toc_label: {name.rpartition('.')[2]}",
     ]
+    if name in WITHOUT_SIGNATURE:
+        lines += ["      show_signature: false", "      separate_signature: false"]
     if name in MEMBERS:
         lines.append(f"      members: [{', '.join(MEMBERS[name].split())}]")
     return "\n".join(lines)
@@ -116,14 +122,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Let names in tables break between their words, and pages that docstrings name be links."""
+    """Let names in tables and headings break between words, and pages that docstrings name be links."""
 
     def breakable(code: re.Match[str]) -> str:
-        return re.sub(r"(?<=\w[._/=(])(?=\w)|(?<=[a-z])(?=[A-Z])", "<wbr>", code[0])
+        return re.sub(r"(?<=\w[._/=(])(?=\w)|(?<=[a-z])(?=[A-Z]\w)", "<wbr>", code[0])
 
     def with_breaks(table: re.Match[str]) -> str:
         return re.sub(r"(?<=<code>)[^<]+(?=</code>)", breakable, table[0])
 
     if page is not None and page.file.src_uri.startswith("api/"):
+        output = re.sub(r"(?<=</code>)\s+amp\.[\w.]+", breakable, output)
         output = re.sub(r"\bdocs/([\w/-]+)\.md\b", r'<a href="../\1.html">\g<0></a>', output)
     return re.sub(r"<table>.*?</table>", with_breaks, output, flags=re.DOTALL)
