@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from amp.diagnosis.events import Event, LossyCast
-from amp.diagnosis.findings import Finding
+from amp.diagnosis.findings import Finding, rule_for
 from amp.diagnosis.trace import CASTS, Trace
 from amp.dtypes import dtype_name
 
@@ -94,6 +94,7 @@ def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
     dtype = dtype_name(event.gives)
     value, loss_scale = event.value, event.loss_scale
     lost = [x for x in trace.lost if x.place.module == event.place.module]
+    rule = rule_for(event.place.module)
     if event.rows_of_minus_inf:
         return _finding(
             event,
@@ -109,7 +110,8 @@ def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
                 "eps",
                 f"{lost[0].value:g} is 0 in {dtype_name(lost[0].dtype)} ({_where(lost[0].place)}), and "
                 "does not keep the result from infinity",
-                f"Take an eps of at least {2.0**-14:.1e}, or keep the module in FP32:\n{_rule(event)}",
+                f"Take an eps of at least {2.0**-14:.1e}, or "
+                + (f"keep the module in FP32:\nrules: [{rule}]" if rule else "compute it in FP32."),
                 reached,
             )
         if value is not None and not math.isfinite(value):
@@ -133,8 +135,8 @@ def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
         )
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
     advice = (
-        f"Keep it in FP32:\n{_rule(event)}\nor take O4 or O5: bfloat16 has the range of FP32."
-        if event.place.module
+        f"Keep it in FP32:\nrules: [{rule}]\nor take O4 or O5: bfloat16 has the range of FP32."
+        if rule
         else "Scale it before, or compute it in FP32 (x.float()); or take O4 or O5."
     )
     if event.phase == "backward":
@@ -153,7 +155,9 @@ def _of_source(event: Event, reached: tuple[str, ...]) -> Finding:
     if source.value is not None:
         dtype, limit = dtype_name(event.takes[0]), torch.finfo(event.takes[0]).max
         what = f"the weight {source.name} is {_number(source.value)} in FP32; {dtype} ends at {limit:g}"
-        advice = f"Keep its module in FP32:\n{_rule(event)}\nor take O4 or O5."
+        rule = rule_for(event.place.module)
+        keep = f"Keep its module in FP32:\nrules: [{rule}]\nor take" if rule else "Take"
+        advice = f"{keep} O4 or O5."
         return replace(_finding(event, "range", what, advice, reached), value=source.value)
     if source.kind == "data":
         what = f"{source.name or 'a tensor that no op of the step has made'} is not finite{at}"
@@ -243,10 +247,6 @@ def _finding(event: Event, cause: str, what: str, advice: str, reached: tuple[st
         *(tuple(map(dtype_name, event.takes)), dtype_name(event.gives), event.value),
         *(float(torch.finfo(event.gives).max), reached),
     )
-
-
-def _rule(event: Event) -> str:
-    return f"rules: [{{module: {event.place.module}, cast: float32}}]"
 
 
 def _where(place: object) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import yaml
 
 CAUSES = {
     "range": "a number is too large for the format",
@@ -77,6 +80,16 @@ class Finding:
             more = f" and {len(self.reached) - 3} more" if len(self.reached) > 3 else ""
             lines.append(f"  reached the gradients of {', '.join(self.reached[:3])}{more}")
         return "\n".join([*lines, *(f"  {line}" for line in self.advice.splitlines())])
+
+
+def rule_for(module: str) -> str:
+    """Return the rule that keeps a module in FP32, to paste into YAML; empty for a whole model.
+
+    A rule knows no number of a model, as `model 1: head` has it: it is for each model with that name.
+    """
+    name = re.sub(r"^model \d+: ", "", module)
+    quoted = name if yaml.safe_load(name) == name else f"'{name}'"  # 0 of nn.Sequential is no name
+    return f"{{module: {quoted}, cast: float32}}" if name else ""
 
 
 def short_path(file: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from amp.arguments import attached_to
 from amp.diagnosis.diagnose import named_models
-from amp.diagnosis.findings import Finding, Report
+from amp.diagnosis.findings import Finding, Report, rule_for
 from amp.trials.replay import Replay
 
 CURABLE = ("range", "absorbed range", "eps", "loss scale", "underflow")
@@ -44,7 +44,7 @@ class Cure:
         if self.level is not None:
             lines.append(f"extends: {self.level}")
         if self.modules:
-            lines += ["rules:", *(f"  - {{module: {name}, cast: float32}}" for name in self.modules)]
+            lines += ["rules:", *dict.fromkeys(f"  - {rule_for(name)}" for name in self.modules)]
         if self.scale is not None:
             lines.append(f"loss_scale: {{init: {self.scale:g}, max: {self.scale:g}}}")
         return "\n".join(lines)
@@ -145,7 +145,10 @@ def _search(replay: Replay) -> Cure | str:
 
 
 def _curable(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.cause in (*CURABLE, "mathematics")]
+    """Return what a trial has left, casts included that made gradients inf or NaN."""
+    return [
+        x for x in findings if x.cause in (*CURABLE, "mathematics") or (x.cause == "cast" and x.reached)
+    ]
 
 
 def _next_module(finding: Finding, modules: Sequence[str]) -> str | None:
@@ -153,7 +156,7 @@ def _next_module(finding: Finding, modules: Sequence[str]) -> str | None:
     name = finding.module
     while name in modules or any(name.startswith(f"{other}.") for other in modules):
         name = name.rpartition(".")[0]
-    return name or None
+    return name if rule_for(name) else None
 
 
 def _by_level(replay: Replay, finding: Finding) -> Cure | str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
 from amp.diagnosis.diagnose import unchecked
-from amp.diagnosis.findings import Finding
+from amp.diagnosis.findings import Finding, rule_for
 from amp.diagnosis.places import Place
 from amp.diagnosis.trace import CASTS, Trace
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
@@ -156,13 +156,13 @@ def _numbered(ops: Iterable[Op]) -> Iterator[tuple[Hashable, Op]]:
 
 def _of_value(op: Op, value: float, limit: float) -> Finding:
     place, dtype = op.place, dtype_name(torch.float16)
-    rule = f"rules: [{{module: {place.module}, cast: float32}}]"
+    rule = rule_for(place.module)
     is_over = value > limit
     what = f"the result is {value:.6g} in FP32, and {dtype} ends at {limit:g}"
     return Finding(
         "range" if is_over else "headroom",
         what if is_over else f"{what}: less than {HEADROOM} times as much",
-        f"Keep it in FP32:\n{rule}\nor take O4 or O5." if place.module else "Compute it in FP32.",
+        f"Keep it in FP32:\nrules: [{rule}]\nor take O4 or O5." if rule else "Compute it in FP32.",
         *("forward", place.op, place.module, place.file, place.line),
         gives=dtype,
         value=value,

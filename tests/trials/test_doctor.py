@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -73,6 +74,55 @@ def test_a_module_in_fp32(level: str, optimizer: str) -> None:
     assert found.cure.scale is found.cure.level is None
     assert found.cure.yaml == "rules:\n  - {module: blocks.1.attn, cast: float32}"
     assert f"verified in {found.cure.runs} replays:\nrules:" in str(found)
+
+
+def test_what_is_printed_for_two_models_can_be_pasted_and_helps(tmp_path: Path) -> None:
+    x = torch.ones(4, 8)
+
+    def trained(level: Any, loud: float) -> tuple[Any, Any, Callable[[], None]]:
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(8, 8))
+        discriminator = nn.Sequential(nn.Identity(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+        with torch.no_grad():
+            discriminator[1].weight.fill_(loud)
+        nets = [generator, discriminator]
+        ones = [torch.optim.SGD(net.parameters(), 1e-3) for net in nets]
+        amp.initialize(nets, ones, opt_level=level, verbosity=0)
+
+        def step() -> None:
+            with amp.scale_loss(mean_square(discriminator(generator(x))), ones) as scaled_loss:
+                scaled_loss.backward()
+
+        return nets, ones, step
+
+    nets, ones, step = trained("O2", 2e5)
+    with amp.diagnose(nets, ones) as report:
+        step()
+    assert report.findings[0].module == "model 1: 1"
+    found = amp.doctor(step, nets, ones)
+    assert found.cure is not None
+    rules = [line for line in report.findings[0].advice.splitlines() if line.startswith("rules")]
+    for i, pasted in enumerate((rules[0], found.cure.yaml)):
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(f"extends: O2\n{pasted}\n")
+        assert "1" in {rule.pattern for rule in amp.load_profile(file).rules}
+    *_, again = trained(tmp_path / "1.yaml", 2e5)
+    again()
+    assert not any(row.overflow for row in amp.history())
+
+
+def test_a_model_as_a_whole_has_no_rule() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((8, 8), 1e5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    found = prescribed("O2", torch.ones(4, 8), model=Root())
+    assert "rules" not in str(found.report)
+    assert "O5" in str(found.report)
 
 
 @pytest.mark.parametrize(
