@@ -3,8 +3,8 @@
 A step is bound by memory, and eager torch goes through memory for each operation of a formula. The
 loop reads and writes each tensor once, on as many threads as torch has, and one call does all tensors
 of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions in
-place of tensors. Vectors and conversions are those of torch's own CPU kernels; Inductor finds the
-compiler, and keeps what was compiled in its cache, for later processes and for several at once.
+place of tensors. Vectors and conversions are those of torch's own CPU kernels. What was compiled is
+kept for later processes.
 
 `torch.compile` of the formula makes such a loop too, but for one tensor: each of hundreds would take a
 call, its guards and views, and the first step would import and run all of Inductor.
@@ -16,8 +16,6 @@ import ctypes
 import functools
 import itertools
 import logging
-import os
-import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from amp.kernels.backend import requested
 from amp.kernels.changes import Change
+from amp.kernels.compiled_library import load
 from amp.kernels.rule import Formula, Prepared, Streams
 from amp.kernels.tables import are_flat
 from amp.kernels.tensor_lists import are_plain
@@ -144,46 +143,25 @@ def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> b
 def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> Any:
     """Return the loop; None, and say why, where it cannot be compiled.
 
-    The host works on it for some seconds, or one where an earlier process has done it.
+    The host works on it for some seconds, or an instant where an earlier process has done it.
 
     Args:
         formula: see `plan_loop`.
         types: the name of each list, and its C++ type.
         there: which of the numbers are not None.
     """
-    logger.warning(
-        "compiling the optimizer step for this CPU: about ten seconds, or one if it was done before. "
-        "AMP_KERNELS=reference leaves it out"
-    )
-    source = source_of(formula, types, there)
     try:
-        from torch._inductor.codecache import CppCodeCache
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-        check_private(cache_dir())
-        loop = CppCodeCache.load(source).step
-    except Exception as error:  # of a compiler, a cache folder, a release of torch
+        loop = load(source_of(formula, types, there), "the optimizer step").step
+    except Exception as error:  # of a compiler, a folder, a release of torch
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[0])
-        logger.warning("it could not be compiled, so eager torch runs it, slower: %s", reason)
+        logger.warning(
+            "the optimizer step could not be compiled, so eager torch runs it, slower: %s", reason
+        )
         return None
     loop.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
     loop.restype = None
     return loop
-
-
-def check_private(folder: str) -> None:
-    """Raise PermissionError if another user may have put a library into a folder."""
-    if not hasattr(os, "getuid"):
-        return
-    found = os.lstat(folder)
-    by_others = found.st_mode & stat.S_IWOTH
-    by_group = found.st_mode & stat.S_IWGRP and found.st_gid != os.getgid()
-    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or by_others or by_group:
-        raise PermissionError(
-            f"{folder} is not a folder that this user alone can write to; set TORCHINDUCTOR_CACHE_DIR "
-            "to one that is"
-        )
 
 
 def source_of(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> str:

@@ -1,0 +1,204 @@
+"""C++ to a loaded library: compiled in bounded time, and kept where no other user can write.
+
+The name of a kept library has two digests. One is of all that it was compiled from, the other of its
+own content: a file that was cut short or changed is never loaded, and is compiled again. Processes
+that start at once each compile, and a file takes its name when it is whole.
+
+The compiler is called directly. Inductor could say how, but it runs the compiler to find that out,
+without a limit of time, and loads what it finds in a cache of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from amp.kernels.private_folder import cache_folder, is_private, parent_folder
+
+logger = logging.getLogger("amp")
+
+TIME_LIMIT = 120.0
+"""Seconds after which a compiler is killed; it takes two or three on an idle machine."""
+ABANDONED = 3600.0
+"""Seconds after which a folder that was built in cannot be in use any more."""
+_BUILDING = "reamp-building-"
+
+_TORCH = Path(torch.__file__).parent
+_FLAGS = (
+    "-std=c++2a",  # C++20, as older compilers call it too
+    *("-O3", "-DNDEBUG", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # what eager torch computes
+    f"-I{_TORCH / 'include'}",
+)
+_THREADS = (*("-Xclang", "-fopenmp", f"-L{_TORCH / 'lib'}", "-lomp", f"-Wl,-rpath,{_TORCH / 'lib'}"),)
+if sys.platform != "darwin":
+    _THREADS = ("-fopenmp",)
+_CPUS = {
+    "AVX2": ("-DCPU_CAPABILITY_AVX2", "-mavx2", "-mfma", "-mf16c"),
+    "AVX512": (
+        *("-DCPU_CAPABILITY_AVX512", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"),
+        *("-mfma", "-mf16c"),
+    ),
+}
+"""What torch's own kernels for a CPU are compiled with, where that is not what a compiler assumes.
+
+`-march=native` would not do: the machines that share a home may differ.
+"""
+
+_hanging: set[Sequence[str]] = set()
+"""Compilers that took too long, and are not called again."""
+
+
+def load(source: str, purpose: str) -> ctypes.CDLL:
+    """Return a library made of C++, by an earlier process or now.
+
+    It is kept in `cache_folder()`. Where that cannot be used, it is compiled for this process alone.
+
+    Args:
+        source: that needs no library but OpenMP's, and may include torch's headers.
+        purpose: what the log says that is compiled.
+
+    Raises:
+        OSError: there is no compiler, or no safe folder to compile in.
+        RuntimeError: the compiler failed, or took too long.
+    """
+    if os.name != "posix":
+        raise OSError("on this system nothing is compiled")
+    compiler = _compiler()
+    flags = (*_FLAGS, *_CPUS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    command = (*compiler, *flags, "source.cpp", "-o", "library.so", *_THREADS)
+    made_of = "\0".join((torch.__version__, *command, source))
+    key = hashlib.sha256(made_of.encode()).hexdigest()[:32]
+    folder, why_not = None, ""
+    try:
+        folder = cache_folder()
+        if kept := _find(folder, key):
+            return ctypes.CDLL(str(kept))
+        _check_use(folder)
+    except (OSError, RuntimeError) as error:
+        folder, why_not = None, f", for this process alone ({error})"
+    too_long = f"{compiler[0]} took more than {TIME_LIMIT:.0f} s; set CXX to a compiler that works"
+    if compiler in _hanging:
+        raise RuntimeError(too_long)
+    logger.warning(
+        "compiling %s for this CPU, a few seconds%s. AMP_KERNELS=reference leaves it out",
+        *(purpose, why_not),
+    )
+    with _building(folder or parent_folder(Path(tempfile.gettempdir()))) as place:
+        (place / "source.cpp").write_text(source, encoding="utf-8")
+        try:
+            _run(command, place)
+        except subprocess.TimeoutExpired:
+            _hanging.add(compiler)
+            raise RuntimeError(too_long) from None
+        library = place / "library.so"
+        if folder is not None:
+            library = _keep(library, folder, key)
+        return ctypes.CDLL(str(library))
+
+
+def _compiler() -> tuple[str, ...]:
+    """Return the compiler's path, and what the user passes to it in `CXX`."""
+    name, *arguments = shlex.split(os.environ.get("CXX", "")) or [""]
+    for candidate in [name] if name else ["g++", "clang++", "c++"]:
+        if path := shutil.which(candidate):
+            return str(Path(path).absolute()), *arguments
+    raise FileNotFoundError(
+        f"there is no C++ compiler {name or 'g++ or clang++'}; install one, or set CXX to one"
+    )
+
+
+def _find(folder: Path, key: str) -> Path | None:
+    """Return the path of a whole library, if one is kept; damaged ones are removed."""
+    for path in folder.glob(f"{key}-*.so"):
+        if _digest(path) == path.stem.removeprefix(f"{key}-"):
+            return path
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _keep(library: Path, folder: Path, key: str) -> Path:
+    """Move a library to where `_find` finds it, and return its path there."""
+    library.chmod(0o600)  # else its mode is what the umask leaves
+    return library.replace(folder / f"{key}-{_digest(library)}.so")
+
+
+def _digest(path: Path) -> str | None:
+    """Return the digest of a file's content; None for what is no private file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest() if is_private(descriptor) else None
+
+
+def _check_use(folder: Path) -> None:
+    """Raise PermissionError if nothing can be built in a folder, or not be loaded from it."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written to")
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise PermissionError(f"{folder} is on a file system that is mounted noexec")
+
+
+@contextlib.contextmanager
+def _building(parent: Path) -> Iterator[Path]:
+    """Make a folder to build in, and remove it and those that killed processes have left."""
+    _check_use(parent)
+    for left in parent.glob(f"{_BUILDING}*"):
+        with contextlib.suppress(OSError):
+            found = left.lstat()
+            is_old = found.st_mtime < time.time() - ABANDONED
+            if is_old and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(
+        prefix=_BUILDING, dir=parent, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    """Run a compiler, and leave nothing of it running.
+
+    Raises:
+        RuntimeError: it failed.
+        subprocess.TimeoutExpired: it took too long.
+    """
+    log = folder / "log"  # a pipe could be held open by what the compiler has started
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, with all that it starts
+        )
+        try:
+            status = process.wait(TIME_LIMIT)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+    if status:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            said = file.read(2**16).strip()
+        raise RuntimeError(said or f"{command[0]} ended with status {status}")
