@@ -1,4 +1,4 @@
-"""One run of a script that nobody has edited, in a process of its own: `python -m amp.trials.child`."""
+"""One run of a script that nobody has edited, in a process of its own."""
 
 from __future__ import annotations
 
@@ -116,7 +116,3 @@ def _begin_at_level(
     if level == "O0":
         kwargs = {key: value for key, value in kwargs.items() if key in KEPT_AT_O0}
     original(session, level, **kwargs)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ class Script:
         Raises:
             AmpRuntimeError: it came to no end, or passed nothing to `initialize`.
         """
-        with tempfile.TemporaryDirectory() as folder:
+        with _signals_clean_up(), tempfile.TemporaryDirectory() as folder:
             result = Path(folder, "seen.pt")
             job = {
                 "arguments": self._arguments,
@@ -58,17 +61,9 @@ class Script:
                 "seed": seed,
                 "result": str(result),
             }
-            ended = subprocess.run(
-                [sys.executable, "-m", "amp.trials.child", json.dumps(job)],
-                env=_environment(seed),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-            )
+            status, error = _run(job, seed, Path(folder))
             if not result.exists():
-                lines = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
+                lines = error.strip().splitlines() or [f"exit status {status}"]
                 raise AmpRuntimeError(f"the script failed: {lines[-1]}")
             found = torch.load(result, map_location="cpu", weights_only=True)
         if not found["has_begun"] and not found["error"]:
@@ -78,8 +73,74 @@ class Script:
         return found["seen"], found["error"]
 
 
-def _environment(seed: int | None) -> dict[str, str]:
-    """Return an environment in which this library is found, and sets have the same order each time."""
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(_ROOT)]
-    hashes = {} if seed is None else {"PYTHONHASHSEED": str(seed % 2**32)}
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **hashes}
+def _run(job: dict[str, Any], seed: int | None, folder: Path) -> tuple[int, str]:
+    """Run a job to its end, with all the processes that it starts; return its exit status and stderr.
+
+    What the script prints goes to a file: a process that it leaves behind would keep a pipe open.
+    """
+    stderr = folder / "stderr"
+    with stderr.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(_ROOT), json.dumps(job)],
+            env=None if seed is None else {**os.environ, "PYTHONHASHSEED": str(seed % 2**32)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            start_new_session=True,  # so that it is the first of a group, and asks no terminal
+        )
+        try:
+            status = process.wait()
+        finally:
+            _kill(process)
+    return status, stderr.read_text(errors="replace")
+
+
+_START = """import sys
+sys.path.append(sys.argv[1])
+from amp.trials.child import main
+main(sys.argv[2])
+"""
+"""What finds this library without a word in the environment, which other programs would read too."""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and what is left of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    process.wait()
+
+
+class _EndedError(BaseException):
+    """A signal that would have ended this process at once."""
+
+
+@contextlib.contextmanager
+def _signals_clean_up() -> Iterator[None]:
+    """Let what is inside clean up when a signal ends this process."""
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ours = [each for each in map(signal.Signals.__getitem__, names) if _ends_at_once(each)]
+
+    def end(number: int, frame: object) -> None:
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)  # one is enough
+        raise _EndedError(number)
+
+    for each in ours:
+        signal.signal(each, end)
+    try:
+        yield
+    except _EndedError as ended:
+        (number,) = ended.args
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    finally:
+        for each in ours:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _ends_at_once(number: signal.Signals) -> bool:
+    in_main = threading.current_thread() is threading.main_thread()  # others may not set handlers
+    return in_main and signal.getsignal(number) is signal.SIG_DFL
