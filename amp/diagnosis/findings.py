@@ -7,8 +7,6 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import yaml
-
 CAUSES = {
     "range": "a number is too large for the format",
     "absorbed range": "a number is too large for the format, and nothing after it shows that",
@@ -87,6 +85,8 @@ def rule_for(module: str) -> str:
 
     A rule knows no number of a model, as `model 1: head` has it: it is for each model with that name.
     """
+    import yaml  # here, so that `import amp` does not load it
+
     name = re.sub(r"^model \d+: ", "", module)
     quoted = name if yaml.safe_load(name) == name else f"'{name}'"  # 0 of nn.Sequential is no name
     return f"{{module: {quoted}, cast: float32}}" if name else ""

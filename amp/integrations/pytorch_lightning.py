@@ -16,5 +16,5 @@ except ImportError:
 from amp.integrations.lightning_precision import AmpPlugin
 
 
-class AmpPrecision(AmpPlugin, Precision):
+class AmpPrecision(AmpPlugin, Precision):  # pyright: ignore[reportGeneralTypeIssues]
     """A precision plugin for `pytorch_lightning.Trainer` and `lightning_fabric.Fabric`."""

@@ -55,6 +55,7 @@ class Sharded(OneOfTwo):
         pass
 
     def configure_model(self) -> None:
+        assert self.device_mesh is not None
         for part in (self.net[0], self.net[4], self.net):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 

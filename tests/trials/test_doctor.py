@@ -82,9 +82,9 @@ def test_what_is_printed_for_two_models_can_be_pasted_and_helps(tmp_path: Path) 
     def trained(level: Any, loud: float) -> tuple[Any, Any, Callable[[], None]]:
         torch.manual_seed(0)
         generator = nn.Sequential(nn.Linear(8, 8))
-        discriminator = nn.Sequential(nn.Identity(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
-        with torch.no_grad():
-            discriminator[1].weight.fill_(loud)
+        first = nn.Linear(8, 8)
+        discriminator = nn.Sequential(nn.Identity(), first, nn.LayerNorm(8), nn.Linear(8, 1))
+        nn.init.constant_(first.weight, loud)
         nets = [generator, discriminator]
         ones = [torch.optim.SGD(net.parameters(), 1e-3) for net in nets]
         amp.initialize(nets, ones, opt_level=level, verbosity=0)
