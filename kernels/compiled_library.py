@@ -45,9 +45,10 @@ _FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # what eager torch computes
     f"-I{_TORCH / 'include'}",
 )
-_THREADS = (*("-Xclang", "-fopenmp", f"-L{_TORCH / 'lib'}", "-lomp", f"-Wl,-rpath,{_TORCH / 'lib'}"),)
-if sys.platform != "darwin":
-    _THREADS = ("-fopenmp",)
+_THREADS: tuple[str, ...] = ("-fopenmp",)
+if sys.platform == "darwin":  # where compilers come without OpenMP, and torch with it
+    _LIB = _TORCH / "lib"
+    _THREADS = ("-Xclang", "-fopenmp", f"-L{_LIB}", "-lomp", f"-Wl,-rpath,{_LIB}")
 _CPUS = {
     "AVX2": ("-DCPU_CAPABILITY_AVX2", "-mavx2", "-mfma", "-mf16c"),
     "AVX512": (
