@@ -18,7 +18,6 @@ import os
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -166,8 +165,8 @@ def _building(parent: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             found = left.lstat()
             is_old = found.st_mtime < time.time() - ABANDONED
-            if is_old and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                shutil.rmtree(left)
+            if is_old and found.st_uid == os.geteuid():
+                shutil.rmtree(left)  # which follows no link
     with tempfile.TemporaryDirectory(
         prefix=_BUILDING, dir=parent, ignore_cleanup_errors=True
     ) as folder:
