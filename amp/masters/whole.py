@@ -7,7 +7,9 @@ model had before it was cast, so no bit is lost on the way (in one process; see 
 exist as soon as `initialize` returns.
 """
 
+import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +38,8 @@ class MasterWeights:
 
     Attributes:
         lock: held by a step, and by whoever compares masters with weights, perhaps in another thread
-            that saves the model meanwhile. In a step the two do not agree.
+            that saves the model meanwhile. In a step the two do not agree. A forked process gets a
+            lock of its own: in it nobody would release one that another thread held.
     """
 
     are_whole = True
@@ -44,6 +47,7 @@ class MasterWeights:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        _alive.add(self)
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
@@ -265,6 +269,18 @@ class MasterWeights:
         """
         master.data.copy_(values)
         return values
+
+
+_alive: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for masters in list(_alive):
+        masters.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def check_device(master: Tensor, parameter: Tensor) -> None:
