@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
 _SITE = "__amp_site__"
+_lock = threading.RLock()
+"""Held while a site gets a layer or loses one: two threads may patch the same attribute."""
 
 
 class _Site:
@@ -55,6 +58,10 @@ class Patches(AbstractContextManager["Patches"]):
         function, a bound method or a static method. A layer of this same owner is replaced by the
         new one.
         """
+        with _lock:
+            return self._wrap(target, name, make)
+
+    def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> Any:
         shown = vars(target).get(name)
         site = getattr(getattr(shown, "__func__", shown), _SITE, None)
         if site is None or not site.is_shown():
@@ -86,12 +93,13 @@ class Patches(AbstractContextManager["Patches"]):
         it, and its owner must make it harmless.
         """
         while self._sites:
-            site = self._sites[-1]
-            others = [layer for layer in site.layers if layer[0] is not self]
-            if site.is_shown():
-                site.show(others)
-            site.layers = others
-            self._sites.pop()  # last: an interrupted `undo` may be repeated
+            with _lock:
+                site = self._sites[-1]
+                others = [layer for layer in site.layers if layer[0] is not self]
+                if site.is_shown():
+                    site.show(others)
+                site.layers = others
+                self._sites.pop()  # last: an interrupted `undo` may be repeated
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from amp.casting.policy import OpRule, policy_of, resolve
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy
-from amp.casting.wrappers import check_rnn_input, make_wrapper
+from amp.casting.wrappers import check_rnn_input, make_choosing, make_wrapper
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.patching import Patches, modules_of_others, show_patched
 from amp.profiles.properties import Properties
@@ -36,6 +36,7 @@ class CastOps(Strategy):
         policy: the rule of each function.
         dtype: of the ops that gain from half precision.
         live: whether functions are patched.
+        wrappers: functions as its session's threads see them, by the id of their place and their name.
         device_types: whose tensors functions cast outside of forwards, the models'; empty is all.
     """
 
@@ -50,6 +51,8 @@ class CastOps(Strategy):
         # Of originals and wrappers, by their ids.
         self._rules: dict[int, OpRule] = {}
         self._places: dict[int, tuple[Any, str, Any]] = {}
+        # By where a function is.
+        self.wrappers: dict[tuple[int, str], Function] = {}
         self._watched: list[weakref.ref[nn.Module]] = []
 
     @staticmethod
@@ -59,6 +62,10 @@ class CastOps(Strategy):
 
     def begin(self, undo: Undo) -> None:
         """Patch the functions that this torch has, once in a session."""
+        with regions.opening:
+            self._begin(undo)
+
+    def _begin(self, undo: Undo) -> None:
         if self._has_begun:
             return
         missing = self.policy.missing()
@@ -69,7 +76,7 @@ class CastOps(Strategy):
         for rule in self.policy.rules:
             if rule.category != "calls" and rule.op not in missing:
                 self.patch(rule, resolve(rule.place))
-        self._patches.surround(nn.RNNBase, "check_input", functools.partial(check_rnn_input, self))
+        self._patches.surround(nn.RNNBase, "check_input", check_rnn_input)
         self._patches.surround(torch.jit, "script", functools.partial(_script, self._patches))
         for rule, target in registered():
             self.patch(rule, target)
@@ -83,9 +90,14 @@ class CastOps(Strategy):
         attribute = inspect.getattr_static(target, rule.name, None)
 
         def make(function: Function) -> Any:
-            if isinstance(attribute, classmethod):
-                return classmethod(make_wrapper(self, rule, attribute.__func__))
-            wrapper = make_wrapper(self, rule, function)
+            is_method = isinstance(attribute, classmethod)
+            function = attribute.__func__ if is_method else function
+            place = id(target), rule.name
+            self.wrappers[place] = wrapper = make_wrapper(self, rule, function)
+            if len(regions.live_casters) > 1:
+                wrapper = make_choosing(place, wrapper, function)
+            if is_method:
+                return classmethod(wrapper)
             return staticmethod(wrapper) if isinstance(attribute, staticmethod) else wrapper
 
         original = self._patches.wrap(target, rule.name, make)
@@ -139,8 +151,11 @@ class CastOps(Strategy):
 
     def stop(self) -> None:
         """Give every function back, also where it was imported by name meanwhile. Idempotent."""
-        if not self._is_open:
-            return
+        if self._is_open:
+            with regions.opening:
+                self._stop()
+
+    def _stop(self) -> None:
         self.live = False
         regions.close_for(self)
         self._patches.undo()
@@ -153,6 +168,35 @@ class CastOps(Strategy):
     def _rename(self, holder: Any) -> None:
         """Let the attributes of `holder` that are patched functions be what those are in torch now."""
         show_patched(holder, self._places)
+
+
+class CastNoOps(Strategy):
+    """Functions cast nothing for this session's models, whatever other sessions are open."""
+
+    def __init__(self, properties: Properties) -> None:
+        super().__init__(properties)
+        self._bystander: regions.Bystander | None = None
+
+    @staticmethod
+    def is_asked_for(properties: Properties) -> bool:
+        """Whether a profile leaves functions alone."""
+        return properties.enabled and not properties.patch_torch_functions
+
+    def begin(self, undo: Undo) -> None:
+        """Let the session be known, once."""
+        if self._bystander is None:
+            undo.callback(self.stop)
+            self._bystander = regions.stand_by()
+
+    def prepare_model(self, model: nn.Module, undo: Undo) -> None:
+        """Let a thread that calls the model cast nothing."""
+        assert self._bystander is not None
+        undo.callback(regions.cast_nothing_after(model, self._bystander).remove)
+
+    def stop(self) -> None:
+        """Let threads cast as other sessions say. Idempotent."""
+        if self._bystander is not None:
+            regions.stand_aside(self._bystander)
 
 
 def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

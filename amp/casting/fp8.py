@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp.casting.regions import casts, newest_caster
+from amp.casting.regions import caster_here, casts
 from amp.casting.sharded import gathered_dtypes
 from amp.casting.strategy import Strategy
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of
@@ -317,7 +317,7 @@ def _forward(base: Any) -> Any:
 
 def _computed_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the half precision in which a layer would compute here and now, or None for another."""
-    caster = newest_caster()
+    caster = caster_here()
     if x.dtype not in CASTABLE or weight.dtype not in CASTABLE:
         return None
     if caster is not None and casts(caster, x.device.type):

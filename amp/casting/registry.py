@@ -120,9 +120,10 @@ def _register(module: Any, name: str, category: Category, dtype: torch.dtype | N
         place = f"{module.__module__}.{module.__qualname__}"
     rule = OpRule(category, place, name, dtype, closed=category == "cast", source="registered")
     _registered[id(module), name] = (rule, module)
-    for caster in list(regions.live_casters):
-        caster.patch(rule, module)
-        caster.replace_names()
+    with regions.opening:
+        for caster in list(regions.live_casters):
+            caster.patch(rule, module)
+            caster.replace_names()
 
 
 def _check_ends_with_its_call(function: Any, name: str, dtype: torch.dtype | None) -> None:
@@ -148,7 +149,7 @@ def _decorate(function: F, category: Category, dtype: torch.dtype | None) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        caster = regions.newest_caster()
+        caster = regions.caster_here()
         if caster is None:
             return function(*args, **kwargs)
         return call_with_casts(caster, rule, function, args, kwargs)

@@ -1,12 +1,12 @@
 """The strategies that there are, in the order in which they prepare a model."""
 
 from amp.casting.by_model import CastModel
-from amp.casting.by_op import CastOps
+from amp.casting.by_op import CastNoOps, CastOps
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.strategy import Strategy
 from amp.profiles.properties import Properties
 
-STRATEGIES: tuple[type[Strategy], ...] = (CastModel, CastOps, Fp8Linears)
+STRATEGIES: tuple[type[Strategy], ...] = (CastModel, CastOps, CastNoOps, Fp8Linears)
 
 
 def strategies_for(properties: Properties) -> list[Strategy]:

@@ -47,6 +47,8 @@ def call_with_casts(
     if on_gpu and caster.dtype is torch.float16:
         with torch.autocast(kind, caster.dtype):  # casts weights into one buffer, as cuDNN wants them
             return original(*args, **kwargs)
+    if rule.category == "native" and not torch.compiler.is_dynamo_compiling():
+        args, kwargs = _with_kept_casts(caster.dtype, args, kwargs)
     args, kwargs = _convert(caster.dtype, rule, args, kwargs)
     if on_gpu:  # for cuDNN, torch.autocast casts to float16 whatever its own dtype is
         with disable_casts(), torch.backends.cudnn.flags(enabled=False):
@@ -102,10 +104,34 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
         wrapper = float_along_dim
     else:
         wrapper = nothing_to_cast
+    return _named(wrapper, rule, original)
+
+
+def make_choosing(place: tuple[int, str], newest: Function, original: Function) -> Function:
+    """Return a function where several sessions' wrappers are: each thread calls its session's.
+
+    Args:
+        place: where it is: the id of the module or class, and its name there.
+        newest: the wrapper of the newest session, which compiled code calls.
+        original: what a thread calls whose session has none.
+    """
+
+    def choosing(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return newest(*args, **kwargs)
+        caster = regions.caster_here()
+        wrapper = original if caster is None else caster.wrappers.get(place, original)
+        return wrapper(*args, **kwargs)
+
+    return functools.update_wrapper(choosing, newest)
+
+
+def _named(wrapper: Function, rule: OpRule, original: Function) -> Function:
+    """Let a wrapper be found where the original is, as pickle does."""
     functools.update_wrapper(wrapper, original)
     place, _, cls = rule.place.rpartition(".")
     in_class = rule.place == "torch.Tensor"
-    wrapper.__module__ = place if in_class else rule.place  # where pickle finds it again
+    wrapper.__module__ = place if in_class else rule.place
     wrapper.__qualname__ = f"{cls}.{rule.name}" if in_class else rule.name
     return wrapper
 
@@ -183,6 +209,28 @@ def _cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, {key: convert(value) for key, value in kwargs.items()} if kwargs else kwargs
 
 
+def _with_kept_casts(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Cast weights once in a forward whose casts torch does not keep, as it would.
+
+    Then the gradients of a weight that is used twice add up in `dtype`, and are cast once.
+    """
+    kept = forwards.casts
+    if kept is None:
+        return args, kwargs
+
+    def convert(value: Any) -> Any:
+        is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        if not is_leaf or value._is_view() or value.dtype is not torch.float32:
+            return value
+        if not torch.is_grad_enabled():
+            return value
+        if id(value) not in kept:
+            kept[id(value)] = value, value.to(dtype)
+        return kept[id(value)][1]
+
+    return tuple([convert(value) for value in args]), {k: convert(v) for k, v in kwargs.items()}
+
+
 def _cast_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     dtypes = {
         tensor.dtype for tensor in _tensors([*args, *kwargs.values()]) if tensor.is_floating_point()
@@ -194,11 +242,12 @@ def _cast_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def check_rnn_input(
-    caster: Caster, original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
+    original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
 ) -> None:
     """Check an input whose dtype need not be the weights': both are cast."""
-    weight = module._flat_weights[0]
-    if casts(caster, input.device.type) and isinstance(weight, Tensor) and input.dtype in CASTABLE:
+    weight, caster = module._flat_weights[0], regions.caster_here()
+    is_cast = caster is not None and casts(caster, input.device.type)
+    if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
         input = torch.empty_like(input, dtype=weight.dtype, device="meta")
     with regions.plain_torch():
         original(module, input, batch_sizes)

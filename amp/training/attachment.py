@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.casting.regions import ThreadState
+from amp.casting.regions import ThreadState, forget_casts
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError, AmpWarning
 from amp.masters.parameter import MasterParameter, stored_grad
@@ -308,7 +308,7 @@ class AttachedOptimizer:
         try:
             self.gradients.verdicts = []
             way.run(functools.partial(step, *args, **kwargs), verdicts)
-            torch.clear_autocast_cache()  # of casts of the old weights, if a forward is under way
+            forget_casts()  # of the old weights, if a forward is under way
             for scaler in {verdict.scaler: None for verdict in verdicts}:
                 scaler.recorder.note_step(v.step for v in verdicts if v.scaler is scaler)
             self._note_bad()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.casting.regions import disable_casts, same_casts
+from amp.casting.regions import disable_casts, forget_casts, same_casts
 from amp.errors import AmpRuntimeError
 from amp.masters.parameter import stored_grad
 from amp.masters.whole import MasterWeights
@@ -178,7 +178,7 @@ class ClosureStep(Stepper):
 
     def _evaluate(self) -> Any:
         self.write_back()
-        torch.clear_autocast_cache()  # of casts of the weights of the last evaluation
+        forget_casts()  # of the weights of the last evaluation
         with self._as_around_the_step():
             for _ in range(_CLOSURE_TRIES):
                 loss = self._closure()
