@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amp
 
@@ -21,10 +22,17 @@ PAIRS = [("O1", "O4"), ("O1", "O0"), ("O1", "O2"), ("O2", "O5"), ("O4", "O6"), (
 
 
 class Net(nn.Module):
-    """A weight that is used twice, with a meeting in between, and ops of all kinds of rules."""
+    """A weight that is used twice, with a meeting in between, and ops of all kinds of rules.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of the weights.
+        checkpoints: None, or whether what is computed again in the backward is that by a backward of
+            its own.
+    """
+
+    def __init__(self, seed: int, checkpoints: bool | None = None) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         generator = torch.Generator().manual_seed(seed)
         self.linear, self.norm, self.rnn = nn.Linear(16, 16), nn.LayerNorm(16), nn.GRU(16, 16)
         self.head = nn.Linear(16, 16)
@@ -34,22 +42,31 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[N, 16]`."""
+        if self.checkpoints is None:
+            x = self.body(x)
+        else:
+            x = checkpoint(self.body, x, use_reentrant=self.checkpoints, preserve_rng_state=False)
+        x = x + F.softmax(self.rnn(x[None])[0][0], -1).exp() * torch.cat([x, x])[: len(x)]
+        return self.head(x)
+
+    def body(self, x: Tensor) -> Tensor:
+        """Return `[N, 16]`."""
         x = F.gelu(self.linear(x))
         self.meet()
         x = self.norm(self.linear(x) @ self.linear.weight)
         self.meet()
-        x = x + F.softmax(self.rnn(x[None])[0][0], -1).exp() * torch.cat([x, x])[: len(x)]
-        return self.head(x)
+        return x
 
 
 class Training:
     """A model and its session, trained for some steps, with a meeting after each part of one."""
 
-    def __init__(self, level: str, seed: int) -> None:
-        self.level, self.net = level, Net(seed)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+    def __init__(self, level: str, seed: int, checkpoints: bool | None = None) -> None:
+        self.level, self.net = level, Net(seed, checkpoints)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.5)
         generator = torch.Generator().manual_seed(seed + 10)
         self.inputs = torch.randn(STEPS, 8, 16, generator=generator)
+        self.inputs.requires_grad_()  # or reentrant checkpoints have nothing to do
         self.session: Any = None
         self.losses: list[Tensor] = []
         self.outside: list[torch.dtype] = []
@@ -65,7 +82,7 @@ class Training:
         meet()
         product = output.t() @ output
         self.outside.append(product.dtype)
-        loss = F.mse_loss(output, x) + product.float().square().mean()
+        loss = F.mse_loss(output, x) + (product.float() / 64).tanh().mean()
         meet()
         with self.session.scale_loss(loss, self.optimizer) as scaled_loss:
             meet()
@@ -100,12 +117,16 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @functools.cache
-def alone(level: str, seed: int) -> tuple[dict[str, Any], list[torch.dtype]]:
+def alone(level: str, seed: int, checkpoints: bool | None = None) -> tuple[dict[str, Any], list[torch.dtype]]:
     """Return what a training gives that has the process for itself."""
-    training = Training(level, seed)
+    training = Training(level, seed, checkpoints)
+    before = training.net.linear.weight.detach().clone()
     training.run()
     training.session.close()
-    return training.result(), training.outside
+    result = training.result()
+    assert result["losses"].isfinite().all()
+    assert not torch.equal(before, result["linear.weight"])
+    return result, training.outside
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -152,3 +173,134 @@ def test_two_threads_train_as_each_does_alone(levels: tuple[str, str], opened: s
         assert training.outside == outside
         training.session.close()
         assert_equal(training.result(), result)
+
+
+@pytest.mark.parametrize("checkpoints", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("levels", [("O1", "O4"), ("O4", "O1"), ("O4", "O0")], ids="-".join)
+def test_a_forward_goes_on_as_it_began_while_another_thread_trains(
+    levels: tuple[str, str], checkpoints: bool | None
+) -> None:
+    """torch has one cache of casts for all threads, and empties it when any of them ends a forward."""
+    expected = [alone(level, seed, checkpoints) for seed, level in enumerate(levels)]
+    first, second = (Training(level, seed, checkpoints) for seed, level in enumerate(levels))
+    first.open()
+    second.open()
+    rest = iter(second.inputs)
+
+    def train_the_other() -> None:
+        for x in rest:
+            in_threads(lambda x=x: second.step(x))  # type: ignore[misc]
+            break
+
+    first.run(train_the_other)
+    assert not list(rest)
+    for training, (result, outside) in zip((first, second), expected, strict=True):
+        assert training.outside == outside
+        training.session.close()
+        assert_equal(training.result(), result)
+
+
+def test_a_thread_casts_as_the_session_whose_model_it_called_last() -> None:
+    eye = torch.eye(2)
+    seen: list[torch.dtype] = []
+
+    def look() -> None:
+        seen.append((eye @ eye).dtype)
+
+    sessions = [amp.Session(level, verbosity=0) for level in ("O1", "O4", "O0")]
+    half, brain, single = models = [nn.Linear(2, 2) for _ in sessions]
+    for session, model in zip(sessions, models, strict=True):
+        session.initialize(model)
+    look()
+    for model in (half, brain, single, half):
+        assert model(eye).dtype is (torch.float32 if model is single else (eye @ eye).dtype)
+        look()
+    in_threads(look)
+    sessions[0].close()
+    look()
+    expected = ["bfloat16", "float16", "bfloat16", "float32", "float16", "bfloat16", "bfloat16"]
+    assert [str(dtype).partition(".")[2] for dtype in seen] == expected
+
+
+class Deep(torch.autograd.Function):
+    """A backward in a backward, so often that autograd takes another thread for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, seen: dict[int, torch.dtype]) -> Tensor:
+        """Return `x`."""
+        ctx.depth, ctx.seen = depth, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Go deeper."""
+        ctx.seen[threading.get_ident()] = (torch.eye(2) @ torch.eye(2)).dtype
+        if ctx.depth:
+            with torch.enable_grad():
+                Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1, ctx.seen).backward()
+        return grad, None, None
+
+
+@pytest.mark.parametrize("last", ["O1", "O4", "O0"])
+def test_threads_of_autograd_cast_as_the_one_that_called_backward(last: str) -> None:
+    sessions = {level: amp.Session(level, verbosity=0) for level in ("O1", "O0", "O4")}
+    models = {level: session.initialize(nn.Linear(2, 2)) for level, session in sessions.items()}
+    models[last](torch.eye(2))
+    seen: dict[int, torch.dtype] = {}
+    Deep.apply(torch.ones(1, requires_grad=True), 70, seen).backward()
+    assert len(seen) > 1
+    dtype = {"O1": torch.float16, "O4": torch.bfloat16, "O0": torch.float32}[last]
+    assert set(seen.values()) == {dtype}
+
+
+def test_a_scripts_own_functions_cast_as_their_thread_does() -> None:
+    @amp.half_function
+    def product(x: Tensor) -> torch.dtype:
+        return x.dtype
+
+    sessions = [amp.Session(level, verbosity=0) for level in ("O1", "O4")]
+    half, brain = (session.initialize(nn.Linear(2, 2)) for session in sessions)
+    seen = {}
+    for model in (half, brain):
+        model(torch.eye(2))
+        seen[model] = product(torch.eye(2))
+    assert seen == {half: torch.float16, brain: torch.bfloat16}
+
+
+def test_threads_may_open_and_close_sessions_at_once() -> None:
+    """What is left patched is found after the test."""
+    seen: dict[str, set[torch.dtype]] = {"O1": set(), "O4": set()}
+
+    def run(level: str) -> None:
+        for _ in range(3):
+            with amp.Session(level, verbosity=0) as session:
+                model = session.initialize(nn.Sequential(nn.Linear(2, 2), nn.GELU()))
+                for _ in range(20):
+                    model(torch.eye(2))
+                    seen[level].add((torch.eye(2) @ torch.eye(2)).dtype)
+
+    in_threads(*(functools.partial(run, level) for level in seen))
+    assert seen == {"O1": {torch.float16}, "O4": {torch.bfloat16}}
+
+
+def test_a_forward_that_fails_leaves_the_cache_to_others() -> None:
+    first, second = Training("O1", 0), Training("O4", 1)
+    for training in (first, second):
+        training.open()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def run_both() -> None:
+        second.net.meet = fail
+        with pytest.raises(ZeroDivisionError):
+            in_threads(lambda: second.net(second.inputs[0]))
+        fail()
+
+    first.net.meet = run_both
+    with pytest.raises(ZeroDivisionError):
+        first.net(first.inputs[0])
+    for seed, training in enumerate((first, second)):
+        training.run()
+        training.session.close()
+        assert_equal(training.result(), alone(training.level, seed)[0])

@@ -291,7 +291,7 @@ forward that finds the cache taken keeps its own casts.
 
 
 def _take_torchs_cache() -> bool:
-    """Take torch's cache for this thread, unless another one has it, and return whether this one has."""
+    """Take torch's cache for this thread if no other has it, and return whether this one has it."""
     if not forwards.have_torchs_cache and _torchs_cache.acquire(blocking=False):
         forwards.have_torchs_cache = True
     return forwards.have_torchs_cache
@@ -307,7 +307,8 @@ def forget_casts() -> None:
     """Forget the casts of weights that are kept for this thread."""
     if forwards.casts is not None:
         forwards.casts.clear()
-    elif forwards.have_torchs_cache or not _torchs_cache.locked() or _nesting():
+    is_in_region_of_old = bool(_nesting()) and torch.is_autocast_cache_enabled()  # older than sessions
+    if forwards.have_torchs_cache or is_in_region_of_old or not _torchs_cache.locked():
         torch.clear_autocast_cache()
 
 
