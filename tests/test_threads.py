@@ -117,7 +117,9 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @functools.cache
-def alone(level: str, seed: int, checkpoints: bool | None = None) -> tuple[dict[str, Any], list[torch.dtype]]:
+def alone(
+    level: str, seed: int, checkpoints: bool | None = None
+) -> tuple[dict[str, Any], list[torch.dtype]]:
     """Return what a training gives that has the process for itself."""
     training = Training(level, seed, checkpoints)
     before = training.net.linear.weight.detach().clone()

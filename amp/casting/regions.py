@@ -307,9 +307,12 @@ def forget_casts() -> None:
     """Forget the casts of weights that are kept for this thread."""
     if forwards.casts is not None:
         forwards.casts.clear()
-    is_in_region_of_old = bool(_nesting()) and torch.is_autocast_cache_enabled()  # older than sessions
-    if forwards.have_torchs_cache or is_in_region_of_old or not _torchs_cache.locked():
+    had_it = forwards.have_torchs_cache
+    is_in_older_region = _nesting() and torch.is_autocast_cache_enabled()  # than any session
+    if _take_torchs_cache() or is_in_older_region:
         torch.clear_autocast_cache()
+    if not had_it:
+        _give_torchs_cache()
 
 
 class ThreadState:
