@@ -159,9 +159,11 @@ class _CallModel:
         self._bystander = bystander
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        is_idle = self._bystander is None or not self._bystander.live or torch.compiler.is_compiling()
-        if not is_idle and not forwards.is_in_one():
-            call_model_of(self._bystander)
+        bystander = self._bystander
+        if torch.compiler.is_compiling() or bystander is None or not bystander.live:
+            return
+        if not forwards.is_in_one():
+            call_model_of(bystander)
 
     def __deepcopy__(self, memo: object) -> _CallModel:
         return _CallModel()
