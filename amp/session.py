@@ -62,8 +62,10 @@ class Session:
             with session.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
 
-    Several sessions live side by side. The functions that O1 and O4 patch are patched for the whole
-    process; where several sessions do, the newest one's casts apply.
+    Several sessions live side by side, and several threads may each train a model of one. The functions
+    that O1 and O4 patch are patched for the whole process, and each thread casts as the session whose
+    model it called last. In a thread that has called none, and in compiled code, the newest session's
+    casts apply.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile; see `amp.load_profile`.

@@ -309,12 +309,13 @@ def forget_casts() -> None:
     """Forget the casts of weights that are kept for this thread."""
     if forwards.casts is not None:
         forwards.casts.clear()
-    had_it = forwards.have_torchs_cache
-    is_in_older_region = _nesting() and torch.is_autocast_cache_enabled()  # than any session
-    if _take_torchs_cache() or is_in_older_region:
+    if forwards.have_torchs_cache:
         torch.clear_autocast_cache()
-    if not had_it:
+    elif _take_torchs_cache():
+        torch.clear_autocast_cache()
         _give_torchs_cache()
+    elif _nesting() and torch.is_autocast_cache_enabled():  # in a region older than any session
+        torch.clear_autocast_cache()
 
 
 class ThreadState:
