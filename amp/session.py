@@ -43,6 +43,7 @@ from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
 from amp.training.synchronization import Synchronization
 from amp.undo import Undo
+from amp.weak import members
 
 logger = logging.getLogger("amp")
 
@@ -132,7 +133,7 @@ class Session:
     @staticmethod
     def of(model: nn.Module) -> Session | None:
         """Return the open session that a model went through, or None."""
-        return next((x for x in _open if any(each is model for each in x._alive())), None)
+        return next((x for x in members(_open) if any(each is model for each in x._alive())), None)
 
     # Set up and tear down.
 

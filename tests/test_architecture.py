@@ -38,6 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "state_checks",
         "torch_versions",
         "undo",
+        "weak",
         *("outputs", "saving"),
     ),
 }

@@ -20,6 +20,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.undo import Undo
+from amp.weak import members
 
 _live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 """The masters of open sessions."""
@@ -49,7 +50,7 @@ def copy_in_float32(masters: MasterWeights, undo: Undo) -> None:
 
 def _stop_copying() -> None:
     module: Any = nn.Module
-    if not list(_live) and vars(module).get("__deepcopy__") is _deepcopy:
+    if not members(_live) and vars(module).get("__deepcopy__") is _deepcopy:
         del module.__deepcopy__
 
 
@@ -83,7 +84,7 @@ def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
 
 
 def _master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
-    for masters in _live:
+    for masters in members(_live):
         master = masters.master(tensor)
         if master is not None:
             return masters, master

@@ -21,6 +21,7 @@ from amp.masters.parameter import stored_grad
 from amp.patching import Patches, modules_of_others, show_patched
 from amp.training.gradients import Gradients, State
 from amp.undo import Undo
+from amp.weak import members
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_GRADIENTS = "get_total_norm"
@@ -77,7 +78,7 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> list[Tensor]:
     """Return masters in place of parameters that have one, whose gradients are unscaled then."""
     ids = set(map(id, parameters))
     master_of: dict[int, Tensor] = {}
-    for gradients in list(_live):
+    for gradients in members(_live):
         lists = gradients.lists
         if ids.isdisjoint(map(id, lists.stepped)) and ids.isdisjoint(map(id, lists.models)):
             continue
@@ -106,7 +107,7 @@ def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs
     """Warn where gradients of masters are missing among those that a norm is asked of."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ids = set(map(id, given))
-    for gradients in list(_live):
+    for gradients in members(_live):
         lists = gradients.lists
         own, theirs = ({id(g) for g in _grads_of(p)} for p in (lists.unmastered, lists.masters))
         are_in_masters = bool(theirs) or gradients.state is State.HELD

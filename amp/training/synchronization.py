@@ -23,6 +23,7 @@ from amp.errors import AmpRuntimeError
 from amp.patching import Patches
 from amp.profiles.properties import Properties
 from amp.undo import Undo
+from amp.weak import members
 
 
 class Synchronization:
@@ -122,7 +123,7 @@ def _wrap(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
 
 def _introduce(ddp: Any) -> None:
     """Note in a DDP what the sessions that are open make of it."""
-    answers = [session.lets_join(ddp) for session in list(_watching)]
+    answers = [session.lets_join(ddp) for session in members(_watching)]
     ddp._amp_may_join = all(answers)
     ddp._amp_reduces = getattr(ddp, "_amp_reduces", True)
 
