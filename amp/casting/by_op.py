@@ -164,6 +164,9 @@ class CastOps(Strategy):
             self._rename(holder)
         _forget_compiled()
         self._is_open = False
+        # A newer session may hold a wrapper of this one, which holds this one, and so on to the first.
+        self._places.clear()
+        self._rules.clear()
 
     def _rename(self, holder: Any) -> None:
         """Let the attributes of `holder` that are patched functions be what those are in torch now."""

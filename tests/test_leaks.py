@@ -1,0 +1,122 @@
+"""Sessions, steps and evaluations leave nothing behind: no thread, file, hook, patch or tensor.
+
+`AMP_LEAKS=1000 pytest tests/test_leaks.py` makes 1,000 sessions, 10,000 steps and 1,000 evaluations at
+each level.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.modules.module as of_modules
+from torch import Tensor, nn
+
+import amp
+from amp.profiles.levels import LEVELS
+
+CYCLES = int(os.environ.get("AMP_LEAKS", "4"))
+SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 500, 2500
+"""Blocks of memory, however many there are: caches, and the last 256 transitions of a scaler."""
+
+
+@pytest.fixture(autouse=True)
+def what_was_there_is_not_looked_at() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def things(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Count what there is, once what nobody refers to is gone."""
+    gc.collect()
+    objects = gc.get_objects()
+    tasks = Path("/proc/self/task")
+    return {
+        "tensors": sum(issubclass(type(x), Tensor) for x in objects),
+        "modules": sum(issubclass(type(x), nn.Module) for x in objects),
+        "threads": len(list(tasks.iterdir())) if tasks.exists() else threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")) if tasks.exists() else 0,  # noqa: PTH208
+        "hooks": [hooks_of(part) for part in (*model.modules(), optimizer, of_modules)],
+        "classes": {type(x) for x in (*model.modules(), optimizer)},
+        "dtypes": {parameter.dtype for parameter in model.parameters()},
+        "attributes": [sorted(vars(x)) for x in (*model.modules(), optimizer)],
+    }
+
+
+def hooks_of(part: Any) -> dict[str, int]:
+    """Return how many hooks a module has, or an optimizer, or torch for all modules."""
+    return {k: len(v) for k, v in vars(part).items() if "hook" in k and isinstance(v, dict)}
+
+
+def check_that_nothing_grows(
+    repeat: Callable[[], object], times: int, may_take: int, model: nn.Module, optimizer: Any
+) -> None:
+    for _ in range(3):  # caches
+        repeat()
+    before, blocks = things(model, optimizer), sys.getallocatedblocks()
+    for _ in range(times):
+        repeat()
+    assert things(model, optimizer) == before
+    gc.collect()
+    assert sys.getallocatedblocks() - blocks < may_take
+
+
+def build() -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+    return model, amp.optimizers.FusedAdam(model.parameters(), lr=1e-3)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(model(torch.ones(16, 16)).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sessions_leave_nothing(level: str) -> None:
+    model, optimizer = build()
+
+    def cycle() -> None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        step(model, optimizer)
+        amp.state_dict()
+        amp.get_session().close()
+
+    check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, model, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sessions_that_are_dropped_leave_nothing(level: str) -> None:
+    others: Any = build()
+
+    def cycle() -> None:
+        model, optimizer = build()
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        step(model, optimizer)
+
+    check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, *others)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_steps_and_evaluations_leave_nothing(level: str) -> None:
+    model, optimizer = build()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(16, 16))
+        model.train()
+
+    for repeat, times in ((lambda: step(model, optimizer), 10 * CYCLES), (evaluate, CYCLES)):
+        check_that_nothing_grows(repeat, times, STEPS_MAY_TAKE, model, optimizer)
