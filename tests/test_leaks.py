@@ -27,7 +27,7 @@ SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 500, 2500
 """Blocks of memory, however many there are: caches, and the last 256 transitions of a scaler."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def what_was_there_is_not_looked_at() -> Iterator[None]:
     gc.collect()
     gc.freeze()

@@ -113,7 +113,7 @@ def server(port: int = 0) -> http.server.ThreadingHTTPServer:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            host = self.headers.get("Host", "").partition(":")[0]
+            host = self.headers.get("Host", "").partition(":")[0].lower()
             if host not in ("127.0.0.1", "localhost"):  # a page of elsewhere, by a name of its own
                 self.send_error(403, "the lab is for this machine alone")
                 return
