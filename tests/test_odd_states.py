@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from tests.levels import LEVELS
+from tests.levels import FP8
+from tests.levels import LEVELS as NOT_IN_FP8
+from tests.processes import run_python
+
+LEVELS = [*NOT_IN_FP8, *FP8]
 
 
 @contextmanager
@@ -39,7 +43,7 @@ def train(level: str, around: Callable[[], Any], evaluates: bool = False) -> lis
     generator = torch.Generator().manual_seed(0)
     data = [torch.randn(16, 32, generator=generator) for _ in range(4)]
     targets = torch.arange(16) % 4
-    model: Any = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    model: Any = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
@@ -90,6 +94,19 @@ def test_inference_mode_between_steps_changes_nothing(level: str) -> None:
 def _sums(levels: list[str]) -> list[float]:
     weights = [train(level, _as_it_is) for level in levels]
     return [sum(float(tensor.double().abs().sum()) for tensor in each) for each in weights]
+
+
+def test_warnings_as_errors() -> None:
+    """`python -W error`: nothing warns that is not a user's business."""
+    script = (
+        "import sys, warnings, torch; from tests.test_odd_states import _sums\n"
+        "torch.set_num_threads(1)\n"
+        "warnings.simplefilter('error')\n"
+        "print(_sums(sys.argv[1:]))\n"
+    )
+    ended = run_python("-c", script, *LEVELS)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == str(_sums(LEVELS))
 
 
 @pytest.mark.slow
