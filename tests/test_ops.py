@@ -52,7 +52,8 @@ class Calls(nn.Module):
 
 def in_forward(function: Any) -> Any:
     """Call a function inside the forward of a model that was given to the session."""
-    from amp.casting.regions import newest_caster, watch
+    from amp.casting.current import newest_caster
+    from amp.casting.regions import watch
 
     model = Calls()
     undo = watch(model, newest_caster())

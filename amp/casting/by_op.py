@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from amp.casting import regions
+from amp.casting import current, regions
 from amp.casting.module_rules import run_in_float32
 from amp.casting.policy import OpRule, policy_of, resolve
 from amp.casting.regions import DEVICE_TYPES, Function, casts
@@ -62,7 +62,7 @@ class CastOps(Strategy):
 
     def begin(self, undo: Undo) -> None:
         """Patch the functions that this torch has, once in a session."""
-        with regions.opening:
+        with current.opening:
             self._begin(undo)
 
     def _begin(self, undo: Undo) -> None:
@@ -94,7 +94,7 @@ class CastOps(Strategy):
             function = attribute.__func__ if is_method else function
             place = id(target), rule.name
             self.wrappers[place] = wrapper = make_wrapper(self, rule, function)
-            if len(regions.live_casters) > 1:
+            if len(current.live_casters) > 1:
                 wrapper = make_choosing(place, wrapper, function)
             if is_method:
                 return classmethod(wrapper)
@@ -152,7 +152,7 @@ class CastOps(Strategy):
     def stop(self) -> None:
         """Give every function back, also where it was imported by name meanwhile. Idempotent."""
         if self._is_open:
-            with regions.opening:
+            with current.opening:
                 self._stop()
 
     def _stop(self) -> None:
@@ -171,35 +171,6 @@ class CastOps(Strategy):
     def _rename(self, holder: Any) -> None:
         """Let the attributes of `holder` that are patched functions be what those are in torch now."""
         show_patched(holder, self._places)
-
-
-class CastNoOps(Strategy):
-    """Functions cast nothing for this session's models, whatever other sessions are open."""
-
-    def __init__(self, properties: Properties) -> None:
-        super().__init__(properties)
-        self._bystander: regions.Bystander | None = None
-
-    @staticmethod
-    def is_asked_for(properties: Properties) -> bool:
-        """Whether a profile leaves functions alone."""
-        return properties.enabled and not properties.patch_torch_functions
-
-    def begin(self, undo: Undo) -> None:
-        """Let the session be known, once."""
-        if self._bystander is None:
-            undo.callback(self.stop)
-            self._bystander = regions.stand_by()
-
-    def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Let a thread that calls the model cast nothing."""
-        assert self._bystander is not None
-        undo.callback(regions.cast_nothing_after(model, self._bystander).remove)
-
-    def stop(self) -> None:
-        """Let threads cast as other sessions say. Idempotent."""
-        if self._bystander is not None:
-            regions.stand_aside(self._bystander)
 
 
 def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
@@ -241,7 +212,7 @@ def _forget_compiled() -> None:
 
     Dynamo does not look at what `x @ w` calls: neither its guards nor its cache keys would know.
     """
-    caster = regions.newest_caster()
+    caster = current.newest_caster()
     tag, _, _ = torch.compiler.config.cache_key_tag.partition(_TAG)
     if caster is not None:
         tag += _TAG + hashlib.sha256(repr(caster.policy).encode()).hexdigest()[:16]

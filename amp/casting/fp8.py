@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp.casting.regions import caster_here, casts
+from amp.casting.current import caster_here
+from amp.casting.regions import casts
 from amp.casting.sharded import gathered_dtypes
 from amp.casting.strategy import Strategy
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from amp.casting.containers import cast_tensors
-from amp.casting.regions import Caster, disable_casts
+from amp.casting.current import Caster
+from amp.casting.regions import disable_casts
 from amp.casting.subclassing import (
     has_forward_of_its_own,
     has_forward_of_ours,

@@ -1,4 +1,4 @@
-"""Where functions cast, and whose casts: in which threads, in a model's forward, outside of it.
+"""Where functions cast: in which threads, in a model's forward, outside of it, and where not.
 
 torch.autocast's own state, per thread and device type, is the state here too. A model's forward runs
 in torch.autocast regions, so whatever asks torch whether autocast is on (recurrent layers,
@@ -6,29 +6,31 @@ in torch.autocast regions, so whatever asks torch whether autocast is on (recurr
 weight cache lives exactly as long as the forward. Outside a forward functions cast on their own,
 unless the thread is in a region that says no. torch does not tell "in no region" from "in a region
 with enabled=False"; `_OFF` does.
-
-Where several sessions are open, the casts of a thread are those of the session whose model it called
-last; see `caster_here`.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import autocast_mode
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
+from amp.casting import current
+from amp.casting.current import Caster
 from amp.casting.subclassing import subclass_of, swap_classes
+from amp.casting.weight_casts import (
+    forget_casts,
+    forwards,
+    give_torchs_cache,
+    nesting,
+    take_torchs_cache,
+)
 from amp.patching import Patches
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
@@ -50,133 +52,6 @@ _internals: Any = torch._C  # which has no types for what is asked of it here
 _NO_CASTS = {_OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
 
 
-class Caster(Protocol):
-    """What casts functions: see `amp.casting.by_op.CastOps`."""
-
-    dtype: torch.dtype
-    live: bool
-    device_types: set[str]
-
-
-live_casters: list[Any] = []
-"""The casters of open sessions, newest last."""
-
-
-def newest_caster() -> Any:
-    """Return the caster of the newest session that casts functions, or None."""
-    return live_casters[-1] if live_casters else None
-
-
-# Whose casts.
-
-
-class Bystander:
-    """Stands for a session that casts no functions: in a thread that calls its model, none cast.
-
-    Attributes:
-        live: whether the session is open, and casts are not what a later `amp.initialize` says.
-    """
-
-    def __init__(self) -> None:
-        self.live = True
-
-
-opening = threading.RLock()
-"""Held by a thread that patches functions for a session, or gives them back."""
-
-_bystanders: weakref.WeakSet[Bystander] = weakref.WeakSet()
-_CALLED_LAST = "amp: whose model this thread called last"
-
-
-class _Sessions:
-    """Whether there are several sessions, which threads have to be asked about."""
-
-    are_several = False
-
-    @classmethod
-    def count(cls) -> None:
-        """Count them anew."""
-        cls.are_several = len(live_casters) + len(_bystanders) > 1
-
-
-def call_model_of(session: Caster | Bystander) -> None:
-    """Let functions cast in this thread as a session says, until it calls another one's model.
-
-    torch keeps this for the thread, and autograd's threads inherit it with a backward.
-    """
-    _internals._stash_obj_in_tls(_CALLED_LAST, session)
-
-
-def _called_last() -> Any:
-    """Return what stands for the session whose model this thread called last, or None."""
-    if not _internals._is_key_in_tls(_CALLED_LAST):
-        return None
-    session = _internals._get_obj_in_tls(_CALLED_LAST)
-    return session if session is not None and session.live else None
-
-
-def caster_here() -> Any:
-    """Return the caster that applies in this thread, or None.
-
-    It is that of the session whose model the thread has called last, or the newest one where it has
-    called none. Compiled code has the newest one's casts: Dynamo guards no variable of a thread.
-    """
-    if torch.compiler.is_dynamo_compiling() or not _Sessions.are_several:
-        return newest_caster()
-    session = _called_last()
-    if session is None:
-        return newest_caster()
-    return None if isinstance(session, Bystander) else session
-
-
-def _applies(caster: Caster) -> bool:
-    """Whether this thread has not called a model of another session than the caster's."""
-    if not _Sessions.are_several:
-        return True
-    session = _called_last()
-    return session is None or session is caster
-
-
-def stand_by() -> Bystander:
-    """Return what stands for a session that casts no functions."""
-    bystander = Bystander()
-    _bystanders.add(bystander)
-    _Sessions.count()
-    return bystander
-
-
-def stand_aside(bystander: Bystander) -> None:
-    """Forget what `stand_by` returned. Idempotent."""
-    bystander.live = False
-    _bystanders.discard(bystander)
-    _Sessions.count()
-
-
-class _CallModel:
-    """A forward pre-hook of a model of a session that casts no functions. A copy's does nothing."""
-
-    def __init__(self, bystander: Bystander | None = None) -> None:
-        self._bystander = bystander
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        bystander = self._bystander
-        if torch.compiler.is_compiling() or bystander is None or not bystander.live:
-            return
-        if not forwards.is_in_one():
-            call_model_of(bystander)
-
-    def __deepcopy__(self, memo: object) -> _CallModel:
-        return _CallModel()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return (_CallModel, ())
-
-
-def cast_nothing_after(model: nn.Module, bystander: Bystander) -> RemovableHandle:
-    """Let a thread that calls the model cast no functions."""
-    return model.register_forward_pre_hook(_CallModel(bystander), prepend=True)
-
-
 # Whether casts.
 
 
@@ -184,7 +59,7 @@ def casts(caster: Caster, device_type: str) -> bool:
     """Whether the functions of `caster` cast tensors of a device type, here and now."""
     if not caster.live:
         return False
-    if not torch.compiler.is_dynamo_compiling() and (_is_in_op() or not _applies(caster)):
+    if not torch.compiler.is_dynamo_compiling() and (_is_in_op() or not current.applies(caster)):
         return False
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
@@ -263,61 +138,6 @@ def plain_torch() -> AbstractContextManager[None]:
 # Forwards.
 
 
-class _Forwards(threading.local):
-    """Whether this thread is in the forward of a session's model, and who keeps casts of weights there.
-
-    Attributes:
-        are_running: whether it is in one in which torch casts.
-        casts: in a forward in which patched functions cast: the weights and their casts, by id.
-        have_torchs_cache: whether this thread is the one that torch keeps casts of weights for.
-    """
-
-    are_running = False
-    casts: dict[int, tuple[Tensor, Tensor]] | None = None
-    have_torchs_cache = False
-
-    def is_in_one(self) -> bool:
-        """Whether it is in any."""
-        return self.are_running or self.casts is not None
-
-
-forwards = _Forwards()
-
-_torchs_cache = threading.Lock()
-"""Held by the thread in whose outermost region torch keeps casts of weights.
-
-torch has one cache for all threads, and whoever leaves an outermost region empties it. Another thread
-whose weight is used twice would cast it twice then, and sum up the gradients in another dtype. So a
-forward that finds the cache taken keeps its own casts.
-"""
-
-
-def _take_torchs_cache() -> bool:
-    """Take torch's cache for this thread if no other has it, and return whether this one has it."""
-    if not forwards.have_torchs_cache and _torchs_cache.acquire(blocking=False):
-        forwards.have_torchs_cache = True
-    return forwards.have_torchs_cache
-
-
-def _give_torchs_cache() -> None:
-    if forwards.have_torchs_cache:
-        forwards.have_torchs_cache = False
-        _torchs_cache.release()
-
-
-def forget_casts() -> None:
-    """Forget the casts of weights that are kept for this thread."""
-    if forwards.casts is not None:
-        forwards.casts.clear()
-    if forwards.have_torchs_cache:
-        torch.clear_autocast_cache()
-    elif _take_torchs_cache():
-        torch.clear_autocast_cache()
-        _give_torchs_cache()
-    elif _nesting() and torch.is_autocast_cache_enabled():  # in a region older than any session
-        torch.clear_autocast_cache()
-
-
 class ThreadState:
     """torch's state in this thread, to be put back after any exception.
 
@@ -330,7 +150,7 @@ class ThreadState:
         self._enabled = [(kind, torch.is_autocast_enabled(kind)) for kind in kinds]
         self._dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES]
         self._caches = torch.is_autocast_cache_enabled()
-        self._depth = _nesting()
+        self._depth = nesting()
         self._in_forward, self._casts = forwards.are_running, forwards.casts
         self._had_torchs_cache = forwards.have_torchs_cache
         self._has_grad = torch.is_grad_enabled()
@@ -347,19 +167,13 @@ class ThreadState:
         for kind, dtype in self._dtypes:
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._caches)
-        while _nesting() > self._depth:
-            torch.autocast_decrement_nesting()
+        while nesting() > self._depth:
+            torch.autocast_decrementnesting()
         if not self._depth:
             forget_casts()
         if not self._had_torchs_cache:
-            _give_torchs_cache()
+            give_torchs_cache()
         forwards.are_running, forwards.casts = self._in_forward, self._casts
-
-
-def _nesting() -> int:
-    """Return how many regions this thread is in. torch tells it only to who enters or leaves one."""
-    counts = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
-    return tuple(counts)[1]  # both calls in one, which no interrupt divides
 
 
 @functools.cache
@@ -375,13 +189,13 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
     """
     in_thread_of_torch = getattr(module, "_is_replica", False)
     # Nothing is kept of the weights of replicas, which are no leaves.
-    if in_thread_of_torch or CASTS_LOSE_GRADIENTS or _take_torchs_cache():
+    if in_thread_of_torch or CASTS_LOSE_GRADIENTS or take_torchs_cache():
         forwards.are_running = True
     else:
         forwards.casts = {}
         torch.set_autocast_cache_enabled(False)
     off = torch.is_autocast_enabled(_OFF)
-    torch.autocast_increment_nesting()
+    torch.autocast_incrementnesting()
     if CASTS_LOSE_GRADIENTS:
         torch.set_autocast_cache_enabled(False)
     for kind in filter(_is_available, DEVICE_TYPES):
@@ -426,7 +240,7 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         before = ThreadState()
         try:
             try:
-                call_model_of(caster)
+                current.call_model_of(caster)
                 caster.device_types |= device_types_of(self)
                 _enter_forward(self, caster.dtype)
                 return base.__call__(self, *args, **kwargs)
@@ -456,9 +270,7 @@ def is_watched(module: nn.Module) -> bool:
 
 def open_for(caster: Caster, patches: Patches) -> None:
     """Make `caster` the newest, and let torch's own regions know of casts outside of them."""
-    live_casters.append(caster)
-    _Sessions.count()
-    _internals._stash_obj_in_tls(_CALLED_LAST, None)  # the newest one's casts apply, until a call
+    current.begin(caster)
     torch.set_autocast_enabled(_OFF, False)
     for target, name, function in (
         (torch.autocast, "__enter__", _enter),
@@ -474,20 +286,18 @@ def open_for(caster: Caster, patches: Patches) -> None:
 
 def close_for(caster: Caster) -> None:
     """Forget `caster`."""
-    if caster in live_casters:
-        live_casters.remove(caster)
-        _Sessions.count()
+    current.end(caster)
 
 
 def _enter(original: Function, region: Any) -> Any:
     """Enter a torch.autocast region, and mark one that alone says what is cast in it."""
     region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
     region._amp_had_cache = forwards.have_torchs_cache
-    region._amp_has_cache = forwards.casts is None and _take_torchs_cache()
+    region._amp_has_cache = forwards.casts is None and take_torchs_cache()
     result = original(region)
     if not region._amp_has_cache:
         torch.set_autocast_cache_enabled(False)
-    caster = caster_here()
+    caster = current.caster_here()
     if caster is not None:
         ours = region._enabled and region.fast_dtype is caster.dtype
         foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
@@ -505,17 +315,17 @@ def _exit(original: Function, region: Any, *exception: Any) -> Any:
     if region.fast_dtype is not region.prev_fastdtype:
         forget_casts()
     if not getattr(region, "_amp_has_cache", True):  # torch empties it on leaving an outermost region
-        torch.autocast_increment_nesting()
+        torch.autocast_incrementnesting()
         try:
             return original(region, *exception)
         finally:
-            torch.autocast_decrement_nesting()
+            torch.autocast_decrementnesting()
     try:
         return original(region, *exception)
     finally:
         if not getattr(region, "_amp_had_cache", True):
             torch.clear_autocast_cache()
-            _give_torchs_cache()
+            give_torchs_cache()
 
 
 def _end_recording(original: Function, mode: Any, *exception: Any) -> Any:
@@ -539,7 +349,7 @@ def _record(original: Function, mode: Any, function: Any, *args: Any, **kwargs: 
 
 def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
     """Return what checkpoints keep of autocast's state, so that they recompute as the forward did."""
-    states, caster = original(device_type), caster_here()
+    states, caster = original(device_type), current.caster_here()
     for kind, state in zip((device_type, "cpu"), states, strict=True):
         if state is not None and kind in DEVICE_TYPES and caster is not None and casts(caster, kind):
             state |= {"enabled": True, "dtype": caster.dtype}
@@ -557,7 +367,7 @@ def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function
 
 def _parallel_apply(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Run DataParallel's threads, which are told whether this one casts."""
-    caster = caster_here()
+    caster = current.caster_here()
     with ExitStack() as regions:
         for kind in DEVICE_TYPES:
             if _is_available(kind) and caster is not None and casts(caster, kind):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from amp.casting import regions
+from amp.casting import current
 from amp.casting.policy import Category, OpRule, is_immutable, is_of_python
 from amp.casting.wrappers import call_with_casts
 from amp.dtypes import dtype_name
@@ -120,8 +120,8 @@ def _register(module: Any, name: str, category: Category, dtype: torch.dtype | N
         place = f"{module.__module__}.{module.__qualname__}"
     rule = OpRule(category, place, name, dtype, closed=category == "cast", source="registered")
     _registered[id(module), name] = (rule, module)
-    with regions.opening:
-        for caster in list(regions.live_casters):
+    with current.opening:
+        for caster in list(current.live_casters):
             caster.patch(rule, module)
             caster.replace_names()
 
@@ -149,7 +149,7 @@ def _decorate(function: F, category: Category, dtype: torch.dtype | None) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        caster = regions.caster_here()
+        caster = current.caster_here()
         if caster is None:
             return function(*args, **kwargs)
         return call_with_casts(caster, rule, function, args, kwargs)

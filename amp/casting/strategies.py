@@ -1,7 +1,8 @@
 """The strategies that there are, in the order in which they prepare a model."""
 
 from amp.casting.by_model import CastModel
-from amp.casting.by_op import CastNoOps, CastOps
+from amp.casting.by_op import CastOps
+from amp.casting.cast_nothing import CastNoOps
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.strategy import Strategy
 from amp.profiles.properties import Properties

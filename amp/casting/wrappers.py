@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.casting import regions
+from amp.casting import current
+from amp.casting.current import Caster
 from amp.casting.policy import OpRule
 from amp.casting.regions import (
     DEVICE_TYPES,
-    Caster,
     Function,
     call_without_casts,
     casts,
     disable_casts,
-    forwards,
+    plain_torch,
 )
+from amp.casting.weight_casts import forwards
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpNotImplementedError
 
@@ -119,7 +120,7 @@ def make_choosing(place: tuple[int, str], newest: Function, original: Function) 
     def choosing(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return newest(*args, **kwargs)
-        caster = regions.caster_here()
+        caster = current.caster_here()
         wrapper = original if caster is None else caster.wrappers.get(place, original)
         return wrapper(*args, **kwargs)
 
@@ -245,9 +246,9 @@ def check_rnn_input(
     original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
 ) -> None:
     """Check an input whose dtype need not be the weights': both are cast."""
-    weight, caster = module._flat_weights[0], regions.caster_here()
+    weight, caster = module._flat_weights[0], current.caster_here()
     is_cast = caster is not None and casts(caster, input.device.type)
     if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
         input = torch.empty_like(input, dtype=weight.dtype, device="meta")
-    with regions.plain_torch():
+    with plain_torch():
         original(module, input, batch_sizes)

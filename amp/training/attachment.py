@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.casting.regions import ThreadState, forget_casts
+from amp.casting.regions import ThreadState
+from amp.casting.weight_casts import forget_casts
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError, AmpWarning
 from amp.masters.parameter import MasterParameter, stored_grad

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.casting.regions import disable_casts, forget_casts, same_casts
+from amp.casting.regions import disable_casts, same_casts
+from amp.casting.weight_casts import forget_casts
 from amp.errors import AmpRuntimeError
 from amp.masters.parameter import stored_grad
 from amp.masters.whole import MasterWeights

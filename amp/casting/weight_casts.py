@@ -1,0 +1,71 @@
+"""Where casts of weights are kept during a forward: in torch's cache, or for one thread alone.
+
+torch has one cache for all threads, and whoever leaves an outermost region empties it. Another thread
+whose weight is used twice would cast it twice then, and sum up the gradients in another dtype. So one
+thread has torch's cache at a time, and a forward that finds it taken keeps its own casts.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+
+import torch
+from torch import Tensor
+
+
+class _Forwards(threading.local):
+    """Whether this thread is in the forward of a session's model, and who keeps casts of weights there.
+
+    Attributes:
+        are_running: whether it is in one in which torch casts.
+        casts: in a forward in which patched functions cast: the weights and their casts, by id.
+        have_torchs_cache: whether this thread is the one that torch keeps casts of weights for.
+    """
+
+    are_running = False
+    casts: dict[int, tuple[Tensor, Tensor]] | None = None
+    have_torchs_cache = False
+
+    def is_in_one(self) -> bool:
+        """Whether it is in any."""
+        return self.are_running or self.casts is not None
+
+
+forwards = _Forwards()
+
+_torchs_cache = threading.Lock()
+"""Held by the thread in whose outermost region torch keeps casts of weights."""
+
+
+def take_torchs_cache() -> bool:
+    """Take torch's cache for this thread if no other has it, and return whether this one has it."""
+    if not forwards.have_torchs_cache and _torchs_cache.acquire(blocking=False):
+        forwards.have_torchs_cache = True
+    return forwards.have_torchs_cache
+
+
+def give_torchs_cache() -> None:
+    """Let other threads have torch's cache."""
+    if forwards.have_torchs_cache:
+        forwards.have_torchs_cache = False
+        _torchs_cache.release()
+
+
+def forget_casts() -> None:
+    """Forget the casts of weights that are kept for this thread."""
+    if forwards.casts is not None:
+        forwards.casts.clear()
+    if forwards.have_torchs_cache:
+        torch.clear_autocast_cache()
+    elif take_torchs_cache():
+        torch.clear_autocast_cache()
+        give_torchs_cache()
+    elif nesting() and torch.is_autocast_cache_enabled():  # in a region older than any session
+        torch.clear_autocast_cache()
+
+
+def nesting() -> int:
+    """Return how many regions this thread is in. torch tells it only to who enters or leaves one."""
+    counts = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return tuple(counts)[1]  # both calls in one, which no interrupt divides
