@@ -103,7 +103,15 @@ def test_other_sources_torches_and_cpus_have_libraries_of_their_own(user: User) 
     assert user.compilations() == len(user.kept()) == 4
 
 
-@pytest.mark.parametrize("damage", ["cut short", "emptied", "changed", "another's name", "a link"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "cut short",
+        "another's name",
+        "a link",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("emptied", "changed")),
+    ],
+)
 def test_a_damaged_or_foreign_library_is_compiled_again(
     damage: str, user: User, tmp_path: Path
 ) -> None:
@@ -154,11 +162,16 @@ def mode_of(path: Callable[[User], Path], mode: int) -> Callable[[User], None]:
     ("expose", "reason"),
     [
         pytest.param(folder_of_another, "is a folder that users other than", marks=AS_ROOT),
-        pytest.param(home_of_another, "is a folder that users other than", marks=AS_ROOT),
+        pytest.param(
+            *(home_of_another, "is a folder that users other than"), marks=[AS_ROOT, pytest.mark.slow]
+        ),
         pytest.param(library_of_another, "", marks=AS_ROOT),
         (mode_of(lambda user: user.kept()[0], 0o666), ""),
         (mode_of(lambda user: user.cache, 0o777), "is a folder that users other than"),
-        (mode_of(lambda user: user.cache, 0o720), "is a folder that users other than"),
+        pytest.param(
+            *(mode_of(lambda user: user.cache, 0o720), "is a folder that users other than"),
+            marks=pytest.mark.slow,
+        ),
         (mode_of(lambda user: user.cache, 0o1777), "not a folder that this user alone"),
         (mode_of(lambda user: user.home, 0o777), "is a folder that users other than"),
         (link, "is a link"),
@@ -194,8 +207,8 @@ def test_nothing_is_built_where_others_can_replace_it(user: User) -> None:
     ("environment", "before"),
     [
         ({"HOME": "/dev/null"}, ""),
-        ({"HOME": "/nowhere/home"}, ""),
-        ({"HOME": "relative"}, ""),
+        pytest.param({"HOME": "/nowhere/home"}, "", marks=pytest.mark.slow),
+        pytest.param({"HOME": "relative"}, "", marks=pytest.mark.slow),
         ({}, "import pwd; pwd.getpwuid = {}.__getitem__; del os.environ['HOME'];"),
         ({}, "os.access = lambda path, mode: '.cache' not in str(path);"),
         (
