@@ -106,9 +106,7 @@ def test_other_sources_torches_and_cpus_have_libraries_of_their_own(user: User) 
 @pytest.mark.parametrize(
     "damage",
     [
-        "cut short",
-        "another's name",
-        "a link",
+        *("cut short", "another's name", "a link"),
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("emptied", "changed")),
     ],
 )
