@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,35 +82,71 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=True)["model"]
 
 
+KILLS = int(os.environ.get("AMP_KILLS", "1"))
+"""`AMP_KILLS=20 pytest -m slow tests/test_examples.py -k kill` kills each run that often."""
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # the tensors are too small for more
+chance = random.Random(int(os.environ.get("AMP_KILLS_SEED", "0")))
+
+
+def wait_until(happens: Callable[[], object], process: subprocess.Popen[Any]) -> bool:
+    """Wait for something that a process does; return False if it has ended before."""
+    while not happens():
+        if process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O2", "O7"])
 def test_char_gpt_killed_and_resumed_is_the_run_that_went_through(level: str, tmp_path: Path) -> None:
+    """It is killed at random moments: between saves, and every other time while it saves."""
+    steps = 30 * KILLS - 14
+
     def command(name: str) -> list[str]:
         return [
-            *(sys.executable, str(EXAMPLES / "char_gpt.py"), "--opt-level", level, "--steps", "16"),
-            *("--save-every", "3", "--eval-every", "16", "--eval-windows", "8", "--sample", "1"),
-            *("--width", "32", "--checkpoint", str(tmp_path / f"{name}.pt")),
+            *(sys.executable, str(EXAMPLES / "char_gpt.py"), "--opt-level", level),
+            *("--save-every", "3", "--eval-every", str(steps), "--eval-windows", "8", "--sample", "1"),
+            *("--steps", str(steps), "--width", "32", "--checkpoint", str(tmp_path / f"{name}.pt")),
             *("--plot", str(tmp_path / f"{name}.png")),
         ]
 
     def run(name: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command(name), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            command(name), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
-    assert run("whole").wait(120) == 0
-    killed = run("killed")
-    while not (tmp_path / "killed.pt").exists():
-        assert killed.poll() is None, "it ended before it saved anything"
-        time.sleep(0.01)
-    killed.kill()
-    killed.wait()
-    assert torch.load(tmp_path / "killed.pt", weights_only=True)["step"] < 16
-    assert run("killed").wait(120) == 0
+    def is_saving() -> bool:
+        return (tmp_path / "killed.pt.tmp").exists()
+
+    def saved() -> int:
+        return file.stat().st_mtime_ns if file.exists() else 0
+
+    assert run("whole").wait(120 * KILLS) == 0
+    file, torn, reached = tmp_path / "killed.pt", 0, 0
+    for kill in range(KILLS):
+        before, killed = saved(), run("killed")
+        has_saved = wait_until(lambda before=before: saved() > before, killed)
+        assert has_saved, "it ended before it saved anything"
+        if kill % 2:
+            wait_until(is_saving, killed)
+        else:
+            time.sleep(0.1 * chance.random() * (KILLS > 1))
+        killed.kill()
+        killed.wait()
+        torn += is_saving()
+        reached = torch.load(file, weights_only=True)["step"]
+        assert reached < steps, "it ended before it was killed"
+    assert run("killed").wait(120 * KILLS) == 0
+    print(f"{KILLS} kills, {torn} while it saved, the last after step {reached} of {steps}")
     whole, resumed = weights(tmp_path / "whole.pt"), weights(tmp_path / "killed.pt")
     assert list(whole) == list(resumed)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def torchrun(processes: int, *arguments: Any, restarts: int = 0) -> subprocess.Popen[str]:
+def torchrun(
+    processes: int, *arguments: Any, steps: int = 12, restarts: int = 0
+) -> subprocess.Popen[str]:
     """Start char_gpt.py on some processes; what it prints is one stream."""
     return subprocess.Popen(
         [
@@ -122,10 +160,10 @@ def torchrun(processes: int, *arguments: Any, restarts: int = 0) -> subprocess.P
             ),
             *("--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
             *(str(EXAMPLES / "char_gpt.py"), "--eval-every", "40", "--eval-windows", "8"),
-            *("--sample", "1", "--width", "32", "--save-every", "3", "--steps", "12"),
+            *("--sample", "1", "--width", "32", "--save-every", "3", "--steps", str(steps)),
             *map(str, arguments),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -133,7 +171,7 @@ def torchrun(processes: int, *arguments: Any, restarts: int = 0) -> subprocess.P
 
 
 def wait_for(process: subprocess.Popen[str]) -> str:
-    printed, _ = process.communicate(timeout=240)
+    printed, _ = process.communicate(timeout=240 * KILLS)
     assert process.returncode == 0, printed
     return printed
 
@@ -147,18 +185,45 @@ def weights_of_all(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "level"), [("fsdp2", "O2"), ("tp", "O5")])
 def test_char_gpt_goes_on_after_a_rank_was_killed(kind: str, level: str, tmp_path: Path) -> None:
-    """Torchrun starts all ranks again, and the run ends with the weights of one that went through."""
+    """Torchrun starts all ranks again, and the run ends with the weights of one that went through.
+
+    A random rank is killed, at random moments: between saves, and every other time while they save.
+    """
+    steps = 30 * KILLS - 18
     arguments = ["--parallel", kind, "--opt-level", level, "--plot", tmp_path / "plot.png"]
-    wait_for(torchrun(2, *arguments, "--checkpoint", tmp_path / "whole"))
-    killed = torchrun(2, *arguments, "--checkpoint", tmp_path / "killed", restarts=1)
-    while not list((tmp_path / "killed").glob("step-*/.metadata")):
-        assert killed.poll() is None, killed.communicate()
-        time.sleep(0.01)
-    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    wait_for(torchrun(2, *arguments, "--checkpoint", tmp_path / "whole", steps=steps))
+    folder = tmp_path / "killed"
+    killed = torchrun(2, *arguments, "--checkpoint", folder, steps=steps, restarts=KILLS)
+
+    def saved() -> int:
+        """Return the time of the newest whole checkpoint."""
+        return max((file.stat().st_mtime_ns for file in files("step-*/.metadata")), default=0)
+
+    def files(pattern: str) -> list[Path]:
+        return [file for file in folder.glob(pattern) if file.exists()]
+
+    def is_saving() -> bool:
+        return len(files("step-*")) > len(files("step-*/.metadata"))
+
+    torn = 0
+    for kill in range(KILLS):
+        before = saved()
+        has_saved = wait_until(lambda before=before: saved() > before, killed)
+        assert has_saved, killed.communicate()
+        if kill % 2:
+            wait_until(is_saving, killed)
+        else:
+            time.sleep(0.1 * chance.random() * (KILLS > 1))
+        children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+        os.kill(int(chance.choice(children[-2:])), signal.SIGKILL)
+        wait_until(
+            lambda old=children: not any(Path("/proc", pid).exists() for pid in old[-2:]), killed
+        )
+        torn += is_saving()
     printed = wait_for(killed)
-    assert "Going on from step" in printed
-    whole, resumed = [weights_of_all(tmp_path / name / "step-12") for name in ("whole", "killed")]
+    assert printed.count("Going on from step") == KILLS
+    print(f"{KILLS} kills, {torn} while it saved, of {steps} steps")
+    whole, resumed = [weights_of_all(tmp_path / name / f"step-{steps}") for name in ("whole", "killed")]
     assert list(whole) == list(resumed)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -169,7 +234,7 @@ def test_char_gpt_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     ways = (("ddp", 2, 6), ("fsdp2+tp", 4, 12))
     common = ["--opt-level", "O5", "--checkpoint", tmp_path / "run", "--plot", tmp_path / "plot.png"]
     for kind, processes, steps in ways:
-        printed = wait_for(torchrun(processes, "--parallel", kind, *common, "--steps", steps))
+        printed = wait_for(torchrun(processes, "--parallel", kind, *common, steps=steps))
         assert ("Going on from step" in printed) == (steps > 6)
     arguments = ["--opt-level", "O5", "--width", "32", "--steps", "12", "--eval-every", "40"]
     arguments += ["--eval-windows", "8", "--sample", "1", "--plot", str(tmp_path / "one.png")]
