@@ -168,7 +168,7 @@ class ThreadState:
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._caches)
         while nesting() > self._depth:
-            torch.autocast_decrementnesting()
+            torch.autocast_decrement_nesting()
         if not self._depth:
             forget_casts()
         if not self._had_torchs_cache:
@@ -195,7 +195,7 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
         forwards.casts = {}
         torch.set_autocast_cache_enabled(False)
     off = torch.is_autocast_enabled(_OFF)
-    torch.autocast_incrementnesting()
+    torch.autocast_increment_nesting()
     if CASTS_LOSE_GRADIENTS:
         torch.set_autocast_cache_enabled(False)
     for kind in filter(_is_available, DEVICE_TYPES):
@@ -315,11 +315,11 @@ def _exit(original: Function, region: Any, *exception: Any) -> Any:
     if region.fast_dtype is not region.prev_fastdtype:
         forget_casts()
     if not getattr(region, "_amp_has_cache", True):  # torch empties it on leaving an outermost region
-        torch.autocast_incrementnesting()
+        torch.autocast_increment_nesting()
         try:
             return original(region, *exception)
         finally:
-            torch.autocast_decrementnesting()
+            torch.autocast_decrement_nesting()
     try:
         return original(region, *exception)
     finally:
