@@ -6,6 +6,7 @@ failure prints the smallest input that hypothesis finds.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.tried import TRIED
+
 Path = tuple[Any, ...]
 
 BULK = int(os.environ.get("AMP_FUZZ_EXAMPLES", "0"))
@@ -24,7 +27,7 @@ BULK = int(os.environ.get("AMP_FUZZ_EXAMPLES", "0"))
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
     """Return a decorator: so many examples, always the same; or as many as the environment says."""
-    return hypothesis.settings(
+    settings = hypothesis.settings(
         max_examples=BULK or examples,
         derandomize=not BULK,
         deadline=None,
@@ -32,6 +35,19 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
         print_blob=bool(BULK),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+    def decorate(test: Any) -> Any:
+        check = test.hypothesis.inner_test
+
+        @functools.wraps(check)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            TRIED["inputs"] += 1
+            check(*args, **kwargs)
+
+        test.hypothesis.inner_test = counted
+        return settings(test)
+
+    return decorate
 
 
 NUMBERS = (
