@@ -1,5 +1,11 @@
 """Ctrl-C at any line of a step or a block leaves all as before it, or as after it, never between."""
 
+import functools
+import gc
+import os
+import random
+import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -10,6 +16,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.interrupting import Interrupter, every_nth_line
+from tests.tried import TRIED
 
 
 class Training:
@@ -156,3 +163,57 @@ def test_an_interrupted_block_has_added_its_gradients_or_none(case: str, every: 
             assert not kept & added, place
         else:
             assert not differing(found, one) or not differing(found, two), place
+
+
+SIGNALS = int(os.environ.get("AMP_SIGNALS", "5"))
+"""`AMP_SIGNALS=1000 pytest tests/test_interrupted_steps.py -k signal` sends each case that many."""
+
+
+def run_with_signal(function: Callable[[], None], seconds: float) -> None:
+    """Call a function, and raise KeyboardInterrupt after some time, wherever it is by then."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    gc.disable()  # what an interrupt meets in a finalizer is swallowed
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+            function()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        gc.enable()
+
+
+@pytest.mark.parametrize("case", ["O2 FusedAdam", "O5 kahan FusedAdam", "O1 FusedAdam", "O2 SGD"])
+@pytest.mark.parametrize("unit", ["block", "step"])
+def test_a_signal_at_any_moment_finds_a_step_or_a_block_whole(case: str, unit: str) -> None:
+    if (case, unit) == ("O2 SGD", "step"):
+        pytest.skip("torch's own step may be interrupted between two tensors")
+    level, optimizer, options = CASES[case]
+
+    def look(training: Training) -> dict[str, Tensor]:
+        return training.weights() if unit == "step" else training.gradients()
+
+    expected = Training(level, optimizer, **options)
+    expected.block()
+    before, start = look(expected), time.perf_counter()
+    run(expected, unit)
+    took, after = time.perf_counter() - start, look(expected)
+    for seed in range(SIGNALS):
+        training = Training(level, optimizer, **options)
+        training.block()
+        seconds = random.Random(seed).uniform(0, took)
+        run_with_signal(functools.partial(run, training, unit), seconds)
+        found = look(training)
+        assert not differing(found, before) or not differing(found, after), f"seed {seed}"
+        if unit == "step" and not differing(found, before):
+            training.optimizer.step()
+            assert not differing(look(training), after), f"seed {seed}"
+        TRIED["signals"] += 1
+        amp.get_session(training.optimizer).close()

@@ -101,8 +101,8 @@ class FusedStep(Stepper):
             with disable_casts():
                 self.results.append(step())
             self._agree(inputs, versions)
-        except BaseException as error:
-            if inputs.changes.are_made and not isinstance(error, Exception):
+        except BaseException:
+            if inputs.changes.are_made:  # an interrupt, or an error of a hook after the step
                 self.results.append(None)
                 self._agree(inputs, versions)
             raise
