@@ -234,13 +234,13 @@ class Deep(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         """Go deeper."""
         ctx.seen[threading.get_ident()] = (torch.eye(2) @ torch.eye(2)).dtype
         if ctx.depth:
             with torch.enable_grad():
                 Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1, ctx.seen).backward()
-        return grad, None, None
+        return *grads, None, None
 
 
 @pytest.mark.parametrize("last", ["O1", "O4", "O0"])
