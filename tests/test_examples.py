@@ -101,7 +101,7 @@ def wait_until(happens: Callable[[], object], process: subprocess.Popen[Any]) ->
 @pytest.mark.parametrize("level", ["O2", "O7"])
 def test_char_gpt_killed_and_resumed_is_the_run_that_went_through(level: str, tmp_path: Path) -> None:
     """It is killed at random moments: between saves, and every other time while it saves."""
-    steps = 30 * KILLS - 14
+    steps = 12 * KILLS + 4
 
     def command(name: str) -> list[str]:
         return [

@@ -23,8 +23,8 @@ import amp
 from amp.profiles.levels import LEVELS
 
 CYCLES = int(os.environ.get("AMP_LEAKS", "4"))
-SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 500, 2500
-"""Blocks of memory, however many there are: caches, and the last 256 transitions of a scaler."""
+SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 900, 2500
+"""Blocks of memory, however many there are: caches of torch, and the last 256 transitions of a scaler."""
 
 
 @pytest.fixture(autouse=True, scope="module")
