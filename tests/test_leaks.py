@@ -24,7 +24,7 @@ from amp.profiles.levels import LEVELS
 
 CYCLES = int(os.environ.get("AMP_LEAKS", "4"))
 SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 900, 2500
-"""Blocks of memory, however many there are: caches of torch, and the last 256 transitions of a scaler."""
+"""Blocks of memory, however many there are: what torch caches, and a scaler's last 256 transitions."""
 
 
 @pytest.fixture(autouse=True, scope="module")
