@@ -93,8 +93,11 @@ def _unless_there_are_gradients(original: Any, optimizer: Any, *others: Any) -> 
     The gradients of a session may be where torch does not look.
     """
     attached = AttachedOptimizer.of(optimizer)
-    if attached is None or attached.gradients.state is State.SETTLED:
+    if attached is None:
         original(optimizer, *others)
+    elif attached.gradients.state is State.SETTLED:
+        with attached.no_step_of_the_training():
+            original(optimizer, *others)
 
 
 def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any, *others: Any) -> Any:

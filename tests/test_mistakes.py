@@ -135,3 +135,18 @@ def test_work_on_other_devices_than_the_models_is_not_cast(level: str) -> None:
     model.to_empty(device="cpu")
     model(X)  # says where the model is now
     assert (torch.eye(3) @ torch.ones(3)).dtype is not torch.float32
+
+
+def test_saving_before_the_first_step_is_no_step_without_scale_loss() -> None:
+    """torch makes an optimizer's state by a step, which is none of the training's."""
+    model = nn.Linear(4, 4)
+    model, optimizer = amp.initialize(
+        model, torch.optim.Adam(model.parameters()), opt_level="O2", verbosity=0
+    )
+    state_of_model, state_of_optimizer = amp.get_state_dict(model, optimizer)
+    amp.set_state_dict(
+        model, optimizer, model_state_dict=state_of_model, optim_state_dict=state_of_optimizer
+    )
+    model(torch.ones(2, 4)).float().sum().backward()
+    with pytest.warns(amp.AmpWarning, match=r"came from no amp.scale_loss block"):
+        optimizer.step()

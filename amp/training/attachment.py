@@ -11,7 +11,8 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -324,6 +325,15 @@ class AttachedOptimizer:
         self._end_iteration()
         self._report_all(verdicts)  # last: a warning may be an error
         return way.results[-1]
+
+    @contextmanager
+    def no_step_of_the_training(self) -> Iterator[None]:
+        """Say nothing of gradients that are not scaled to a step that makes the optimizer's state."""
+        before, self._has_stepped = self._has_stepped, True
+        try:
+            yield
+        finally:
+            self._has_stepped = before
 
     def _warn_if_unscaled(self) -> None:
         """Warn if gradients are stepped on whose loss was to be scaled, and was not."""
