@@ -26,7 +26,7 @@ test: $(READY)  ## Run the tests of what users see, in about 4 minutes on 2 core
 
 test-slow: $(READY) $(OLDEST_TRITON)  ## Run the others: interpreter, compilers, browser, examples, oldest Triton
 	$(PYTEST) -m slow
-	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -p no:cacheprovider tests/kernels/test_compiled.py -k sm_90
+	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -p no:cacheprovider tests/kernels/test_compiled.py -k sm_80
 
 $(OLDEST_TRITON): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0

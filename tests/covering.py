@@ -10,30 +10,39 @@ from typing import Any
 import pytest
 
 
-def covering(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
-    """Return every combination of some parameters' values, most of them marked slow.
+def covering(*axes: Iterable[Any], strength: int = 2, slow_strength: int | None = None) -> list[Any]:
+    """Return combinations of some parameters' values, most of them marked slow.
 
     Those that are not are a covering array: any values of `strength` different parameters are together
-    in one of them, which is each pair of values for a strength of 2, and each value alone for 1.
+    in one of them, which is each pair of values for a strength of 2, and each value alone for 1. With
+    the others it is so for `slow_strength`, which is all parameters by default: every combination.
     """
     values = [list(axis) for axis in axes]
-    combinations = list(itertools.product(*(range(len(axis)) for axis in values)))
+    fast = _covering_array([len(axis) for axis in values], strength)
+    chosen = fast | _covering_array([len(axis) for axis in values], slow_strength or len(values))
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(values, c, strict=True)),
+            marks=() if c in fast else pytest.mark.slow,
+        )
+        for c in sorted(chosen)
+    ]
+
+
+def _covering_array(sizes: list[int], strength: int) -> set[tuple[int, ...]]:
+    combinations = list(itertools.product(*map(range, sizes)))
+    if strength == len(sizes):
+        return set(combinations)
     seen_in = {c: set(itertools.combinations(enumerate(c), strength)) for c in combinations}
     unseen = set().union(*seen_in.values())
-    fast = set()
+    chosen = set()
     uses: Counter[tuple[int, int]] = Counter()  # of each value: none is to be there all the time
     while unseen:
         best = max(
             combinations,
             key=lambda c: (len(seen_in[c] & unseen), -sum(uses[value] for value in enumerate(c))),
         )
-        fast.add(best)
+        chosen.add(best)
         uses.update(enumerate(best))
         unseen -= seen_in[best]
-    return [
-        pytest.param(
-            *(axis[i] for axis, i in zip(values, c, strict=True)),
-            marks=() if c in fast else pytest.mark.slow,
-        )
-        for c in combinations
-    ]
+    return chosen

@@ -82,7 +82,9 @@ def train(session: amp.Session, net: Any, optimizer: Any, steps: int, then: Call
             then()
 
 
-@pytest.mark.parametrize(("level", "way", "before"), covering(LEVELS, WAYS, [False, True], strength=1))
+@pytest.mark.parametrize(
+    ("level", "way", "before"), covering(LEVELS, WAYS, [False, True], strength=1, slow_strength=2)
+)
 def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> None:
     make, update = WAYS[way]
     net: Any = net_of()

@@ -82,7 +82,9 @@ def batch() -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("level", "compile_first"), covering(HALF, [False, True], strength=1))
+@pytest.mark.parametrize(
+    ("level", "compile_first"), covering(HALF, [False, True], strength=1, slow_strength=1)
+)
 def test_a_model_is_one_graph_with_the_dtypes_of_eager(
     backend: str, level: str, compile_first: bool
 ) -> None:

@@ -122,7 +122,7 @@ def run(training: Training, unit: str) -> None:
 
 
 @pytest.mark.parametrize("case", some_quick(CASES))
-@every_nth_line(211, 41)
+@every_nth_line(211, 149)
 def test_an_interrupted_step_was_taken_or_not_begun(case: str, every: int) -> None:
     level, optimizer, options = CASES[case]
     expected = Training(level, optimizer, **options)
@@ -148,7 +148,7 @@ def test_an_interrupted_step_was_taken_or_not_begun(case: str, every: int) -> No
 
 
 @pytest.mark.parametrize("case", some_quick(CASES))
-@every_nth_line(499, 131)
+@every_nth_line(499, 389)
 def test_an_interrupted_block_has_added_its_gradients_or_none(case: str, every: int) -> None:
     level, optimizer, options = CASES[case]
     expected = Training(level, optimizer, **options)

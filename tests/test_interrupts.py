@@ -59,7 +59,7 @@ def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
     "optimizer", [torch.optim.SGD, amp.optimizers.FusedAdam], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("level", ["O1", "O4", "O2", "O6"])
-@every_nth_line(29, 7)
+@every_nth_line(37, 17)
 def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
     level: str, optimizer: Any, every: int
 ) -> None:
@@ -124,7 +124,7 @@ def is_same(a: Any, b: Any) -> bool:
         ("O5", amp.optimizers.FusedAdam),
     ],
 )
-@every_nth_line(97, 37)
+@every_nth_line(97, 71)
 def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any, every: int) -> None:
     """The scale has moved where the gradients are there, and has not where they are not."""
     run = Units(level, optimizer)

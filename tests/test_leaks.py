@@ -22,6 +22,8 @@ from torch import Tensor, nn
 import amp
 from amp.profiles.levels import LEVELS
 
+QUICK = ("O1", "O2", "O7")
+SOME_QUICK = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
 CYCLES = int(os.environ.get("AMP_LEAKS", "4"))
 SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 900, 2500
 """Blocks of memory, however many there are: what torch caches, and a scaler's last 256 transitions."""
@@ -82,7 +84,7 @@ def step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SOME_QUICK)
 def test_sessions_leave_nothing(level: str) -> None:
     model, optimizer = build()
 
@@ -95,7 +97,7 @@ def test_sessions_leave_nothing(level: str) -> None:
     check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, model, optimizer)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SOME_QUICK)
 def test_sessions_that_are_dropped_leave_nothing(level: str) -> None:
     others: Any = build()
 
@@ -107,7 +109,7 @@ def test_sessions_that_are_dropped_leave_nothing(level: str) -> None:
     check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, *others)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SOME_QUICK)
 def test_steps_and_evaluations_leave_nothing(level: str) -> None:
     model, optimizer = build()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -96,6 +96,7 @@ def _sums(levels: list[str]) -> list[float]:
     return [sum(float(tensor.double().abs().sum()) for tensor in each) for each in weights]
 
 
+@pytest.mark.slow
 def test_warnings_as_errors() -> None:
     """`python -W error`: nothing warns that is not a user's business."""
     script = (

@@ -137,7 +137,7 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
 
 
-@every_nth_line(71, 53)
+@every_nth_line(97, 83)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any], dict[str, Tensor], list[Any]]:

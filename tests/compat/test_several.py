@@ -93,7 +93,8 @@ OPTIMIZERS = {"SGD": (torch.optim.SGD, {}), "FusedSGD": (FusedSGD, {"materialize
 @pytest.mark.parametrize(
     ("count", "level", "zero", "num_losses", "optimizer"),
     covering(
-        *([2, 3], ["O0", "O1", "O2", "O3"], ["gradients", "models", "optimizer"], [1, 2], OPTIMIZERS)
+        *([2, 3], ["O0", "O1", "O2", "O3"], ["gradients", "models", "optimizer"], [1, 2], OPTIMIZERS),
+        slow_strength=3,
     ),
 )
 def test_losses_and_their_scales(

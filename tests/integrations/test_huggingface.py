@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel, HfArgumentParser, Seq2SeqTrainer, Seq2
 import amp
 from amp.errors import AmpError, AmpRuntimeError
 from amp.integrations.huggingface import AmpMixin, AmpTrainer, AmpTrainingArguments
+from tests.covering import covering
 from tests.integrations.huggingface_models import MODELS, Tokens, arguments, gpt2, logged, trainer
 from tests.integrations.quick import levels
 from tests.levels import LEVELS
@@ -58,10 +59,8 @@ def cases() -> list[Any]:
         ("O4", "llama", "plain"),
         ("O2", "bert", "plain"),
     }
-    return [
-        pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
-        for case in ((level, model, how) for level in LEVELS for model in MODELS for how in HOW)
-    ]
+    slow = {case.values for case in covering(LEVELS, MODELS, HOW, slow_strength=2)} - quick
+    return [*sorted(quick), *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(slow))]
 
 
 @pytest.mark.parametrize(("level", "model", "how"), cases())

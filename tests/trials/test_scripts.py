@@ -44,7 +44,9 @@ def run(folder: Path, end: str, *command: str) -> subprocess.CompletedProcess[st
     """Run a command on the script and its end, and check that nothing is left."""
     (folder / "temporary").mkdir()
     (folder / "train.py").write_text(SCRIPT + end)
-    there = f"import os, sys; os.chdir({str(folder)!r})"
+    # A shell starts what is to run in the background with SIGINT ignored.
+    there = "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    there += f"; os.chdir({str(folder)!r})"
     begin = f"{there}; from amp.cli import main; sys.exit(main(sys.argv[1:]))"
     start = time.monotonic()
     ended = run_python("-c", begin, *command, TMPDIR=str(folder / "temporary"))
