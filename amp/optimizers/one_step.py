@@ -133,7 +133,7 @@ def _plan(
     # Of such a parameter this rank has nothing, and counts its steps as the other ranks do.
     empty = [step for p, step in zip(one.lists["params"], steps, strict=True) if not p.numel()]
     if batch.cut.groups and empty:
-        taken = 1.0 if found_inf is None else (found_inf == 0).float().reshape(())
+        taken: Any = 1.0 if found_inf is None else (found_inf == 0).float().reshape(())
         changes.add(functools.partial(torch._foreach_add_, empty, taken))
 
 

@@ -111,11 +111,11 @@ class FusedStep(Stepper):
 
     def _agree(self, inputs: StepInputs, versions: Sequence[int]) -> None:
         """Note that the model has what the masters hold, which the optimizer has written."""
-        lists, of = self.gradients.lists, self._latest
-        if inputs.held.of is of and of.are_plain and inputs.changes.are_made:
+        lists, of = self.gradients.lists, inputs.held.of
+        if of is self._latest and of.are_plain and inputs.changes.are_made:
             self._versions = [version + 1 for version in versions]
         else:
-            of = self._latest = inputs.held.of
+            self._latest = of
             self._versions = [model._version for model in of.models]
         self.masters.agree(of.master_ids, self._versions)
         if of is not lists:
