@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp
+from amp.casting import weight_casts
 from tests.interrupting import Interrupter, every_nth_line
 
 
@@ -36,6 +37,7 @@ def state_of_torch() -> tuple[Any, ...]:
         torch.is_autocast_enabled("ipu"),
         torch.is_autocast_cache_enabled(),
         depth,
+        weight_casts.forwards.have_torchs_cache,
     )
 
 

@@ -20,12 +20,18 @@ class _Forwards(threading.local):
     Attributes:
         are_running: whether it is in one in which torch casts.
         casts: in a forward in which patched functions cast: the weights and their casts, by id.
-        have_torchs_cache: whether this thread is the one that torch keeps casts of weights for.
     """
 
     are_running = False
     casts: dict[int, tuple[Tensor, Tensor]] | None = None
-    have_torchs_cache = False
+
+    def __init__(self) -> None:
+        self.thread = object()  # which stands for this thread, and ends with it
+
+    @property
+    def have_torchs_cache(self) -> bool:
+        """Whether this thread is the one that torch keeps casts of weights for."""
+        return _holder.get("thread") is self.thread
 
     def is_in_one(self) -> bool:
         """Whether it is in any."""
@@ -34,22 +40,22 @@ class _Forwards(threading.local):
 
 forwards = _Forwards()
 
-_torchs_cache = threading.Lock()
-"""Held by the thread in whose outermost region torch keeps casts of weights."""
+_holder: dict[str, object] = {}
+"""The thread in whose outermost region torch keeps casts of weights, if there is one.
+
+One call takes the place, and says who has it: no interrupt comes between.
+"""
 
 
 def take_torchs_cache() -> bool:
     """Take torch's cache for this thread if no other has it, and return whether this one has it."""
-    if not forwards.have_torchs_cache and _torchs_cache.acquire(blocking=False):
-        forwards.have_torchs_cache = True
-    return forwards.have_torchs_cache
+    return _holder.setdefault("thread", forwards.thread) is forwards.thread
 
 
 def give_torchs_cache() -> None:
     """Let other threads have torch's cache."""
     if forwards.have_torchs_cache:
-        forwards.have_torchs_cache = False
-        _torchs_cache.release()
+        _holder.clear()
 
 
 def forget_casts() -> None:

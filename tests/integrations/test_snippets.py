@@ -63,7 +63,6 @@ def test_a_snippet_runs(section: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 MODULES = {
     "lightning": ("lightning", "lightning"),
-    "pytorch_lightning": ("pytorch_lightning", "lightning"),
     "accelerate": ("accelerate", "huggingface"),
     "huggingface": ("transformers", "huggingface"),
     "ignite": ("ignite", "ignite"),
@@ -79,6 +78,16 @@ def test_a_framework_that_is_missing_is_named_with_its_extra(module: str) -> Non
     assert done.returncode != 0
     assert f"amp.integrations.{module} needs" in done.stderr
     assert f"pip install 'reamp[{extra}]'" in done.stderr
+
+
+def test_lightning_under_its_other_names_is_named_where_both_are_missing() -> None:
+    code = (
+        "import sys; sys.modules['pytorch_lightning'] = sys.modules['lightning_fabric'] = None; "
+        "import amp.integrations.pytorch_lightning"
+    )
+    done = run_python("-c", code)
+    assert done.returncode != 0
+    assert "needs pytorch_lightning or lightning_fabric: pip install pytorch-lightning" in done.stderr
 
 
 def test_amp_imports_no_framework() -> None:

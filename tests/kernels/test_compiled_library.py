@@ -256,7 +256,9 @@ def is_running(process: str) -> bool:
 @pytest.mark.parametrize("ending", ["a limit", "an interrupt"])
 def test_a_hanging_compiler_is_killed_with_all_it_started(ending: str, user: User) -> None:
     user.compiles_by(f"sleep 30 & echo $! >> {user.calls}; wait")
-    interrupt = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start();"
+    # A shell starts what is to run in the background with SIGINT ignored.
+    interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    interrupt += "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start();"
     setting = "compiled_library.TIME_LIMIT = 0.5;" if ending == "a limit" else interrupt
     code = f"""
 {setting}
