@@ -1,6 +1,9 @@
 """What older releases of torch do otherwise. The oldest that is supported is in `pyproject.toml`."""
 
+import ctypes
 import re
+import sys
+from typing import Any
 
 import torch
 
@@ -27,3 +30,25 @@ def accelerator_type() -> str | None:
     except RuntimeError:  # torch 2.6 raises where later ones return None
         return None
     return None if accelerator is None else accelerator.type
+
+
+_internals: Any = torch._C  # which has no types for what is asked of it here
+
+
+def _takes_no_reference() -> bool:
+    kept = object()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # the one that may be let go of for it
+    before = sys.getrefcount(kept)
+    _internals._stash_obj_in_tls("amp: a try", kept)
+    return sys.getrefcount(kept) == before
+
+
+_TAKES_NO_REFERENCE = _takes_no_reference()
+"""Whether torch lets go of a reference that it has not taken, as torch 2.6 does."""
+
+
+def keep_in_thread(key: str, value: object) -> None:
+    """Keep an object in torch's state of this thread, which autograd's threads inherit."""
+    if _TAKES_NO_REFERENCE:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _internals._stash_obj_in_tls(key, value)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from amp.torch_versions import keep_in_thread
+
 _CALLED_LAST = "amp: whose model this thread called last"
 
 _internals: Any = torch._C  # which has no types for what is asked of it here
@@ -68,7 +70,7 @@ def call_model_of(session: Caster | Bystander) -> None:
 
     torch keeps this for the thread, and autograd's threads inherit it with a backward.
     """
-    _internals._stash_obj_in_tls(_CALLED_LAST, session)
+    keep_in_thread(_CALLED_LAST, session)
 
 
 def _called_last() -> Any:
@@ -120,7 +122,7 @@ def begin(caster: Caster) -> None:
     """Let the casts of a session apply that is opened now, until a thread calls a model."""
     live_casters.append(caster)
     _Sessions.count()
-    _internals._stash_obj_in_tls(_CALLED_LAST, None)
+    keep_in_thread(_CALLED_LAST, None)
 
 
 def end(caster: Caster) -> None:
