@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp
-from amp.casting import weight_casts
 from tests.interrupting import Interrupter, every_nth_line
 
 
@@ -37,7 +36,6 @@ def state_of_torch() -> tuple[Any, ...]:
         torch.is_autocast_enabled("ipu"),
         torch.is_autocast_cache_enabled(),
         depth,
-        weight_casts.forwards.have_torchs_cache,
     )
 
 

@@ -65,8 +65,10 @@ def forget_casts() -> None:
     if forwards.have_torchs_cache:
         torch.clear_autocast_cache()
     elif take_torchs_cache():
-        torch.clear_autocast_cache()
-        give_torchs_cache()
+        try:
+            torch.clear_autocast_cache()
+        finally:
+            give_torchs_cache()
     elif nesting() and torch.is_autocast_cache_enabled():  # in a region older than any session
         torch.clear_autocast_cache()
 
