@@ -25,10 +25,7 @@ from tests.models import initialize, sgd
 from tests.ops import Row
 from tests.test_ops import as_half, floats
 
-BACKENDS = [
-    "eager",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")),
-]
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:.*is not recommended"),
