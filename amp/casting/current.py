@@ -51,7 +51,6 @@ opening = threading.RLock()
 """Held by a thread that patches functions for a session, or gives them back."""
 
 _bystanders: weakref.WeakSet[Bystander] = weakref.WeakSet()
-_CALLED_LAST = "amp: whose model this thread called last"
 
 
 class _Sessions:

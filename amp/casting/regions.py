@@ -171,7 +171,7 @@ class ThreadState:
             torch.autocast_decrement_nesting()
         if not self._depth:
             forget_casts()
-        if not self._had_torchs_cache:
+        if not (self._had_torchs_cache and self._depth):  # outside of regions an interrupt has left it
             give_torchs_cache()
         forwards.are_running, forwards.casts = self._in_forward, self._casts
 
