@@ -37,6 +37,7 @@ VARIABLES = (
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "ROCR_VISIBLE_DEVICES"),
     *("TORCHDYNAMO_DISABLE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE"),
     *("TRITON_INTERPRET", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "WORLD_SIZE"),
+    *("CC", "CXX", "XDG_CACHE_HOME"),
 )
 """The environment variables that change what runs. Others are not shown: they may hold secrets."""
 

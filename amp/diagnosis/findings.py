@@ -70,7 +70,8 @@ class Finding:
     rank: int = 0
 
     def __str__(self) -> str:
-        where = [f"in {self.module}" if self.module else ""]
+        module = self.module.removesuffix(": ")  # a whole model's, where there are several
+        where = [f"in {module}" if module else ""]
         where.append(f"{short_path(self.file)}:{self.line}" if self.file else "")
         place = ", ".join([part for part in (f"{self.phase} {self.op}".strip(), *where) if part])
         lines = [f"{self.cause}: {place}" if place else self.cause, f"  {self.what}"]

@@ -420,6 +420,15 @@ def test_a_step_that_raises_is_diagnosed_up_to_there() -> None:
     assert not model._forward_hooks
 
 
+def test_a_whole_model_of_several_is_named_by_its_number() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with amp.Session("O3", verbosity=0) as session:
+        models = session.initialize(models)
+        with amp.diagnose(models) as report:
+            models[1](torch.full((1, 2), 7e4))
+    assert ", in model 1, " in str(report.findings[0])
+
+
 def test_names_of_causes_are_stable() -> None:
     report = diagnosed(net(gain=500.0), "O2")
     finding, _ = json.loads(json.dumps(report.to_json()))["findings"]
