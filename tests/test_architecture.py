@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: dict[str, tuple[str, ...]] = {
     "commands": ("__init__", "__main__", "cli"),
     "integrations": ("integrations",),
-    "faces": (
+    "public API": (
         "frontend",
         "grad_scaler",
         "compat",
@@ -107,6 +108,25 @@ def test_kernels_import_torch_and_triton_only() -> None:
     for name in MODULES:
         if name.startswith("kernels."):
             assert {module.partition(".")[0] for module in imports_of(name)} <= allowed, name
+
+
+def test_the_page_names_every_module_and_no_file_that_is_not_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    quoted = set(re.findall(r"`([\w./]+)`", page))
+    modules = {path for path in FILES if path.name not in ("__init__.py", "__main__.py")}
+    modules -= set((ROOT / "amp" / "compat").glob("*/**/*.py"))
+    named: set[Path] = set()
+    for line in page.splitlines():
+        folder = Path()
+        for name in re.findall(r"`([\w./]+\.py)`", line):
+            path = Path(name) if "/" in name else folder / name
+            folder = path.parent if "/" in name else folder
+            named.add(ROOT / path)
+    assert modules - named == set()
+    missing = {name for name in quoted if "/" in name and not (ROOT / name).exists()}
+    assert {
+        name for name in missing if name.startswith(("amp/", "kernels/", "configs/", "tests/"))
+    } == set()
 
 
 def test_the_packages_have_no_top_level_names_of_their_own() -> None:

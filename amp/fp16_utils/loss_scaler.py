@@ -1,4 +1,4 @@
-"""Static and dynamic loss scalers with the names of `apex.fp16_utils`: faces of `amp.scaler`."""
+"""Static and dynamic loss scalers with the names of `apex.fp16_utils`, made of this library's own."""
 
 from __future__ import annotations
 
