@@ -30,6 +30,7 @@ BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:.*is not recommended"),
     pytest.mark.filterwarnings("ignore:.*will be removed", "ignore:.*TorchScript"),
+    pytest.mark.filterwarnings("ignore:.*is not supported in Python 3.14"),
 ]
 
 

@@ -13,6 +13,9 @@ import amp
 from amp.casting.weight_casts import forwards
 from tests.interrupting import Interrupter, every_nth_line
 
+# Since Python 3.14 the end of a generator is traced too, where Python ignores an exception.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
