@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -124,18 +124,33 @@ def largest_in_master(tensor: Tensor) -> float:
 # Averages.
 
 
+class _InFloat32:
+    """A model as an average sees it: its tensors in 16 bits are those that they stand for.
+
+    The model's own keep their dtype: torch forgets what hooks the gradient of one that changes it, and
+    DistributedDataParallel would reduce no more.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
+        return map(_in_float32, self._model.parameters(recurse))
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        return map(_in_float32, self._model.buffers(recurse))
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return values_of(tensor) if tensor.dtype in LOW_PRECISION else tensor
+
+
 def _update_parameters(original: Callable[..., Any], averaged: nn.Module, model: nn.Module) -> Any:
-    """Run `AveragedModel.update_parameters` on a model whose tensors have the values of the masters."""
-    narrow = [x for x in chain(model.parameters(), model.buffers()) if x.dtype in LOW_PRECISION]
-    before = [tensor.data for tensor in narrow]
-    values = [values_of(tensor) for tensor in narrow]
-    try:
-        for tensor, wide in zip(narrow, values, strict=True):
-            tensor.data = wide
-        return original(averaged, model)
-    finally:
-        for tensor, data in zip(narrow, before, strict=True):
-            tensor.data = data
+    """Run `AveragedModel.update_parameters` on the values of the masters."""
+    return original(averaged, _InFloat32(model))
 
 
 def _lerp(original: Callable[..., Any], start: Tensor, end: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ class Synchronization:
         left = [
             *(
                 ddp._module_parameters
-                for ddp in self._own_ddps()
+                for ddp in self.own_ddps()
                 if not getattr(ddp, "_amp_reduces", True)
             ),
             *(
@@ -99,12 +99,13 @@ class Synchronization:
         own = set(map(id, parameters))
         return all(own.isdisjoint(map(id, unreduced)) for unreduced in left)
 
-    def _own_ddps(self) -> list[Any]:
+    def own_ddps(self) -> list[Any]:
+        """Return the DDPs around these models that a forward has been called of."""
         return [ddp for ddp, is_ours in self._ddps.items() if is_ours]
 
     def groups_of_ddps(self) -> list[ProcessGroup]:
         """Return the process groups of the DDPs around these models, whose ranks see different data."""
-        return [ddp.process_group for ddp in self._own_ddps()]
+        return [ddp.process_group for ddp in self.own_ddps()]
 
     def drop_unreduced(self, parameters: Sequence[Tensor]) -> None:
         """Drop the gradients of these parameters that FSDP2 keeps to be reduced later."""

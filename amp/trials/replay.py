@@ -23,6 +23,7 @@ from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.trace import Trace
+from amp.dtypes import LOW_PRECISION
 from amp.masters.parameter import store_grad, stored_grad
 from amp.patching import Patches
 from amp.profiles.rules import Rule
@@ -89,6 +90,8 @@ class Replay:
     def _unchanged(self) -> Iterator[None]:
         """Put back whatever the block changes, and let no optimizer step."""
         with ExitStack() as stack:
+            for ddp in self.owner.synchronization.own_ddps():  # each rank runs as often as it needs
+                stack.enter_context(ddp.no_sync())
             stack.callback(keep_random_numbers())
             for model in self.models.values():
                 stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
@@ -122,15 +125,26 @@ class Replay:
 
     @contextmanager
     def _upcast(self, module: nn.Module) -> Iterator[None]:
-        """Give a module's weights the values of their masters, and its inputs FP32."""
+        """Put FP32 in the place of a module's weights, with the values of their masters.
+
+        Its own keep their dtype: torch forgets what hooks the gradient of one that changes it, and
+        DistributedDataParallel would reduce no more.
+        """
         masters = self.owner.masters
+        wide: dict[int, Tensor] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dtype in LOW_PRECISION:
+                master = masters.master(tensor)
+                values = tensor if master is None else masters.values(master)
+                values = values.detach().to(torch.float32, copy=True)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
         with ExitStack() as stack:
-            for tensor in (*module.parameters(), *module.buffers()):
-                if tensor.dtype in (torch.float16, torch.bfloat16):
-                    master = masters.master(tensor)
-                    wide = tensor.data.float() if master is None else masters.values(master).detach()
-                    stack.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = wide.to(torch.float32, copy=True)
+            for holder in (each for model in self.models.values() for each in model.modules()):
+                for name, held in [*holder._parameters.items(), *holder._buffers.items()]:
+                    if id(held) in wide:
+                        stack.callback(setattr, holder, name, held)
+                        setattr(holder, name, wide[id(held)])
             for inner in module.modules():
                 stack.callback(cast_inputs_to(inner, torch.float32))
             yield
