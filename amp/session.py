@@ -198,12 +198,12 @@ class Session:
             for handle in install_state_dict_hooks(self.masters, models, self.properties):
                 undo.callback(handle.remove)
             lead_to_masters(undo)
-            if self.properties.master_weights:
+            if self.properties.master_weights or self.properties.cast_model_type in LOW_PRECISION:
                 copy_in_float32(self.masters, undo)
-                if dcp.is_in_use():
-                    patches = Patches()
-                    undo.always(patches.undo)
-                    dcp.teach(patches)
+            if self.properties.master_weights and dcp.is_in_use():
+                patches = Patches()
+                undo.always(patches.undo)
+                dcp.teach(patches)
             self.masters.note_casts(undo.before)
             attached = [self._attach(optimizer, undo) for optimizer in optimizers]
             for model in models if self.properties.master_weights else ():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import amp
 import amp.distributed
@@ -87,6 +88,31 @@ def accumulate(rank: int, level: str, view: bool, no_sync: bool) -> None:
             expected = mean_of_ranks(q.grad)
             error = torch.dist(p.grad.float(), expected) / torch.linalg.vector_norm(expected)
             assert error < (3e-2 if level in ("O4", "O5") else 1e-2), (level, view, no_sync, error)
+
+
+def average_and_replay(rank: int, level: str) -> None:
+    """Averages, and replays of which one rank makes more, leave a reduction where it is."""
+    torch.manual_seed(0)
+    model = net()
+    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    ddp = DistributedDataParallel(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def backward(x: Tensor) -> None:
+        with amp.scale_loss(ddp(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+
+    torch.manual_seed(100 + rank)
+    for step in range(3):
+        if step == 1:
+            x = torch.full((8, 4), 3e4 if rank else 1.0)
+            amp.doctor(lambda x=x: backward(x), ddp, optimizer)  # type: ignore[misc]
+        backward(torch.randn(8, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(ddp if step else model)
+    assert largest_difference(model) == 0, level
+    assert largest_difference(average) == 0, level
 
 
 def overflow_on_one_rank(rank: int, level: str) -> None:
@@ -243,6 +269,7 @@ def main(rank: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     for level in LEVELS:
         train_from_different_seeds(rank, level)
+        average_and_replay(rank, level)
         for view in (False, True):
             for no_sync in (False, True):
                 accumulate(rank, level, view, no_sync)

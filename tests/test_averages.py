@@ -101,6 +101,33 @@ def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> Non
         assert next(net.parameters()).dtype is (narrow or torch.float32)
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_average_of_weights_that_have_no_masters_moves(way: str, before: bool) -> None:
+    make, update = WAYS[way]
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    ema = make(net) if before else None
+    with amp.Session("O3", verbosity=0) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        ema = ema or make(net)
+        with torch.no_grad():
+            update(ema, net)  # torch's first one copies
+        expected = [parameter.detach().double() for parameter in ema.parameters()]
+        first = list(expected)
+
+        def both() -> None:
+            update(ema, net)
+            for i, weight in enumerate(net.parameters()):
+                expected[i] = expected[i].lerp(weight.detach().double(), 1 - DECAY)
+
+        train(session, net, optimizer, 10, both)
+        for found, average, start in zip(ema.parameters(), expected, first, strict=True):
+            assert found.dtype is torch.float32
+            torch.testing.assert_close(found.detach().double(), average, rtol=1e-5, atol=1e-6)
+            assert not torch.equal(average, start)
+
+
 @pytest.mark.parametrize("level", ["O2", "O5", "split16"])
 def test_a_deep_copy_has_the_values_of_the_masters_and_runs_on_its_own(level: str) -> None:
     net: Any = net_of()
@@ -197,6 +224,20 @@ def test_swa_with_batch_norm_in_a_whole_run() -> None:
         net.load_state_dict(swa.module.state_dict())  # and back into the run
         assert loss_of(net.eval()).item() == pytest.approx(trained.item(), abs=0.01)
     assert trained < 0.2
+
+
+def test_what_hooks_the_gradient_of_a_weight_stays() -> None:
+    """DistributedDataParallel reduces gradients by such a hook."""
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    with amp.Session("O5", verbosity=0) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        weight, calls = net[0].weight, []
+        accumulation = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        accumulation.register_hook(lambda *_: calls.append(1))
+        ema: Any = AveragedModel(net)
+        train(session, net, optimizer, 3, lambda: ema.update_parameters(net))
+        assert len(calls) == 3
 
 
 def test_an_update_that_fails_leaves_the_model_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,13 +203,19 @@ def _needed_input_dtype(
     return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
 
 
-def for_a_copy_in_float32(hook: Any) -> Any:
-    """Return what a copy of a module in FP32 has in place of a hook of ours, or None."""
+def cast_by(hook: Any) -> torch.dtype | None:
+    """Return what a hook casts to, or None for one that is none of ours."""
     if isinstance(hook, ModelInputs):
-        return hook.in_dtype(torch.float32)
-    if isinstance(hook, functools.partial) and hook.func in (_cast_inputs, _cast_output):
-        return functools.partial(hook.func, torch.float32)
-    return None
+        return hook.dtype
+    is_ours = isinstance(hook, functools.partial) and hook.func in (_cast_inputs, _cast_output)
+    return hook.args[0] if is_ours else None
+
+
+def in_another_dtype(hook: Any, dtype: torch.dtype) -> Any:
+    """Return what casts to another dtype in the place of a hook of ours."""
+    if isinstance(hook, ModelInputs):
+        return hook.in_dtype(dtype)
+    return functools.partial(hook.func, dtype)
 
 
 def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:

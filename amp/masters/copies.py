@@ -1,4 +1,4 @@
-"""Deep copies and averages of a model that has masters: they are in FP32, with the masters' values.
+"""Deep copies and averages of a model that was cast: they are in FP32, with the values of masters.
 
 A copy in 16 bits could not take part in an average: an update of a thousandth is rounded away.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.casting.by_model import for_a_copy_in_float32
+from amp.casting.by_model import cast_by, in_another_dtype
 from amp.dtypes import LOW_PRECISION
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
@@ -30,7 +30,7 @@ _SEEN = "amp.masters.copies"
 
 
 def copy_in_float32(masters: MasterWeights, undo: Undo) -> None:
-    """Let models with these masters be copied and averaged in FP32, until `undo`."""
+    """Let models of a session with these masters be copied and averaged in FP32, until `undo`."""
     from torch.optim import swa_utils  # brings the schedulers with it
 
     patches = Patches()
@@ -59,7 +59,7 @@ def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     seen = memo.setdefault(_SEEN, set())
     if id(module) not in seen:
         seen.update(map(id, module.modules()))
-        if any(_master_of(parameter) is not None for parameter in module.parameters()):
+        if _is_cast(module):
             _widen(module, memo)
     reduced: Any = module.__reduce_ex__(4)
     make, arguments, state, *_ = reduced
@@ -67,6 +67,14 @@ def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     memo[id(module)] = copied
     copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
     return copied
+
+
+def _is_cast(module: nn.Module) -> bool:
+    """Whether a session has cast the module: it has masters, or casts what it is given to 16 bits."""
+    hooks = (hook for each in module.modules() for hook in each._forward_pre_hooks.values())
+    return any(_master_of(parameter) is not None for parameter in module.parameters()) or any(
+        cast_by(hook) in LOW_PRECISION for hook in hooks
+    )
 
 
 def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
@@ -78,9 +86,8 @@ def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
             memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
     for each in module.modules():
         for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values()):
-            other = for_a_copy_in_float32(hook)
-            if other is not None:
-                memo[id(hook)] = other
+            if cast_by(hook) is not None:
+                memo[id(hook)] = in_another_dtype(hook, torch.float32)
 
 
 def _master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:

@@ -136,9 +136,9 @@ class Replay:
             if tensor.dtype in LOW_PRECISION:
                 master = masters.master(tensor)
                 values = tensor if master is None else masters.values(master)
-                values = values.detach().to(torch.float32, copy=True)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+                wide[id(tensor)] = values = values.detach().to(torch.float32, copy=True)
+                if isinstance(tensor, nn.Parameter):
+                    wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
         with ExitStack() as stack:
             for holder in (each for model in self.models.values() for each in model.modules()):
                 for name, held in [*holder._parameters.items(), *holder._buffers.items()]:
