@@ -149,6 +149,34 @@ def test_a_deep_copy_has_the_values_of_the_masters_and_runs_on_its_own(level: st
     assert "__deepcopy__" not in vars(nn.Module)
 
 
+@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, amp.optimizers.FusedAdam])
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_of_a_model_and_its_optimizer_train_on_together(
+    level: str, make: Any, optimizer_first: bool
+) -> None:
+    """As in training that is based on populations."""
+    net: Any = net_of()
+    optimizer: Any = make(net.parameters(), lr=3e-3)
+    with session_at(level) as session:
+        net, optimizer = session.initialize(net, optimizer)
+        train(session, net, optimizer, 20, lambda: None)
+        if optimizer_first:
+            stepper, twin = copy.deepcopy((optimizer, net))
+        else:
+            twin, stepper = copy.deepcopy((net, optimizer))
+        state = net.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in twin.state_dict().items())
+        before = float(loss_of(twin).detach())
+        for _ in range(20):
+            stepper.zero_grad()
+            loss_of(twin).backward()
+            stepper.step()
+        assert float(loss_of(twin).detach()) < 0.8 * before
+        assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
+        assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
+
+
 def test_a_copy_of_a_part_and_of_what_is_around() -> None:
     net: Any = nn.ModuleDict({"a": net_of(), "b": nn.BatchNorm1d(4)})
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)

@@ -80,10 +80,16 @@ def _is_cast(module: nn.Module) -> bool:
 def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
     """Put copies in FP32 into a memo, of tensors in 16 bits and of the hooks that cast to these."""
     for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.dtype in LOW_PRECISION:
-            values = values_of(tensor).clone()
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+        if tensor.dtype not in LOW_PRECISION:
+            continue
+        wide = values_of(tensor).clone()
+        if isinstance(tensor, nn.Parameter):
+            wide = nn.Parameter(wide, tensor.requires_grad)
+        found = _master_of(tensor)
+        if found is not None:  # the copy of its optimizer, before or after this one, steps the model's
+            values, wide = wide.detach(), memo.setdefault(id(found[1]), wide)
+            wide.detach().copy_(values)
+        memo[id(tensor)] = wide
     for each in module.modules():
         for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values()):
             if cast_by(hook) is not None:
