@@ -172,7 +172,7 @@ def test_copies_of_a_model_and_its_optimizer_train_on_together(
             stepper.zero_grad()
             loss_of(twin).backward()
             stepper.step()
-        assert float(loss_of(twin).detach()) < 0.8 * before
+        assert float(loss_of(twin).detach()) < 0.95 * before
         assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
         assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
 
