@@ -122,6 +122,36 @@ def test_a_norm_of_gradients_that_are_in_masters_warns(optimizer: str) -> None:
     assert get([torch.ones(4)]) == 2  # of something else
 
 
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_parameters_that_are_chosen_by_their_gradients_warn(
+    level: str, optimizer: str, name: str
+) -> None:
+    """`p.grad is not None` is true of those alone that stay in FP32."""
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    made: Any = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
+    model, made = amp.initialize(model, made, opt_level=level, verbosity=0)
+    backward(model, made, torch.randn(4, 8))
+    with pytest.warns(amp.AmpWarning, match=f"{name} was given 2 parameters, and not the 4 in 16 bits"):
+        getattr(torch.nn.utils, name)([p for p in model.parameters() if p.grad is not None], 1.0)
+
+
+def test_no_parameters_at_all_warn_where_all_gradients_are_in_masters() -> None:
+    model, optimizer, x = problem("O5")
+    backward(model, optimizer, x)
+    with pytest.warns(amp.AmpWarning, match="given 0 parameters, and not the 6 in 16 bits") as seen:
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+    assert seen[0].filename == __file__
+
+
+def test_a_norm_of_gradients_that_are_left_scaled_warns() -> None:
+    model, optimizer, x = problem("O1")
+    backward(model, optimizer, x, delay_unscale=True)
+    with pytest.warns(amp.AmpWarning, match="multiplied by the loss scale"):
+        torch.nn.utils.get_total_norm([p.grad for p in amp.master_params(optimizer)])
+
+
 def test_other_models_are_clipped_as_before() -> None:
     problem("O5")
     other = nn.Linear(2, 2)

@@ -71,6 +71,7 @@ def lead_to_masters(undo: Undo) -> None:
 def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Clip the gradients of what is stepped for the parameters."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _warn_if_chosen_by_gradient(given, name)
     return original(_stepped_for(given, name) or parameters, *args, **kwargs)
 
 
@@ -91,6 +92,29 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> list[Tensor]:
     return [master_of.get(id(parameter), parameter) for parameter in parameters]
 
 
+def _warn_if_chosen_by_gradient(parameters: Sequence[Tensor], name: str) -> None:
+    """Warn of `[p for p in model.parameters() if p.grad is not None]`, which leaves out all masters."""
+    ids = set(map(id, parameters))
+    for gradients in members(_live):
+        lists = gradients.lists
+        have_grads = {id(p) for p in lists.unmastered if p.grad is not None}
+        left_out = {*map(id, lists.models), *map(id, lists.masters)}
+        is_about_them = not ids or bool(have_grads and have_grads <= ids)
+        if is_about_them and ids.isdisjoint(left_out) and _are_in_masters(gradients):
+            warnings.warn(
+                f"torch.nn.utils.{name} was given {len(parameters)} parameters, and not the "
+                f"{len(lists.masters)} in 16 bits, whose own .grad is None between a block and the "
+                "step. Do not choose parameters by `p.grad is not None`: pass model.parameters()",
+                AmpWarning,
+                stacklevel=4,
+            )
+
+
+def _are_in_masters(gradients: Gradients) -> bool:
+    """Whether masters have gradients, or get them when somebody looks."""
+    return gradients.state is State.HELD or bool(_grads_of(gradients.lists.masters))
+
+
 def _warn_in_block(gradients: Gradients, name: str) -> None:
     if gradients.are_whole_in_block:
         return
@@ -104,15 +128,22 @@ def _warn_in_block(gradients: Gradients, name: str) -> None:
 
 
 def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """Warn where gradients of masters are missing among those that a norm is asked of."""
+    """Warn where a norm is asked of gradients that are scaled, or without those of masters."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ids = set(map(id, given))
     for gradients in members(_live):
         lists = gradients.lists
         own, theirs = ({id(g) for g in _grads_of(p)} for p in (lists.unmastered, lists.masters))
-        are_in_masters = bool(theirs) or gradients.state is State.HELD
         is_about_them = not ids or not ids.isdisjoint(own)
-        if are_in_masters and is_about_them and ids.isdisjoint(theirs):
+        if gradients.state is State.DELAYED and (is_about_them or not ids.isdisjoint(theirs)):
+            warnings.warn(
+                "torch.nn.utils.get_total_norm was called while gradients are multiplied by the loss "
+                "scale, which a block with delay_unscale=True, or a backward that did not reduce, has "
+                "left. Leave delay_unscale out in the last block before the norm",
+                AmpWarning,
+                stacklevel=3,
+            )
+        elif is_about_them and ids.isdisjoint(theirs) and _are_in_masters(gradients):
             warnings.warn(
                 f"torch.nn.utils.get_total_norm was given {len(given)} gradients, and not those of "
                 f"{len(lists.masters)} parameters whose gradients are in their FP32 masters. Pass "
