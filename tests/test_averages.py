@@ -268,7 +268,7 @@ def test_what_hooks_the_gradient_of_a_weight_stays() -> None:
         assert len(calls) == 3
 
 
-def test_an_update_that_fails_leaves_the_model_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_leaves_the_model_in_16_bits() -> None:
     net: Any = net_of()
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
 

@@ -150,3 +150,19 @@ def test_saving_before_the_first_step_is_no_step_without_scale_loss() -> None:
     model(torch.ones(2, 4)).float().sum().backward()
     with pytest.warns(amp.AmpWarning, match=r"came from no amp.scale_loss block"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, amp.optimizers.FusedAdam])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_parameters_that_are_assigned_to_groups_are_refused(level: str, make: Any) -> None:
+    """They would be stepped in 16 bits, and masters would overwrite them."""
+    model: Any = nn.Linear(4, 4)
+    optimizer = make(model.parameters(), lr=1e-2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    loss = model(torch.ones(2, 4)).sum()
+    with (
+        pytest.raises(amp.AmpError, match="hold 16-bit parameters of the model"),
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()

@@ -54,11 +54,22 @@ class ParameterLists:
     def of(
         cls, optimizer: Any, masters: MasterWeights, known: ParameterLists | None = None
     ) -> ParameterLists:
-        """Return the lists of an optimizer; `known` itself if its groups still hold the same."""
+        """Return the lists of an optimizer; `known` itself if its groups still hold the same.
+
+        Raises:
+            AmpRuntimeError: since `known` a parameter has taken the place of its master.
+        """
         in_groups = [group["params"] for group in optimizer.param_groups]
         if known is not None and are_all_same(in_groups, known.in_groups):
             return known
-        return cls(in_groups, masters)
+        lists = cls(in_groups, masters)
+        if known is not None and any(masters.master(each) is not None for each in lists.unmastered):
+            raise AmpRuntimeError(
+                f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters of the "
+                "model, which have FP32 masters: they were assigned after amp.initialize. Assign what "
+                "was there, or amp.master_params(optimizer); add others by add_param_group"
+            )
+        return lists
 
     def notice_moved(self) -> bool:
         """Look where the tensors are; return whether a model's parameter lies elsewhere than before.
