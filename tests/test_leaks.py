@@ -109,6 +109,27 @@ def test_sessions_that_are_dropped_leave_nothing(level: str) -> None:
     check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, *others)
 
 
+OPTIMIZERS = [amp.optimizers.FusedAdam, torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("level", SOME_QUICK)
+def test_a_step_leaves_no_object(level: str, make: Any) -> None:
+    """Not even an empty list; a scaler's transitions, of which it keeps the last 256, aside."""
+    model, _ = build()
+    model, optimizer = amp.initialize(
+        model, make(model.parameters(), lr=1e-3), opt_level=level, verbosity=0
+    )
+    for _ in range(260):
+        step(model, optimizer)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(50):
+        step(model, optimizer)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 25
+
+
 @pytest.mark.parametrize("level", SOME_QUICK)
 def test_steps_and_evaluations_leave_nothing(level: str) -> None:
     model, optimizer = build()

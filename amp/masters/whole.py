@@ -210,6 +210,8 @@ class MasterWeights:
 
         At these versions of the parameters `follow` looks no closer.
         """
+        if not ids:
+            return  # nobody would ever ask
         self._new_versions.pop(id(ids), None)  # what is noted last counts
         self._new_versions[id(ids)] = ids, versions
 
