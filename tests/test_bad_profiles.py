@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import amp
-from amp.errors import AmpError, AmpValueError
+from amp.errors import AmpError, AmpTypeError, AmpValueError
 from tests.models import linear
 
 
@@ -35,12 +36,54 @@ from tests.models import linear
         ("extends: " + "a" * 300 + ".yaml", ":1: extends=.* of length 305: there is no file"),
         ("extends: /dev/zero", ":1: .*is not one of|:1: .*there is no file"),
         ('brief: "\\UFFFFFFFF"', ":1: not valid YAML"),
+        ("extends: O1\nbrief: [a]", ":2: brief=.* is a list; give a line of text"),
+        ("brief: *" + "a" * 60_000, ":1: not valid YAML: found undefined alias 'a{100,200}"),
+        *(
+            (text % ("[" * 5000), ":2: .* of length 5000 is too long; .* at most 1000 characters")
+            for text in (
+                "extends: O1\nrules: [{op: '%s', cast: float32}]",
+                "extends: O1\nrules: [{module: '%s', cast: float32}]",
+                "extends: O4\nfp8: {skip: ['%s']}",
+                "extends: O2\ncast_model_inputs: {except: ['%s']}",
+            )
+        ),
+        (
+            "extends: O1\nrules: [&a {op: torch.mm, cast: none}" + ", *a" * 1000 + "]",
+            ":2: rules has 1001 rules; at most 1000",
+        ),
+        ("extends: O4\nfp8: {skip: '" + "a," * 1001 + "'}", ":2: skip has 1001 names; at most 1000"),
+        (
+            "extends: O1\nrules: [{? " + "x" * 60_000 + " : 1}]",
+            ":2: a rule has no key 'x{60}'... of length",
+        ),
+        (
+            "extends: O4\nfp8: {recipe: delayed, amax_history: 1000000000000}",
+            ":2: amax_history=1000000000000 must be at most 65536",
+        ),
     ],
 )
 def test_the_line_is_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(AmpError, match=f"mine.yaml{message}"):
+    with pytest.raises(AmpError, match=f"mine.yaml{message}") as caught:
+        amp.load_profile(path)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "brief: [&a '%s', %s]",
+        "extends: O1\nrules: [{op: [&a '%s', %s], cast: float32}]",
+        "extends: O1\nrules: [[&a '%s', %s]]",
+        "extends: O1\nrules: [{? &a '%s' : 1}, {? *a : 1}, {op: [%s]}]",
+        "extends: O4\nfp8: {skip: [&a '%s', %s]}",
+    ],
+)
+def test_aliases_of_a_long_text_are_bounded(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text % ("x" * 50_000, ",".join(["*a"] * 2000)))
+    with pytest.raises(AmpValueError, match=r"yaml:\d: aliases stand for more than 65536 characters"):
         amp.load_profile(path)
 
 
@@ -58,6 +101,24 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
             amp.load_profile(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         amp.load_profile("/dev/zero")
+    if sys.platform == "linux":
+        with pytest.raises(AmpValueError, match="cmdline:1: this is no regular file"):
+            amp.load_profile("/proc/self/cmdline")
+
+
+class OddPath:
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+
+def test_a_path_in_bytes_is_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("brief: x")
+    assert amp.load_profile(OddPath(os.fsencode(tmp_path / "mine.yaml"))).brief == "x"
+    with pytest.raises(AmpTypeError, match="opt_level=.* is no path"):
+        amp.load_profile(OddPath(3))
 
 
 def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
@@ -90,6 +151,57 @@ def test_python_itself_is_not_registered() -> None:
 
     with pytest.raises(AmpValueError, match="builtins is a module of Python"):
         amp.register_float_function(builtins, "len")
+
+
+HUGE: Any = 10**5000  # Python refuses to write it out
+DEEP: Any = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"rules": [bad]} for bad in (HUGE, {HUGE: 1}, {"op": HUGE, "cast": None}, {"op": HUGE})),
+        *({"rules": bad} for bad in (DEEP, [DEEP], [{"op": DEEP, "cast": None}], [{"op": DEEP}])),
+        *({"fp8": bad} for bad in ({HUGE: 1}, {"skip": [HUGE]}, {"skip": DEEP}, {"skip": [DEEP]})),
+        *({"loss_scale": bad} for bad in ({HUGE: 1}, {"mode": numpy.ones(3)}, {"mode": DEEP}, DEEP)),
+        {"loss_scale": {"mode": "static", "init": 1, "check": numpy.ones(3)}},
+        {"fp8": {"recipe": "delayed", "amax_history": 10**12}},
+        {"cast_model_inputs": {"except": [DEEP]}},
+        {"cast_model_inputs": ["[!" * 20_000]},
+        {"fp8": {"skip": ["[" * 60_000]}},
+        {"opt_level": "O2", "rules": [{"module": "[" * 60_000, "cast": "float32"}]},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_values_that_cannot_be_shown_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(AmpError):
+        amp.initialize(linear(), **{"opt_level": "O4", **options})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("op", 5, None),
+        ("module", 5, None),
+        (5, "x", None),
+        (numpy.ones(3), "x", None),
+        ("op", "torch.exp", torch.int8),
+        ("op", "torch.*.exp", None),
+        ("module", "[" * 60_000, None),
+        ("op", "torch.exp", None, 5),
+    ],
+    ids=str,
+)
+def test_a_rule_is_checked_when_it_is_made(values: Any) -> None:
+    with pytest.raises(AmpError):
+        amp.Rule(*values)
+
+
+def test_a_rule_reads_its_dtype() -> None:
+    made: Any = amp.Rule
+    assert made("op", "torch.exp", "float32").dtype is torch.float32
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.casting.containers import cast_tensors, map_tensors
 from amp.dtypes import SCALABLE, dtype_name
-from amp.errors import AmpTypeError, AmpWarning
+from amp.errors import AmpTypeError, AmpWarning, brief
 from amp.profiles.properties import CastInputs
 
 EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
@@ -122,8 +122,9 @@ def check_names(model: nn.Module, which: CastInputs) -> None:
     for pattern in which if isinstance(which, tuple) else ():
         if not any(fnmatchcase(name, pattern) for name in known):
             raise AmpTypeError(
-                f"cast_model_inputs has '{pattern}', which is no argument of {type(model).__name__}'s "
-                f"forward ({', '.join(_names_of(model))}) and the name of no module in it"
+                f"cast_model_inputs has {brief(pattern)}, which is no argument of "
+                f"{type(model).__name__}'s forward ({', '.join(_names_of(model))}) and the name of no "
+                "module in it"
             )
 
 

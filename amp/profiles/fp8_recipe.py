@@ -45,6 +45,17 @@ def _parse_exponent(name: str, value: object) -> int:
     return int(number)
 
 
+_LONGEST_HISTORY = 2**16
+"""In iterations; Transformer Engine's default is 1024."""
+
+
+def _parse_history(name: str, value: object) -> int:
+    count = parse_count(name, value)
+    if count > _LONGEST_HISTORY:
+        raise AmpValueError(f"{name}={brief(value)} must be at most {_LONGEST_HISTORY} iterations")
+    return count
+
+
 def _parse_skip(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
@@ -55,8 +66,8 @@ def _parse_skip(name: str, value: object) -> tuple[str, ...]:
         )
     for pattern in value:
         if not isinstance(pattern, str) or not pattern.strip():
-            raise AmpTypeError(f"{name} has {pattern!r}, which is not first, last, tied or a glob")
-    return tuple(pattern.strip() for pattern in value)
+            raise AmpTypeError(f"{name} has {brief(pattern)}, which is not first, last, tied or a glob")
+    return keys.parse_globs(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +106,9 @@ class Fp8Recipe:
     )
     amax_history: int | None = key(
         None,
-        _optional(parse_count),
+        _optional(_parse_history),
         "`delayed`: how many iterations the scale looks back on",
-        values="a count",
+        values="a count up to 65536",
         aliases=("amax_history_len", "fp8_amax_history_len"),
     )
     amax_algo: Literal["max", "most_recent"] | None = key(
@@ -228,7 +239,7 @@ def _from_mapping(name: str, mapping: Mapping[Any, Any]) -> Fp8Recipe:
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key_, value in mapping.items():
-        written = str(key_)
+        written = keys.written(key_)
         if written in _IN_OTHER_WORDS:
             field, meanings = _IN_OTHER_WORDS[written]
             value = meanings[OneOf(True, False)(written, value)]

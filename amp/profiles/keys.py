@@ -5,7 +5,7 @@ tables of docs/profiles.md.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat
 
@@ -62,6 +62,11 @@ def find_key(name: str, keys: Mapping[str, Key], what: str, others: tuple[str, .
     allowed = ", ".join((*others, *keys))
     called = f"'{name}'" if len(name) < 80 else brief(name)
     raise AmpTypeError(f"{what} {called}; allowed: {allowed}{did_you_mean(name, spellings)}")
+
+
+def written(key: object) -> str:
+    """Return the key of a mapping as text, whatever it is."""
+    return key if isinstance(key, str) else brief(key)
 
 
 def shown(value: object) -> str:
@@ -162,3 +167,26 @@ def parse_count(name: str, value: object) -> int:
     if count >= 2**63:
         raise AmpValueError(f"{name}={brief(value)} must be an integer of less than 2**63")
     return count
+
+
+LONGEST_GLOB = 1000
+"""In characters. The time that it takes to read a glob grows with the square of its length."""
+MOST_GLOBS = 1000
+
+
+def parse_glob(name: str, value: object) -> str:
+    """Return a name or a glob without the spaces around it."""
+    if not isinstance(value, str) or not value.strip():
+        raise AmpTypeError(f"{name}={brief(value)} is not a name")
+    if len(value) > LONGEST_GLOB:
+        raise AmpValueError(
+            f"{name}={brief(value)} is too long; a name or glob has at most {LONGEST_GLOB} characters"
+        )
+    return value.strip()
+
+
+def parse_globs(name: str, values: Sequence[object]) -> tuple[str, ...]:
+    """Return names and globs without the spaces around them."""
+    if len(values) > MOST_GLOBS:
+        raise AmpValueError(f"{name} has {len(values)} names; at most {MOST_GLOBS} are allowed")
+    return tuple(parse_glob(name, value) for value in values)

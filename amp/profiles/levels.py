@@ -110,14 +110,16 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
         if name_or_path in aliases():
             return LEVELS[aliases()[name_or_path]]
     if isinstance(name_or_path, (str, os.PathLike)):
-        path = Path(name_or_path)
+        try:
+            text = os.fsdecode(name_or_path)
+        except TypeError as error:  # of a PathLike that gives no path
+            raise AmpTypeError(f"{what}={brief(name_or_path)} is no path: {error}") from None
+        path = Path(text)
         if path.suffix or len(path.parts) > 1:
             path = beside.parent / path if beside else path
             if not _is_file(path):
                 where = path.absolute() if len(str(path)) < 1000 else "of so long a name"
-                raise ProfileNotFoundError(
-                    f"{what}={brief(str(name_or_path))}: there is no file {where}"
-                )
+                raise ProfileNotFoundError(f"{what}={brief(text)}: there is no file {where}")
             return path
     raise AmpRuntimeError(
         f"{what}={brief(name_or_path)} is not one of {', '.join(LEVELS)}{_hint(name_or_path)}"
@@ -231,6 +233,9 @@ def _errors_at(path: Path, entry: Entry) -> Iterator[None]:
 def _fields(entry: Entry, path: Path, base: Properties) -> dict[str, Any]:
     """Return the field that an entry of a profile sets."""
     if entry.key == "brief":
+        if isinstance(entry.value, (list, dict)):
+            kind = type(entry.value).__name__
+            raise AmpTypeError(f"brief={brief(entry.value)} is a {kind}; give a line of text")
         return {"brief": str(entry.value)}
     if entry.key == "rules":
         sources = [f"{path}:{line}" for keys, line in entry.lines.items() if len(keys) == 1]
@@ -251,7 +256,9 @@ def _changed(base: Properties, changes: Mapping[str, Any]) -> Properties:
     by_op = base.patch_torch_functions_type if base.opt_level else properties.patch_torch_functions
     misfits = _by_op_misfits(properties, base) if by_op else _misfits(properties)
     for name, value, remedy in chain(misfits, _fp8_misfits(properties)):
-        raise AmpRuntimeError(f"{name}={shown(value)} does not fit {where}: {remedy}")
+        text = shown(value)
+        text = text if len(text) <= 200 else f"{text[:200]}..."
+        raise AmpRuntimeError(f"{name}={text} does not fit {where}: {remedy}")
     return properties
 
 

@@ -126,14 +126,15 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
 def _from_mapping(mapping: Mapping[Any, Any]) -> LossScaling:
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    for written, value in mapping.items():
-        for field, each in _fields(str(written), value).items():
+    for key_, value in mapping.items():
+        written = keys.written(key_)
+        for field, each in _fields(written, value).items():
             if field in found:
                 raise AmpValueError(
                     f"loss_scale has both '{spelled[field]}' and '{written}', which are one thing; "
                     "keep one"
                 )
-            found[field], spelled[field] = each, str(written)
+            found[field], spelled[field] = each, written
     if found.get("mode") == "static":
         takes = ("mode", "init", "check", *(["overflow_patience"] if found.get("check") else []))
         idle = [spelled[name] for name in found if name not in takes]
@@ -158,5 +159,7 @@ def _fields(written: str, value: Any) -> dict[str, Any]:
             return {"mode": "dynamic"}
         return {"mode": "static", "init": value}
     others = ("initial_scale_power", "loss_scale")
-    field = keys.find_key(name, SCALING_KEYS, "loss_scale has no key", others).field
-    return {} if value is None and field != "min" else {field: value}
+    each = keys.find_key(name, SCALING_KEYS, "loss_scale has no key", others)
+    if value is None and each.field != "min":
+        return {}
+    return {each.field: each.parse(each.name, value)}

@@ -8,7 +8,7 @@ import torch
 
 from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
-from amp.profiles.keys import Key, OneOf, key, keys_of, shown
+from amp.profiles.keys import Key, OneOf, key, keys_of, parse_globs, shown
 from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scale
 from amp.profiles.rules import Rule, parse_rules
 
@@ -24,12 +24,12 @@ def _parse_cast_inputs(name: str, value: object) -> CastInputs:
         return value
     names = value.get("except") if isinstance(value, Mapping) and len(value) == 1 else value
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) and x for x in names):
+    if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) and x.strip() for x in names):
         raise AmpTypeError(
             f"{name}={brief(value)} is not true, false, or {{except: [...]}} with names of arguments "
             "and modules"
         )
-    return tuple(names) or True
+    return parse_globs(name, names) or True
 
 
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32

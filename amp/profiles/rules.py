@@ -16,11 +16,16 @@ import torch
 from torch import nn
 
 from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
-from amp.profiles.keys import OneOf, shown
+from amp.profiles.keys import OneOf, parse_glob, shown, written
 
 Kind = Literal["op", "module"]
 _KEYS = (*get_args(Kind), "cast")
+_parse_kind = OneOf(*get_args(Kind))
 _parse_cast = OneOf(torch.float16, torch.bfloat16, torch.float32, None)
+
+
+MOST_RULES = 1000
+"""In one list. A rule costs time for each function that its glob is for, and each module."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,26 @@ class Rule:
             over their names in the model, or the name of a class, dotted or not.
         dtype: what they run in; None lets an op follow its input.
         source: where the rule was written, for people.
+
+    Raises:
+        AmpValueError, AmpTypeError: it is no such rule.
     """
 
     kind: Kind
     pattern: str
     dtype: torch.dtype | None
     source: str = "rules"
+
+    def __post_init__(self) -> None:
+        kind = _parse_kind("kind", self.kind)
+        pattern = parse_glob(kind, self.pattern)
+        if kind == "op" and any(letter in pattern.rpartition(".")[0] for letter in "*?["):
+            raise AmpValueError(f"op {brief(pattern)}: only the last part of an op may be a glob")
+        if not isinstance(self.source, str):
+            raise AmpTypeError(f"source={brief(self.source)} of a rule is no text")
+        parsed = {"kind": kind, "pattern": pattern, "dtype": _parse_cast("cast", self.dtype)}
+        for name, value in parsed.items():
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.pattern}: {shown(self.dtype).lower()}"
@@ -67,6 +86,8 @@ def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[
             f"{name}={brief(value)} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} "
             "and {module: ..., cast: ...}"
         )
+    if len(value) > MOST_RULES:
+        raise AmpValueError(f"{name} has {len(value)} rules; at most {MOST_RULES} are allowed")
     rules = []
     for i, item in enumerate(value):
         source = sources[i] if i < len(sources) else f"{name}[{i}]"
@@ -80,23 +101,18 @@ def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[
 def _parse(item: Any, source: str) -> Rule:
     if not isinstance(item, Mapping):
         raise AmpTypeError(
-            f"{item!r} is a {type(item).__name__}; a rule is a mapping such as "
+            f"{brief(item)} is a {type(item).__name__}; a rule is a mapping such as "
             "{op: torch.nn.functional.softmax, cast: float32}"
         )
     for key in item:
-        if key not in _KEYS:
-            raise AmpTypeError(
-                f"a rule has no key '{key}'; allowed: {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}"
-            )
+        name = written(key)
+        if name not in _KEYS:
+            hint = did_you_mean(name, _KEYS)
+            raise AmpTypeError(f"a rule has no key {brief(key)}; allowed: {', '.join(_KEYS)}{hint}")
     kinds = [kind for kind in get_args(Kind) if item.get(kind) is not None]
     if len(kinds) != 1 or "cast" not in item:
         raise AmpValueError(
-            f"{dict(item)!r} must have 'cast' and one of 'op' and 'module', "
+            f"{brief(dict(item))} must have 'cast' and one of 'op' and 'module', "
             "such as {op: torch.fft.*, cast: float32}"
         )
-    kind, pattern = kinds[0], item[kinds[0]]
-    if not isinstance(pattern, str) or not pattern.strip():
-        raise AmpTypeError(f"{kind}={pattern!r} is not a name")
-    if kind == "op" and any(letter in pattern.rpartition(".")[0] for letter in "*?["):
-        raise AmpValueError(f"op '{pattern}': only the last part of an op may be a glob")
-    return Rule(kind, pattern.strip(), _parse_cast("cast", item["cast"]), source)
+    return Rule(kinds[0], item[kinds[0]], item["cast"], source)

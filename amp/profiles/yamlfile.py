@@ -6,6 +6,7 @@ constructs nothing. What a damaged or a hostile file may hold ends in an error w
 """
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,9 +49,9 @@ def read_mapping(path: Path) -> list[Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise AmpValueError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+        raise AmpValueError(f"{path}:{line}: not valid YAML: {_short(error.problem)}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # of odd escapes and directives
-        raise AmpValueError(f"{path}:1: not valid YAML: {error}") from None
+        raise AmpValueError(f"{path}:1: not valid YAML: {_short(error)}") from None
     if top is None:
         return []
     reader = _Reader(path)
@@ -72,12 +73,26 @@ _MOST_VALUES = 5000
 _MOST_DIGITS = 400
 
 
+def _short(problem: object) -> str:
+    """Return what PyYAML says, which may repeat a name of any length."""
+    text = str(problem)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file whose read gives None where it would wait, as that of /proc/kmsg."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
             content = file.read(LARGEST_FILE + 1)
+            is_made_up = content is None or (content and not os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise AmpValueError(f"{path}:1: the file cannot be read: {error.strerror}") from None
+    if is_made_up:  # by the kernel, as those in /proc
+        raise AmpValueError(f"{path}:1: this is no regular file; give the path of a profile")
     if len(content) > LARGEST_FILE:
         raise AmpValueError(
             f"{path}:1: the file is larger than {LARGEST_FILE} bytes, which no profile is; give the "
@@ -132,6 +147,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._left = _MOST_VALUES
+        self._letters_left = LARGEST_FILE
         self._inside: set[int] = set()
         """The nodes that are being read now, by their ids: an alias may be inside of what it names."""
 
@@ -152,6 +168,7 @@ class _Reader:
             if not isinstance(key_node.value, str):
                 self.fail(key_node, "a list or mapping stands in the place of a key; write a name")
             self.check_tag(key_node, "str")
+            self._spend(key_node)
             key, line = key_node.value, key_node.start_mark.line + 1
             if key == "<<":
                 self.fail(
@@ -162,6 +179,14 @@ class _Reader:
             seen[key] = line
             yield key, node, line
 
+    def _spend(self, node: Any) -> None:
+        """Count a scalar's characters: aliases may repeat a long one as often as there are values."""
+        self._letters_left -= len(node.value)
+        if self._letters_left < 0:
+            self.fail(
+                node, f"aliases stand for more than {LARGEST_FILE} characters, which no profile has"
+            )
+
     def value(self, node: Any, above: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> Any:
         """Return what a node holds, and put the lines of what is inside it into `lines`."""
         self._left -= 1
@@ -171,6 +196,7 @@ class _Reader:
             self.fail(node, "an alias stands inside of what it names, or too deep; write the value out")
         if isinstance(node.value, str):
             self.check_tag(node, "str")
+            self._spend(node)
             return node.value if node.style else self._plain(node)
         self._inside.add(id(node))
         try:
