@@ -258,6 +258,7 @@ class GradScaler(_TorchInternals):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            self._scaler.check_loss(outputs)
             if not self._has_scaled:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             for history in list(fp8_history.live):

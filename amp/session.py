@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import warnings
 import weakref
@@ -25,7 +26,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning, brief
 from amp.masters.copies import copy_in_float32
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
@@ -320,6 +321,7 @@ class Session:
             yield loss
             return
         scaler = self._scaler(loss_id)
+        scaler.check_loss(loss)
         # An optimizer may be of another session: its gradients are as good.
         given = arguments.attached_of_a_loss(optimizers)
         for attached in given:
@@ -383,12 +385,16 @@ class Session:
             strategy.load_state_dict(state)
 
     def _scaler(self, loss_id: int) -> LossScaler:
-        if not hasattr(loss_id, "__index__") or not 0 <= loss_id < len(self.scalers):
+        try:
+            number = operator.index(loss_id)
+        except Exception:  # whatever a tensor or an array raises
+            number = -1
+        if not 0 <= number < len(self.scalers):
             raise AmpIndexError(
-                f"loss_id={loss_id!r} is not one of 0 to {len(self.scalers) - 1}: num_losses was "
+                f"loss_id={brief(loss_id)} is not one of 0 to {len(self.scalers) - 1}: num_losses was "
                 f"{len(self.scalers)}. Pass num_losses=... to amp.initialize for more."
             )
-        return self.scalers[loss_id]
+        return self.scalers[number]
 
     def _report_overflows(self, scaler: LossScaler, wait: bool = False) -> None:
         """Log the overflows that the host has learnt of, and warn once if they do not end."""

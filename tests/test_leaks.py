@@ -6,6 +6,7 @@ each level.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import sys
@@ -128,6 +129,42 @@ def test_a_step_leaves_no_object(level: str, make: Any) -> None:
         step(model, optimizer)
     gc.collect()
     assert len(gc.get_objects()) - before < 25
+
+
+@pytest.mark.parametrize("level", SOME_QUICK)
+def test_sessions_of_their_own_that_are_dropped_leave_nothing(level: str) -> None:
+    others: Any = build()
+
+    def cycle() -> None:
+        model, optimizer = build()
+        amp.Session(level, verbosity=0).initialize(model, optimizer)
+        del model, optimizer
+        gc.collect()
+
+    check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, *others)
+    assert (torch.eye(2) @ torch.eye(2)).dtype is torch.float32
+    give_back()
+
+
+def give_back() -> None:
+    """Give torch back what sessions that were dropped have patched."""
+    gc.collect()
+    with amp.Session("O1", verbosity=0) as session:
+        session.initialize(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kept", ["model", "copy", "optimizer"])
+def test_functions_cast_while_the_session_its_model_or_its_optimizer_is_there(kept: str) -> None:
+    model, optimizer = build()
+    amp.Session("O4", verbosity=0).initialize(model, optimizer)
+    left: list[Any] = [{"model": model, "copy": copy.deepcopy(model), "optimizer": optimizer}[kept]]
+    del model, optimizer
+    gc.collect()
+    assert (torch.eye(2) @ torch.eye(2)).dtype is torch.bfloat16
+    left.clear()
+    gc.collect()
+    assert (torch.eye(2) @ torch.eye(2)).dtype is torch.float32
+    give_back()
 
 
 @pytest.mark.parametrize("level", SOME_QUICK)

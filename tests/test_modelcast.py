@@ -520,3 +520,74 @@ def test_a_scripted_model_is_refused_where_it_cannot_be_cast() -> None:
     with pytest.raises(RuntimeError, match="Call amp.initialize first, and script or trace"):
         amp.initialize(nn.Sequential(model), opt_level="O2")
     amp.initialize(nn.Sequential(model), opt_level="O0")
+
+
+class Copied(nn.Linear):
+    """Says itself how it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = type(self)(self.in_features, self.out_features)
+        new.load_state_dict(self.state_dict())
+        new.mark = "deepcopy"
+        return new
+
+
+class Once(nn.Linear):
+    """Takes its method away while it is copied, as many do."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.__deepcopy__: Any = None
+        try:
+            new = copy.deepcopy(self, memo)
+        finally:
+            del self.__deepcopy__
+        del new.__deepcopy__
+        new.mark = "once"
+        return new
+
+
+class Reduced(nn.Linear):
+    """Is made anew when it is copied or unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _remade, (type(self), self.in_features, self.state_dict())
+
+
+def _remade(cls: Any, size: int, state: dict[str, Tensor]) -> Any:
+    new = cls(size, size)
+    new.load_state_dict(state)
+    new.mark = "reduced"
+    return new
+
+
+class Stated(nn.Linear):
+    """Says itself what its state is."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "mark": "state"}
+
+
+class Shared(nn.Linear):
+    """Has no copies."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O6"])
+@pytest.mark.parametrize("of", [Copied, Once, Reduced, Stated, Shared])
+def test_modules_are_copied_and_pickled_as_their_classes_say(of: Any, level: str) -> None:
+    model: Any = nn.Sequential(of(16, 16), nn.Linear(16, 16))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    own: Any = model[0]
+    cls, x = type(own), torch.randn(16, 16)
+    twin = copy.deepcopy(model)
+    other: Any = twin[0]
+    assert type(own) is cls
+    assert type(other) is cls
+    assert torch.equal(twin(x), model(x))
+    assert (other is own) is (of is Shared)
+    marks = {Copied: "deepcopy", Once: "once", Reduced: "reduced", Stated: "state"}
+    assert getattr(other, "mark", None) == marks.get(of)
+    assert not hasattr(own, "mark")
+    assert type(pickle.loads(pickle.dumps(own))) is of

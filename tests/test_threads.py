@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -306,3 +307,26 @@ def test_a_forward_that_fails_leaves_the_cache_to_others() -> None:
         training.run()
         training.session.close()
         assert_equal(training.result(), alone(training.level, seed)[0])
+
+
+def test_a_model_runs_as_ever_while_another_thread_copies_it() -> None:
+    session = amp.Session("O6", verbosity=0)
+    model = session.initialize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval())
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(x)
+    is_over = threading.Event()
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(300):
+                    assert torch.equal(model(x), expected)
+        finally:
+            is_over.set()
+
+    def copy_it() -> None:
+        while not is_over.is_set():
+            assert type(copy.deepcopy(model)) is type(model)
+
+    in_threads(run, copy_it)

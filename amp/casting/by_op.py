@@ -54,6 +54,7 @@ class CastOps(Strategy):
         # By where a function is.
         self.wrappers: dict[tuple[int, str], Function] = {}
         self._watched: list[weakref.ref[nn.Module]] = []
+        self._hold: weakref.ref[_Hold] | None = None
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -63,12 +64,16 @@ class CastOps(Strategy):
     def begin(self, undo: Undo) -> None:
         """Patch the functions that this torch has, once in a session."""
         with current.opening:
+            _stop_dropped()
             self._begin(undo)
 
     def _begin(self, undo: Undo) -> None:
         if self._has_begun:
             return
         missing = self.policy.missing()
+        hold = _Hold(self)
+        self._hold = weakref.ref(hold)
+        undo.callback(hold.release)
         undo.callback(self.stop)
         self._is_open = self.live = True
         _introduce_dynamo()
@@ -143,6 +148,8 @@ class CastOps(Strategy):
             )
         undo.callback(run_in_float32(model, self.properties.rules, self))
         undo.callback(regions.watch(model, self))
+        cls: Any = type(model)  # which `watch` has made for this model
+        cls._amp_hold = None if self._hold is None else self._hold()
 
     @property
     def casts_ops(self) -> bool:
@@ -154,6 +161,7 @@ class CastOps(Strategy):
         if self._is_open:
             with current.opening:
                 self._stop()
+                _stop_dropped()
 
     def _stop(self) -> None:
         self.live = False
@@ -171,6 +179,42 @@ class CastOps(Strategy):
     def _rename(self, holder: Any) -> None:
         """Let the attributes of `holder` that are patched functions be what those are in torch now."""
         show_patched(holder, self._places)
+
+
+class _Hold:
+    """What a session and its models have: when all of them have gone, functions cast no more.
+
+    Functions are given back when the next session that casts any opens or closes: the garbage
+    collector may run anywhere, such as while Dynamo compiles.
+    """
+
+    def __init__(self, caster: CastOps) -> None:
+        self._end = weakref.finalize(self, _drop, caster)
+        self._end.atexit = False
+
+    def release(self) -> None:
+        """Do nothing then: the session has been closed."""
+        self._end.detach()
+
+
+_dropped: list[CastOps] = []
+"""Of sessions that nobody has closed and nobody has any more: what they patched is to be given back."""
+
+
+def _drop(caster: CastOps) -> None:
+    """Let a caster cast no more. It takes no lock: the garbage collector calls it."""
+    if caster._is_open:
+        caster.live = False
+        current.end(caster)
+        _dropped.append(caster)
+
+
+def _stop_dropped() -> None:
+    while _dropped:
+        caster = _dropped[0]
+        if caster._is_open:
+            caster._stop()
+        _dropped.remove(caster)
 
 
 def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,7 @@ again, and it can be undone.
 """
 
 import copy
+import copyreg
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -32,25 +33,55 @@ class _OfAmp:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        _, (cls, *args), state, *rest = reduced
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if not name.startswith(_OWN)}
-        return (_new, (cls._amp_plain_class, *args), state, *rest)
+        if isinstance(reduced, str):  # the user's own says so
+            return reduced
+        make, args, *rest = reduced
+        plain = self._amp_plain_class
+        make = _OF_OBJECTS.get(make, plain if make is type(self) else make)
+        args = tuple(plain if each is type(self) else each for each in args)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if not _is_own(name)}
+        return (make, args, *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the module as its own class would, and let the copy run as it does."""
+        """Copy the module as its own class would, and let the copy run as it does.
+
+        The module stays what it is meanwhile: other threads may run it.
+        """
         cls = type(self)
-        self.__class__ = cls._amp_plain_class
-        try:
-            copied = copy.deepcopy(self, memo)
-        finally:
-            self.__class__ = cls
-        copied.__class__ = cls
+        of_plain_class = getattr(super(), "__deepcopy__", None)
+        if of_plain_class is None:
+            reduced: Any = super().__reduce_ex__(4)
+            copied = self if isinstance(reduced, str) else _copied(self, memo, *reduced)
+        else:
+            copied = of_plain_class(memo)
+        if copied is self:
+            return self
+        if type(copied) in (cls, cls._amp_plain_class):
+            for name, value in list(vars(self).items()):
+                if _is_own(name) and name not in vars(copied):
+                    vars(copied)[name] = copy.deepcopy(value, memo)
+            copied.__class__ = cls
         return copied
+
+
+def _is_own(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith(_OWN)
 
 
 def _new(cls: type, *args: Any) -> Any:
     return cls.__new__(cls, *args)
+
+
+def _new_ex(cls: type, args: Any, kwargs: Any) -> Any:
+    return cls.__new__(cls, *args, **kwargs)
+
+
+_OF_OBJECTS: dict[Any, Any] = {copyreg.__newobj__: _new, copyreg.__newobj_ex__: _new_ex}  # type: ignore[attr-defined]
+"""Ours in place of what makes a pickled object, with which pickle insists on the object's class."""
+
+_copied: Any = copy._reconstruct  # type: ignore[attr-defined]
+"""What `copy.deepcopy` does with what `__reduce_ex__` returned; with a memo it copies deeply."""
 
 
 def has_forward_of_its_own(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpValueError, AmpWarning
+from amp.errors import AmpTypeError, AmpValueError, AmpWarning
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
@@ -179,13 +179,28 @@ class LossScaler:
 
     def scale_and_remember(self, loss: Tensor) -> tuple[Tensor, ScaleSnapshot]:
         """Return `loss * scale`, float32 for a 16-bit loss, and that scale. No host sync."""
+        self.check_loss(loss)
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
-        is_used = self.config.check or not self.is_identity
-        if is_used and self._state.device != loss.device:
+        if self._is_used and self._state.device != loss.device:
             self._keep_on(loss.device)
         used = self.snapshot()
         # A graph made inside the block may be used after the scale has moved: it gets the copy.
         return (wide if self.is_identity else wide * used.scale), used
+
+    @property
+    def _is_used(self) -> bool:
+        return bool(self.config.check) or not self.is_identity
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise AmpTypeError for a loss that has no values, where the scale would lose its own."""
+        if self._is_used and (loss.device.type == "meta" or loss.is_quantized):
+            where = (
+                "is quantized" if loss.is_quantized else "is on the device meta, which has no values"
+            )
+            raise AmpTypeError(
+                f"a loss that {where}, cannot be scaled. Compute it of a model and inputs that have "
+                "floating-point values"
+            )
 
     def _keep_on(self, device: torch.device) -> None:
         """Move the state to a device, and take views of it, which a step asks for again and again."""
