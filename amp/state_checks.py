@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp.dtypes import SCALABLE, dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, brief
+from amp.kernels.grad_mode import without_grad
 
 LARGEST_COUNT = 2**31
 """Counters are int32 in other libraries, and float32 here and in torch, which rounds up to this."""
@@ -281,7 +282,7 @@ def _on_this_rank(tensor: Tensor) -> Tensor:
     return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
+@without_grad
 def _extremes(tensor: Tensor) -> Tensor:
     """Return the least and the largest value, `[2]`, in FP32 but for FP64; NaN if one is."""
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32

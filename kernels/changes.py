@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from amp.kernels.grad_mode import without_grad
 
 Change = Callable[[], Any]
 """Makes one change: by one call of a function that is not written in Python, at its end, or in a way
@@ -52,16 +52,16 @@ class Changes:
         """Whether all of them are made, and there are any."""
         return 0 < len(self._planned) == len(self._made)
 
+    @without_grad
     def make(self) -> None:
         """Make them. After an interrupt, the rest is made before the interrupt goes on."""
-        with torch.no_grad():
-            try:
-                self.have_begun = True
+        try:
+            self.have_begun = True
+            self._make_rest()
+        except BaseException as error:
+            if not isinstance(error, Exception):
                 self._make_rest()
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    self._make_rest()
-                raise
+            raise
 
     def _make_rest(self) -> None:
         while len(self._made) < len(self._planned):

@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp.kernels.changes import Change, Changes
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.tables import NOT_NOTED, BadSteps, flag_on, merge_flag, number_on, plan
 from amp.kernels.tensor_lists import dense, increment_versions
 
@@ -65,10 +65,9 @@ class Elementwise(NamedTuple):
             flags = arguments.get("found_inf"), here.get("found_inf")
             planned.add(functools.partial(merge_flag, *flags))
         for same in todo.fallback:
-            with torch.no_grad():
-                change = self.reference(
-                    *[[tensors[i] for i in same] for tensors in columns], **arguments
-                )
+            change = without_grad(self.reference)(
+                *[[tensors[i] for i in same] for tensors in columns], **arguments
+            )
             if change is not None:
                 planned.add(change)
         written = list(itertools.chain(*lists[len(lists) - self.writes :]))

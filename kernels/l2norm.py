@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
 from amp.kernels.tables import (
     NOT_NOTED,
@@ -57,7 +58,7 @@ class Norms(NamedTuple):
     clip: Tensor
 
 
-@torch.no_grad()
+@without_grad
 def l2norm(
     tensors: Sequence[Tensor],
     inv_scale: Tensor | None = None,

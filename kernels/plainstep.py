@@ -18,6 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from amp.kernels.changes import Change, Changes
 from amp.kernels.cpu_loop import plan_loop, suits_loop
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
 from amp.kernels.rule import Formula, Settings, Streams
 from amp.kernels.split import decode, encode
@@ -32,7 +33,7 @@ Noise = Callable[[int, Tensor], Tensor]
 """Makes the random bits of the i-th tensor of a list, given one like it."""
 
 
-@torch.no_grad()
+@without_grad
 def plan_step(
     settings: Settings,
     lists: Streams,
@@ -74,7 +75,7 @@ def plan_step(
                 changes.add_later(work_out)
 
 
-@torch.no_grad()
+@without_grad
 def measure_plainly(
     settings: Settings,
     lists: Streams,
@@ -148,7 +149,7 @@ def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator
         yield small
 
 
-@torch.no_grad()
+@without_grad
 def _work_out(
     formula: Formula, pieces: Sequence[Piece], scale: Any, prepared: Sequence[Any], noise: Noise | None
 ) -> Change:

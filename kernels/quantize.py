@@ -34,9 +34,10 @@ from torch import Tensor
 from amp.kernels import quantize_tiles
 from amp.kernels.backend import uses_triton
 from amp.kernels.fp8 import DTYPES, MULTIPLE, SOURCES, Granularity, Quantized, quantize_reference
+from amp.kernels.grad_mode import without_grad
 
 
-@torch.no_grad()
+@without_grad
 def quantize(
     x: Tensor,
     dtype: torch.dtype,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps, flag_on, merge_flag, to_device
 
@@ -147,7 +148,7 @@ def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" or dtype is not torch.bfloat16
 
 
-@torch.no_grad()
+@without_grad
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Do `check` in plain torch, on tensors of one device and dtype.
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import has_float64, uses_triton
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import jit, launch, load_all, tl
 from amp.kernels.tables import numbers_on
 
@@ -99,7 +100,7 @@ def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
     tl.store(state + 6, transitions + 1.0)
 
 
-@torch.no_grad()
+@without_grad
 def update_scale_reference(
     state: Tensor,
     growth_factor: float,

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.autograd import grad_mode
 
 import amp
 from tests.tried import TRIED
 
 AMP = str(Path(amp.__file__).parent)
+GRAD_MODES = str(grad_mode.__file__)
 KERNELS = str(Path(amp.__file__).parent.parent / "kernels")
 
 EVERY = int(os.environ.get("AMP_INTERRUPTS", "0"))
@@ -39,10 +41,16 @@ def is_in_formula_of_torch(frame: Any) -> bool:
 
 
 class Interrupter:
-    """Counts the lines of the library that run, and raises KeyboardInterrupt at one of them."""
+    """Counts the lines of the library that run, and raises KeyboardInterrupt at one of them.
 
-    def __init__(self, at: int = -1) -> None:
+    Args:
+        at: the number of the line.
+        torchs: files of torch whose lines count, too.
+    """
+
+    def __init__(self, at: int = -1, torchs: tuple[str, ...] = ()) -> None:
         self.at = at
+        self._files = (AMP, KERNELS, *torchs)
         self.lines = 0
         self.place = ""
         self.first: list[int] = []
@@ -50,7 +58,7 @@ class Interrupter:
         self._seen: Counter[tuple[Any, int]] = Counter()
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith((AMP, KERNELS)):
+        if not frame.f_code.co_filename.startswith(self._files):
             return None
         if event == "call" and is_in_formula_of_torch(frame):
             return None

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp
 from amp.casting.weight_casts import forwards
-from tests.interrupting import Interrupter, every_nth_line
+from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line
 
 # Since Python 3.14 the end of a generator is traced too, where Python ignores an exception.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -83,6 +83,44 @@ def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
         parts[1].zero_grad()
         parts[0](parts[2])  # outside of regions a thread may leave the place to its next forward
         assert not forwards.have_torchs_cache, interrupter.place
+
+
+def look_at_gradients(model: Any, optimizer: Any, x: Tensor) -> None:
+    with amp.scale_loss(model(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("level", "unit"),
+    [
+        ("O2", lambda model, optimizer, x: model(x)),
+        ("O2", lambda model, optimizer, x: model.state_dict()),
+        ("O2", look_at_gradients),
+        ("O6", lambda model, optimizer, x: model(x)),
+    ],
+    ids=["O2 forward", "O2 state_dict", "O2 look", "O6 forward"],
+)
+def test_an_interrupt_leaves_autograd_as_it_was(level: str, unit: Callable[..., Any]) -> None:
+    """Also one while torch switches it, which a signal may meet and no line of the library does."""
+
+    def run(at: int) -> Interrupter:
+        model, optimizer, x, _ = make(level, amp.optimizers.FusedAdam)
+        with torch.no_grad():
+            model.out.weight.add_(1.0)  # which its master is to follow
+            optimizer.param_groups[0]["params"][0].add_(1.0)  # which its weight is to follow
+        interrupter = Interrupter(at, (GRAD_MODES,))
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            unit(model, optimizer, x)
+        amp.get_session(optimizer).close()
+        return interrupter
+
+    for line in run(-1).first[::7]:
+        interrupter = run(line)
+        was_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        assert was_enabled, interrupter.place
 
 
 class Units:

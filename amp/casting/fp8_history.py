@@ -18,6 +18,7 @@ from amp.distributed import ProcessGroup, reduce_largest, without_contained
 from amp.errors import AmpRuntimeError
 from amp.kernels.changes import Change, Changes
 from amp.kernels.fp8 import factor_of
+from amp.kernels.grad_mode import without_grad
 from amp.profiles.fp8_recipe import Fp8Recipe
 
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -120,7 +121,7 @@ class AmaxHistory:
         self.plan_end(changes)
         changes.make()
 
-    @torch.no_grad()
+    @without_grad
     def plan_end(self, changes: Changes, *, in_block: bool = False) -> None:
         """Plan what `end` does.
 
@@ -133,7 +134,7 @@ class AmaxHistory:
         counted = {"ended_in_block": in_block, "iteration": self.iteration + 1}
         changes.add(functools.partial(vars(self).update, counted))
 
-    @torch.no_grad()
+    @without_grad
     def _work_out_end(self) -> Change:
         seen, past = self.seen, self.amaxes[1:]
         is_known = (seen > 0) & (seen < torch.inf)
@@ -145,7 +146,7 @@ class AmaxHistory:
         entries = torch.arange(self.amaxes.shape[1], device=self.amaxes.device)
         return entries % 3 == GRADIENT
 
-    @torch.no_grad()
+    @without_grad
     def _refresh(self) -> None:
         """Bring the factors up to date."""
         past = self.amaxes[1:]

@@ -154,9 +154,8 @@ def linear(
     sees = torch.is_grad_enabled() and is_training
     by_column = torch.is_grad_enabled() and weight.requires_grad and layer.recipe.grad_weight == "fp8"
     with disable_casts():
-        with torch.no_grad():
-            of_x = _quantized_input(x, layer, by_column, sees)
-            of_weight = layer.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
+        of_x = _quantized_input(x, layer, by_column, sees)
+        of_weight = layer.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
         assert of_x.by_row is not None
         assert of_weight.by_row is not None
         columns = of_x.by_column

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amp.casting.containers import cast_tensors, map_tensors
 from amp.dtypes import SCALABLE, dtype_name
 from amp.errors import AmpTypeError, AmpWarning, brief
+from amp.kernels.grad_mode import without_grad
 from amp.profiles.properties import CastInputs
 
 EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
@@ -72,7 +73,7 @@ class ModelInputs:
             map_tensors(lambda x: self._look(name, x), value)
         return cast_tensors(value, SCALABLE, self.dtype)
 
-    @torch.no_grad()
+    @without_grad
     def _look(self, name: str, x: Tensor) -> Tensor:
         """Warn if a cast would change what an argument means, and return it as it is."""
         limit = EXACT_INTEGERS.get(self.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from amp.errors import AmpValueError
+from amp.kernels.grad_mode import without_grad
 
 __all__ = [
     "LARC",
@@ -221,19 +222,19 @@ class LARC:
         """Adapt the gradients and step. The host does not wait for the device."""
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
-            with torch.no_grad():
-                for group, decay in zip(self.param_groups, decays, strict=True):
-                    if "weight_decay" in group:
-                        group["weight_decay"] = 0.0
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            self._adapt(parameter, decay, group["lr"])
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._adapt(parameter, decay, group["lr"])
             return self.optim.step(*args, **kwargs)
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 if "weight_decay" in group:
                     group["weight_decay"] = decay
 
+    @without_grad
     def _adapt(self, parameter: Tensor, decay: float, lr: float) -> None:
         grad = parameter.grad
         assert grad is not None

@@ -15,6 +15,7 @@ from torch import Tensor
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
 from amp.fp16_utils.groups import MasterGroups
 from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from amp.kernels.grad_mode import without_grad
 from amp.profiles.keys import SMALLEST_SCALE
 from amp.session import Session
 from amp.state_checks import StateChecks, check_mapping
@@ -272,10 +273,9 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             scaler.take_over(of_scaler)
         elif not is_dynamic:
             scaler.set_scale(of_scaler.scale)
-        with torch.no_grad():
-            for into, group in zip(masters, saved, strict=True):
-                for master, values in zip(into, group, strict=True):
-                    master.copy_(values)
+        for into, group in zip(masters, saved, strict=True):
+            for master, values in zip(into, group, strict=True):
+                without_grad(master.copy_)(values)
         self._attached.write_back()
 
     def __getstate__(self) -> dict[str, Any]:

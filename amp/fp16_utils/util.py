@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp.errors import AmpTypeError, AmpValueError
+from amp.kernels.grad_mode import without_grad
 from amp.lazy import kernels
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
@@ -106,7 +107,7 @@ def prep_param_lists(
     return params, [master]
 
 
-@torch.no_grad()
+@without_grad
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
@@ -138,7 +139,7 @@ def model_grads_to_master_grads(
             master.grad.copy_(grad)
 
 
-@torch.no_grad()
+@without_grad
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from amp.casting.by_model import cast_by, in_another_dtype
 from amp.dtypes import LOW_PRECISION
+from amp.kernels.grad_mode import without_grad
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.undo import Undo
@@ -115,7 +116,7 @@ def values_of(tensor: Tensor) -> Tensor:
         return masters.values(master)
 
 
-@torch.no_grad()
+@without_grad
 def put_values(tensor: Tensor, values: Tensor) -> None:
     """Make a weight, and its master if it has one, stand for other values. No host sync.
 

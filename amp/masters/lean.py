@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import set_values, shard_like
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.whole import MasterWeights
@@ -32,7 +33,7 @@ class LeanMasterWeights(MasterWeights):
     def _memory_for(self, parameter: Tensor, data: Tensor) -> Tensor:
         return _placeholder(parameter)
 
-    @torch.no_grad()
+    @without_grad
     def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
         dtype = kernels.split.low_dtype(self.kind, parameter.dtype)
         low = self._low_of[master] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)

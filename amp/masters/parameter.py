@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from amp.distributed import is_sharded
 from amp.errors import AmpRuntimeError
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import are_plain
 
 _GRAD: Any = torch.Tensor.grad
@@ -75,8 +76,7 @@ class MasterParameter(Tensor):
                 f"{tuple(value.shape)}: it stands for a parameter of its own shape. Change the model "
                 "before amp.initialize"
             )
-        with torch.no_grad():
-            self.copy_(value)  # which leaves a trace, as `.data.copy_` would not
+        without_grad(self.copy_)(value)  # which leaves a trace, as `.data.copy_` would not
 
 
 class _WholeMaster(MasterParameter, nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -59,7 +58,7 @@ class _Refresh(_StateDictHook):
             value = state_dict.get(prefix + name)
             master = self.masters.master(tensor)
             if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
-                with torch.no_grad(), self.masters.lock:
+                with self.masters.lock:
                     state_dict[prefix + name] = self.masters.load(master, value)
 
 

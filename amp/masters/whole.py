@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp import distributed
 from amp.errors import AmpRuntimeError
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.parameter import make_master
@@ -235,7 +236,7 @@ class MasterWeights:
                     self.follow(master, stepping=True)
                 master.requires_grad_(model.requires_grad)
 
-    @torch.no_grad()
+    @without_grad
     def follow(self, master: Tensor, stepping: bool = False) -> None:
         """Bring a master up to date with what was written to its parameter from outside. No host sync.
 
@@ -269,7 +270,7 @@ class MasterWeights:
 
         It is written through `.data`: the version of a master moves when somebody else changes it.
         """
-        master.data.copy_(values)
+        master.data.copy_(values.detach())
         return values
 
 

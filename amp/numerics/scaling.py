@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError
+from amp.kernels.grad_mode import without_grad
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike, round_to
 from amp.profiles.loss_scaling import LossScaling
@@ -143,7 +144,7 @@ class GradientSurvival:
     not_finite: int
 
 
-@torch.no_grad()
+@without_grad
 def gradient_survival(
     grads: Tensor | Iterable[Tensor],
     scales: Sequence[float] = SCALES,

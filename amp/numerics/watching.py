@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from amp.casting.containers import map_tensors
 from amp.errors import AmpTypeError, AmpValueError
+from amp.kernels.grad_mode import without_grad
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import GRADIENT_FORMATS, SCALES, GradientSurvival, survival_of
@@ -214,7 +215,7 @@ class Watch(AbstractContextManager["Watch"]):
             values = grad.coalesce().values() if grad.is_sparse else grad
             self._count((self._owner[parameter], "weight_gradients"), values, shift)
 
-    @torch.no_grad()
+    @without_grad
     def _count(self, key: tuple[str, str], tensor: Tensor, shift: Tensor | None) -> None:
         tally = _tally(_bins_of(tensor, shift))
         held = self._tallies.get(key)
@@ -291,7 +292,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-@torch.no_grad()
+@without_grad
 def _bins_of(x: Tensor, shift: Tensor | None = None) -> Tensor:
     """Return the bin of each number, int64, its exponent less a shift."""
     values = x.detach().flatten().float()

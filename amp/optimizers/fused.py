@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from amp.kernels.grad_mode import without_grad
 from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
 from amp.optimizers.one_step import step_batches
@@ -224,7 +225,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
+    @without_grad
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient. On a device with Triton the host does not wait.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import are_plain
 from amp.training.host_copies import is_on_host
 from amp.undo import Undo
@@ -38,12 +39,12 @@ class RunningStatistics:
         undo.callback(self._modules.clear)
         self.keep()
 
-    @torch.no_grad()
+    @without_grad
     def keep(self) -> None:
         """Take what the norms have now for good."""
         self._finite = {key: _joined(buffers) for key, buffers in self._groups().items()}
 
-    @torch.no_grad()
+    @without_grad
     def repair(self) -> None:
         """Bring finite values back to where they are not any more. No host sync."""
         for key, buffers in self._groups().items():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp.distributed import shard_like
 from amp.kernels.changes import Change, Changes
+from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.parameter import store_grad, store_grads
@@ -81,7 +82,7 @@ def plan_adding(parameters: Sequence[Tensor], grads: Sequence[Tensor], changes: 
         changes.add_later(functools.partial(work_out_adding, parameter, grad))
 
 
-@torch.no_grad()
+@without_grad
 def work_out_adding(parameter: Tensor, grad: Tensor) -> Change:
     """Return what adds an unscaled gradient to the one that a parameter has; either may be sparse."""
     total = parameter.grad
