@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp.casting import strategies
 from amp.errors import AmpRuntimeError, brief
-from amp.state_checks import StateChecks, check_mapping
+from amp.state_checks import StateChecks, as_dict
 from amp.training.scaler import LossScaler, ScalerState, read_state
 
 _SCALER_KEY = re.compile(r"loss_scaler([0-9]{1,9})")
@@ -55,8 +55,7 @@ def read(state: object) -> SavedState:
         AmpTypeError, AmpRuntimeError, AmpValueError: it is no such state dict, or one of its entries
             is not what it should be.
     """
-    check_mapping(state, "what amp.state_dict() returns")
-    assert isinstance(state, Mapping)
+    state = as_dict(state, "what amp.state_dict() returns")
     strategy_of = {each.state_key: each for each in strategies.STRATEGIES if each.state_key}
     unexpected = [
         key
