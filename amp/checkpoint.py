@@ -8,11 +8,9 @@ model's state dict, which holds FP32 values at every level.
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from amp.casting import strategies
 from amp.errors import AmpRuntimeError, brief
@@ -60,7 +58,8 @@ def read(state: object) -> SavedState:
     unexpected = [
         key
         for key in state
-        if key not in strategy_of and key != _LEVEL_KEY and not _SCALER_KEY.fullmatch(str(key))
+        if not isinstance(key, str)
+        or not (key in strategy_of or key == _LEVEL_KEY or _SCALER_KEY.fullmatch(key))
     ]
     if unexpected:
         names = ", ".join(f'"{key}"' if isinstance(key, str) else brief(key) for key in unexpected)
@@ -73,27 +72,19 @@ def read(state: object) -> SavedState:
         checks.fail("state_dict", _LEVEL_KEY, brief(level), "the name of a level, or None")
     scalers: dict[int, ScalerState] = {}
     for key in state:
-        if match := _SCALER_KEY.fullmatch(str(key)):
+        if match := _SCALER_KEY.fullmatch(key):
             number = int(match[1])
             if number in scalers:
                 checks.fail("state_dict", key, "another entry is of the same scaler", "one for each")
-            scalers[number] = read_state(state[key], f"state_dict[{brief(key)}]")
+            entry = checks.mapping(state, key, "state_dict", "what a loss scaler's state_dict() is")
+            scalers[number] = read_state(entry, f"state_dict[{brief(key)}]")
     own: dict[str, Any] = {}
     for key, strategy in strategy_of.items():
         if key in state:
-            strategy.check_state(state[key], f"state_dict['{key}']", checks)
-            own[key] = _copied(state[key])
+            entry = checks.mapping(state, key, "state_dict", "what amp.state_dict() has there")
+            own[key] = strategy.checked_state(entry, f"state_dict['{key}']", checks)
     checks.finish()
     return SavedState(scalers, _LEVEL_KEY in state, level, own)
-
-
-def _copied(value: Any) -> Any:
-    """Return the same in memory of its own."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
-    return list(value) if isinstance(value, list) else value
 
 
 def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterator[str]:

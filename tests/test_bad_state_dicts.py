@@ -279,6 +279,18 @@ def test_a_loader_that_fails_late_is_undone() -> None:
     assert len(optimizer.state) == 2
 
 
+def test_a_load_that_fails_leaves_the_defaults_alone() -> None:
+    _, optimizer = stepped(torch.optim.Adafactor)
+    before = dict(optimizer.defaults)
+
+    def fail(optimizer: Any) -> None:
+        raise KeyError("odd")
+
+    optimizer.register_load_state_dict_post_hook(fail)
+    refused(optimizer, optimizer.state_dict(), "Adafactor cannot load this state dict: KeyError")
+    assert optimizer.defaults == before
+
+
 @pytest.mark.parametrize("level", [None, "O3"])
 def test_second_moments_in_bfloat16_are_not_rounded_to_float16_on_the_way(level: str | None) -> None:
     model = linear().half()
@@ -346,6 +358,20 @@ def test_several_loss_scalers_load_together_or_not_at_all(entry: dict[str, Any],
     with pytest.raises(AmpError, match=rf"state_dict\['loss_scaler1'\] has no usable {text}"):
         amp.load_state_dict(state)
     assert amp.state_dict() == before
+
+
+class Named:
+    """Looks like a key, and is none."""
+
+    def __str__(self) -> str:
+        return "loss_scaler1"
+
+
+def test_only_text_is_a_key_of_a_loss_scaler() -> None:
+    amp.initialize(linear(), opt_level="O2", num_losses=2)
+    state: Any = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    with pytest.raises(AmpError, match="Unexpected key"):
+        amp.load_state_dict({**state, Named(): state["loss_scaler0"]})
 
 
 def test_a_warning_that_is_an_error_comes_before_anything_is_loaded() -> None:
