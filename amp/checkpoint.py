@@ -8,15 +8,13 @@ model's state dict, which holds FP32 values at every level.
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from amp.casting import strategies
 from amp.errors import AmpRuntimeError, brief
-from amp.state_checks import StateChecks, check_mapping
+from amp.state_checks import StateChecks, as_dict
 from amp.training.scaler import LossScaler, ScalerState, read_state
 
 _SCALER_KEY = re.compile(r"loss_scaler([0-9]{1,9})")
@@ -55,13 +53,13 @@ def read(state: object) -> SavedState:
         AmpTypeError, AmpRuntimeError, AmpValueError: it is no such state dict, or one of its entries
             is not what it should be.
     """
-    check_mapping(state, "what amp.state_dict() returns")
-    assert isinstance(state, Mapping)
+    state = as_dict(state, "what amp.state_dict() returns")
     strategy_of = {each.state_key: each for each in strategies.STRATEGIES if each.state_key}
     unexpected = [
         key
         for key in state
-        if key not in strategy_of and key != _LEVEL_KEY and not _SCALER_KEY.fullmatch(str(key))
+        if not isinstance(key, str)
+        or not (key in strategy_of or key == _LEVEL_KEY or _SCALER_KEY.fullmatch(key))
     ]
     if unexpected:
         names = ", ".join(f'"{key}"' if isinstance(key, str) else brief(key) for key in unexpected)
@@ -74,27 +72,19 @@ def read(state: object) -> SavedState:
         checks.fail("state_dict", _LEVEL_KEY, brief(level), "the name of a level, or None")
     scalers: dict[int, ScalerState] = {}
     for key in state:
-        if match := _SCALER_KEY.fullmatch(str(key)):
+        if match := _SCALER_KEY.fullmatch(key):
             number = int(match[1])
             if number in scalers:
                 checks.fail("state_dict", key, "another entry is of the same scaler", "one for each")
-            scalers[number] = read_state(state[key], f"state_dict[{brief(key)}]")
+            entry = checks.mapping(state, key, "state_dict", "what a loss scaler's state_dict() is")
+            scalers[number] = read_state(entry, f"state_dict[{brief(key)}]")
     own: dict[str, Any] = {}
     for key, strategy in strategy_of.items():
         if key in state:
-            strategy.check_state(state[key], f"state_dict['{key}']", checks)
-            own[key] = _copied(state[key])
+            entry = checks.mapping(state, key, "state_dict", "what amp.state_dict() has there")
+            own[key] = strategy.checked_state(entry, f"state_dict['{key}']", checks)
     checks.finish()
     return SavedState(scalers, _LEVEL_KEY in state, level, own)
-
-
-def _copied(value: Any) -> Any:
-    """Return the same in memory of its own."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
-    return list(value) if isinstance(value, list) else value
 
 
 def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterator[str]:

@@ -41,7 +41,7 @@ from amp.errors import (
 from amp.lazy import kernels
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
-from amp.state_checks import StateChecks, check_mapping
+from amp.state_checks import StateChecks, as_dict
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
 
@@ -405,7 +405,7 @@ class GradScaler(_TorchInternals):
         """
         if not self._enabled:
             return
-        check_mapping(state_dict, "what GradScaler.state_dict() returns")
+        state_dict = as_dict(state_dict, "what GradScaler.state_dict() returns")
         if not state_dict:
             raise AmpRuntimeError(
                 "the state dict is empty: it was saved from a GradScaler that was disabled. Save one "

@@ -1,8 +1,9 @@
 """Checks of state dicts: all of one is looked at before any of it is taken over.
 
 Whoever loads a state dict makes a `StateChecks`, reads every entry through it, and applies what it has
-read after `finish`. An error names the entry by its path in the dict, shows what is there, and says
-what is expected.
+read after `finish`. Tensors that it returns are copies in memory of their own: what is loaded shares
+none with the state dict, the model or another entry, however those tensors were made. An error names
+the entry by its path in the dict, shows what is there, and says what is expected.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _MISSING: Any = object()
 
 
 class _Values(NamedTuple):
-    """What the elements of a tensor on some device have to be."""
+    """What the elements of a tensor on some device have to be, and their extremes, `[2]`."""
 
     path: str
     key: Any
-    tensor: Tensor
+    extremes: Tensor
     expected: str
     low: float
     high: float
@@ -51,8 +52,6 @@ class StateChecks:
 
     def __init__(self) -> None:
         self._values: list[_Values] = []
-        self._at: dict[tuple[torch.device, int], str] = {}
-        """Where tensors lie, of those that are taken over."""
 
     def fail(self, path: str, key: Any, found: str, expected: str) -> NoReturn:
         """Raise an AmpValueError about the entry `key` of what is at `path`."""
@@ -70,12 +69,15 @@ class StateChecks:
             self.fail(path, key, "it is missing", expected)
         return value
 
-    def mapping(self, holder: Any, key: Any, path: str, expected: str) -> Mapping[Any, Any]:
-        """Return an entry that is a mapping."""
+    def mapping(self, holder: Any, key: Any, path: str, expected: str) -> dict[Any, Any]:
+        """Return an entry that is a mapping, as a plain dict."""
         value = self.entry(holder, key, path, expected)
         if not isinstance(value, Mapping):
             self.fail(path, key, brief(value), expected)
-        return value
+        try:
+            return dict(value)
+        except Exception as error:
+            self.fail(path, key, f"a mapping that cannot be read: {brief(error)}", expected)
 
     def items(
         self, holder: Any, key: Any, path: str, expected: str, length: int | None = None
@@ -137,7 +139,7 @@ class StateChecks:
     ) -> Any:
         """Return an entry that is a number or a tensor of one element, `low <= number <= high`.
 
-        By default it is what float32 can hold.
+        By default it is what float32 can hold. A tensor is copied, in float64 or else in float32.
         """
         expected = f"a {'whole' if is_whole else 'finite'} number{_range(low, high)}"
         value = self.entry(holder, key, path, f"{expected}, or a tensor of one")
@@ -148,8 +150,9 @@ class StateChecks:
         is_plain = value.layout is torch.strided and not value.is_meta
         if value.numel() != 1 or not is_plain or value.dtype not in _NUMBERS:
             self.fail(path, key, brief(value), f"{expected}, or a tensor of one")
-        self._values.append(_Values(path, key, value, expected, low, high, is_whole, False))
-        return value
+        value = self._readable(key, path, value, expected)
+        self._values.append(_Values(path, key, _extremes(value), expected, low, high, is_whole, False))
+        return value.to(torch.float64 if value.dtype is torch.float64 else torch.float32, copy=True)
 
     def tensor_like(
         self,
@@ -162,13 +165,16 @@ class StateChecks:
         may_be_inf: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return an entry that is a floating-point tensor with the shape of another.
+        """Return a copy of an entry that is a floating-point tensor with the shape of another.
+
+        It is on the device of the other, and in memory in the same order. The state of a complex
+        parameter is complex.
 
         Args:
             holder: the mapping.
             key: of the entry in it.
             path: of the holder.
-            like: what has the shape.
+            like: what has the shape, the device and the strides.
             dtype: what the values are cast to, whose range they have to be in; by default that of
                 `like`.
             low: the smallest value that is allowed.
@@ -176,46 +182,49 @@ class StateChecks:
             shape: another shape.
         """
         dtype, shape = dtype or like.dtype, tuple(like.shape if shape is None else shape)
-        expected = f"a dense floating-point tensor of shape {shape}"
+        kind = "complex" if like.is_complex() else "floating-point"
+        expected = f"a dense {kind} tensor of shape {shape}"
         value = self.entry(holder, key, path, expected)
-        if not isinstance(value, Tensor) or value.dtype not in SCALABLE:
+        if not isinstance(value, Tensor) or value.is_complex() != like.is_complex():
+            self.fail(path, key, brief(value), expected)
+        if value.dtype not in SCALABLE and not value.is_complex():
             self.fail(path, key, brief(value), expected)
         if value.layout is not torch.strided or value.shape != shape:
             self.fail(path, key, brief(value), expected)
         if value.is_meta and not like.is_meta:
             self.fail(path, key, "a tensor on the device meta, which has no values", expected)
-        self._check_memory(key, path, value, expected)
+        value = self._readable(key, path, value, expected)
         if value.numel() and not value.is_meta:
             high = torch.finfo(dtype).max
             expected = f"finite numbers{_range(low, high)}, for {dtype_name(dtype)}"
-            self._values.append(_Values(path, key, value, expected, low, high, False, may_be_inf))
-        return value
+            low = max(low, -high)
+            extremes = _extremes(value)
+            self._values.append(_Values(path, key, extremes, expected, low, high, False, may_be_inf))
+        return _copied(value, like, dtype)
 
-    def _check_memory(self, key: Any, path: str, value: Tensor, expected: str) -> None:
-        """Check that no element of a tensor is another one too, here or in an earlier tensor."""
-        values = _on_this_rank(value)
-        if values.is_meta or not values.numel():
-            return
-        steps = zip(values.shape, values.stride(), strict=True)
-        if any(size > 1 and stride == 0 for size, stride in steps):
-            self.fail(path, key, f"{brief(value)} whose elements share memory", f"{expected}; clone it")
-        called = f"{path}[{brief(key)}]"
-        other = self._at.setdefault((values.device, values.data_ptr()), called)
-        if other is not called:
-            self.fail(path, key, f"it is the same memory as {other}", f"{expected}; clone it")
+    def _readable(self, key: Any, path: str, value: Tensor, expected: str) -> Tensor:
+        """Return a tensor whose memory holds its values, which that of a view by torch may not."""
+        value = value.detach()
+        if type(value) is not Tensor or value.is_meta:
+            return value
+        if value._is_zerotensor():
+            return value.clone()
+        if value.numel():
+            steps = zip(value.shape, value.stride(), strict=True)
+            last = value.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+            if value.untyped_storage().nbytes() < (last + 1) * value.itemsize:
+                self.fail(path, key, f"{brief(value)} whose memory has been freed", expected)
+        return value.resolve_conj().resolve_neg()
 
     def finish(self) -> None:
         """Look at the values of all tensors so far. The host waits once for each device."""
-        alike: dict[Any, list[tuple[_Values, Tensor]]] = {}
+        alike: dict[Any, list[_Values]] = {}
         for each in self._values:
-            tensor = _on_this_rank(each.tensor)
-            if tensor.numel():
-                is_double = tensor.dtype is torch.float64
-                alike.setdefault((tensor.device, is_double), []).append((each, tensor))
+            alike.setdefault((each.extremes.device, each.extremes.dtype), []).append(each)
         self._values = []
         for found in alike.values():
-            extremes = torch.stack([_extremes(tensor) for _, tensor in found]).tolist()
-            for (each, _), (least, most) in zip(found, extremes, strict=True):
+            extremes = torch.stack([each.extremes for each in found]).tolist()
+            for each, (least, most) in zip(found, extremes, strict=True):
                 is_inf = each.may_be_inf and most == math.inf
                 fits = each.low <= least and (is_inf or (most <= each.high and math.isfinite(most)))
                 if not fits or (each.is_whole and not most.is_integer()):
@@ -234,10 +243,17 @@ def as_float(value: Any) -> float | None:
     return float(value)
 
 
-def check_mapping(value: Any, expected: str) -> None:
-    """Raise AmpTypeError unless what was passed as a state dict is a mapping."""
+def as_dict(value: Any, expected: str) -> dict[Any, Any]:
+    """Return what was passed as a state dict as a plain dict; AmpTypeError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise AmpTypeError(f"expected {expected}, a dict, and got a {type(value).__name__}")
+    try:
+        return dict(value)
+    except Exception as error:
+        kind = type(value).__name__
+        raise AmpTypeError(
+            f"expected {expected}, a dict, and got a {kind} that cannot be read: {brief(error)}"
+        ) from error
 
 
 @contextmanager
@@ -245,7 +261,7 @@ def all_or_nothing(optimizer: Any) -> Iterator[None]:
     """Give an optimizer its attributes, groups and state back if loading fails inside the block."""
     attributes = dict(vars(optimizer))
     groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-    entries_of = [optimizer.state, *optimizer.state.values()]
+    entries_of = [*attributes.values(), optimizer.state, *optimizer.state.values()]
     state = [(entry, dict(entry)) for entry in entries_of if isinstance(entry, dict)]
     try:
         yield
@@ -282,8 +298,22 @@ def _on_this_rank(tensor: Tensor) -> Tensor:
     return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[no-any-return]
 
 
+def _copied(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values in new memory, in the order of `like` where that has the shape."""
+    if type(value) is not Tensor or hasattr(like, "_local_tensor"):
+        return value.to(like.device, dtype, copy=True)
+    if value.shape != like.shape:
+        return torch.empty(value.shape, dtype=dtype, device=like.device).copy_(value)
+    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(value)
+
+
 @without_grad
 def _extremes(tensor: Tensor) -> Tensor:
     """Return the least and the largest value, `[2]`, in FP32 but for FP64; NaN if one is."""
+    tensor = _on_this_rank(tensor)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    if not tensor.numel():  # this rank has nothing of it
+        return torch.zeros(2, dtype=wide, device=tensor.device)
     return torch.stack(list(torch.aminmax(tensor))).to(wide)

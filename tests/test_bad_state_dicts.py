@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import amp
 from amp.errors import AmpError, AmpValueError
-from amp.optimizers import FusedAdam, FusedLion, FusedSGD
+from amp.fp16_utils import FP16_Optimizer
+from amp.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
+from tests.fuzz.inputs import bits
 from tests.models import linear, sgd
 
 
@@ -41,6 +44,12 @@ def refused(optimizer: Any, state: Any, match: str) -> None:
             assert torch.equal(value, after["state"][key][name])
 
 
+def freed(tensor: Tensor, left: int) -> Tensor:
+    """Return a tensor of whose memory only some bytes are left."""
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
 @pytest.mark.parametrize("optimizer_of", [FusedLion, torch.optim.AdamW])
 @pytest.mark.parametrize(
     ("name", "value", "text"),
@@ -51,7 +60,10 @@ def refused(optimizer: Any, state: Any, match: str) -> None:
         ("exp_avg", torch.ones(4, 4, dtype=torch.complex64), "a complex64 tensor"),
         ("exp_avg", torch.ones(4, 4).to_sparse(), "torch.sparse_coo"),
         ("exp_avg", torch.ones(4, 4, device="meta"), "on the device meta"),
-        ("exp_avg", torch.zeros(1).expand(4, 4), "whose elements share memory"),
+        ("exp_avg", torch.full((4, 4), -torch.inf), "a tensor of values from -inf to -inf; expected"),
+        ("exp_avg", freed(torch.ones(4, 4), 0), "whose memory has been freed"),
+        ("exp_avg", freed(torch.ones(4, 4), 8), "whose memory has been freed"),
+        ("exp_avg", torch.ones(1).expand(9**9, 9**9), "of shape .*; expected a dense"),
         ("step", 10**400, "an integer of about 401 digits; expected a whole number from 0 to"),
         ("step", torch.tensor(1.5), "a tensor of values from 1.5 to 1.5; expected a whole number"),
         ("step", torch.ones(2), r"a float32 tensor of shape \(2,\)"),
@@ -66,11 +78,9 @@ def test_an_entry_of_a_parameter_is_named(optimizer_of: Any, name: str, value: A
 
 
 @pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])
-def test_second_moments_are_not_negative_and_have_memory_of_their_own(optimizer_of: Any) -> None:
+def test_second_moments_are_not_negative(optimizer_of: Any) -> None:
     _, optimizer = stepped(optimizer_of)
     state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["exp_avg_sq"] = state["state"][0]["exp_avg"]
-    refused(optimizer, state, r"the same memory as state_dict\['state'\]\[0\]\['exp_avg")
     state["state"][0]["exp_avg_sq"] = torch.full((4, 4), -1.0)
     refused(
         optimizer,
@@ -79,6 +89,125 @@ def test_second_moments_are_not_negative_and_have_memory_of_their_own(optimizer_
     )
     state["state"][0]["exp_avg_sq"] = torch.full((4, 4), torch.inf)  # as float16 has it now and then
     optimizer.load_state_dict(state)
+
+
+def in_inference_mode(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+ODD_TENSORS: dict[str, Any] = {
+    "one for all": lambda own, buffer, live: [buffer[: own[0].numel()].view(4, 4)] * len(own),
+    "overlapping": lambda own, buffer, live: [buffer[i : i + 16].view(4, 4) for i in range(len(own))],
+    "overlapping itself": lambda own, buffer, live: [buffer.as_strided((4, 4), (1, 1)) for _ in own],
+    "expanded": lambda own, buffer, live: [buffer[:1].expand(4, 4) for _ in own],
+    "the parameter": lambda own, buffer, live: [live, *own[1:]],
+    "transposed": lambda own, buffer, live: [each.t().contiguous().t() for each in own],
+    "in inference mode": lambda own, buffer, live: list(map(in_inference_mode, own)),
+    "negative": lambda own, buffer, live: [torch._neg_view(-each) for each in own],
+    "zero": lambda own, buffer, live: [torch._efficientzerotensor((4, 4)) for _ in own],
+    "wider": lambda own, buffer, live: [each.double() for each in own],
+}
+OPTIMIZERS: dict[str, Any] = {
+    **{cls.__name__: functools.partial(cls, lr=0.1) for cls in (FusedAdam, FusedLion, FusedLAMB)},
+    **{
+        name: functools.partial(getattr(torch.optim, name), lr=0.1)
+        for name in (
+            *("Adam", "NAdam", "RAdam", "Adagrad", "Rprop", "ASGD", "RMSprop", "Adadelta", "Adamax"),
+            "Adafactor",
+        )
+    },
+    "SGD fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "AdamW foreach": functools.partial(torch.optim.AdamW, lr=0.1, foreach=True),
+    "Adagrad fused": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),
+}
+
+
+def plain(value: Any) -> Any:
+    """Return the same values in plain tensors."""
+    if isinstance(value, Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype).add_(value)
+    return {key: plain(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def after_two_steps(name: str, change: Any, copied: Any) -> list[Any]:
+    """Return weights and state after a load of a changed state, and two steps."""
+    model, optimizer = stepped(OPTIMIZERS[name], "O0")
+    state = optimizer.state_dict()
+    state["state"] = {key: dict(entry) for key, entry in state["state"].items()}
+    change(state["state"], optimizer.param_groups[0]["params"][0].detach())
+    state["state"] = copied(state["state"])
+    optimizer.load_state_dict(state)
+    for i in range(2):
+        optimizer.zero_grad()
+        x = torch.linspace(-1, i + 1.0, 8).reshape(2, 4)
+        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    amp.get_session().close()
+    return bits([list(model.parameters()), optimizer.state_dict()["state"]])
+
+
+@pytest.mark.parametrize("odd", ODD_TENSORS)
+@pytest.mark.parametrize(
+    "name",
+    ["FusedAdam", "FusedLAMB", "Adam", "SGD fused", "AdamW fused", "AdamW foreach", "Adagrad fused"],
+)
+def test_moments_are_copied(name: str, odd: str) -> None:
+    def change(state: Any, live: Tensor) -> None:
+        names = [key for key, value in state[0].items() if value.shape == (4, 4)]
+        live.abs_()
+        new = ODD_TENSORS[odd]([state[0][each] for each in names], torch.arange(40.0) / 40, live)
+        state[0].update(zip(names, new, strict=True))
+
+    assert after_two_steps(name, change, dict) == after_two_steps(name, change, plain)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16])
+def test_steps_that_parameters_share_are_copied(name: str, dtype: torch.dtype) -> None:
+    largest = {torch.uint8: 255, torch.bfloat16: 256}.get(dtype, 1)
+
+    def change(state: Any, live: Tensor) -> None:
+        scalars = {key: value for key, value in state[0].items() if value.dim() == 0}
+        scalars |= {"step": torch.tensor(largest, dtype=dtype)} if scalars else {}
+        for entry in state.values():
+            entry.update(scalars)
+
+    def as_floats(state: Any) -> Any:
+        return {
+            key: {name: x.float() if x.dim() == 0 else x for name, x in plain(entry).items()}
+            for key, entry in state.items()
+        }
+
+    assert after_two_steps(name, change, dict) == after_two_steps(name, change, as_floats)
+
+
+def test_vectors_of_lbfgs_are_copied() -> None:
+    model = linear()
+    model, optimizer = amp.initialize(model, torch.optim.LBFGS(model.parameters()), opt_level="O0")
+
+    def closure() -> Tensor:
+        with amp.scale_loss(model(torch.ones(2, 4)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return scaled_loss
+
+    optimizer.step(closure)
+    state = optimizer.state_dict()
+    state["state"][0]["old_dirs"] = [state["state"][0]["d"]] * len(state["state"][0]["ro"])
+    optimizer.load_state_dict(state)
+    loaded = next(iter(optimizer.state.values()))
+    vectors = [loaded["d"], loaded["prev_flat_grad"], *loaded["old_dirs"]]
+    assert len({vector.data_ptr() for vector in vectors}) == len(vectors) > 3
+
+
+@pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])
+def test_a_load_in_inference_mode_can_be_stepped(optimizer_of: Any) -> None:
+    _, optimizer = stepped(optimizer_of)
+    with torch.inference_mode():
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert not any(x.is_inference() for entry in optimizer.state.values() for x in entry.values())
 
 
 def test_what_float16_cannot_hold_is_refused() -> None:
@@ -150,6 +279,18 @@ def test_a_loader_that_fails_late_is_undone() -> None:
     assert len(optimizer.state) == 2
 
 
+def test_a_load_that_fails_leaves_the_defaults_alone() -> None:
+    _, optimizer = stepped(torch.optim.Adafactor)
+    before = dict(optimizer.defaults)
+
+    def fail(optimizer: Any) -> None:
+        raise KeyError("odd")
+
+    optimizer.register_load_state_dict_post_hook(fail)
+    refused(optimizer, optimizer.state_dict(), "Adafactor cannot load this state dict: KeyError")
+    assert optimizer.defaults == before
+
+
 @pytest.mark.parametrize("level", [None, "O3"])
 def test_second_moments_in_bfloat16_are_not_rounded_to_float16_on_the_way(level: str | None) -> None:
     model = linear().half()
@@ -168,6 +309,32 @@ def test_second_moments_in_bfloat16_are_not_rounded_to_float16_on_the_way(level:
     after = optimizer.state_dict()["state"][0]
     assert torch.equal(after["exp_avg_sq"], moments)
     assert torch.equal(after["exp_avg"], state["state"][0]["exp_avg"])
+
+
+def fp16_optimizer() -> FP16_Optimizer:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    return FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e300, -1e300])
+def test_masters_are_finite(number: float) -> None:
+    optimizer = fp16_optimizer()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["fp32_from_fp16"][0][1] = torch.full((4,), number, dtype=torch.float64)
+    before = bits(optimizer.state_dict())
+    with pytest.raises(AmpValueError, match=r"\['fp32_from_fp16'\]\[0\] has no usable 1: a tensor"):
+        optimizer.load_state_dict(state)
+    assert bits(optimizer.state_dict()) == before
+
+
+def test_masters_may_come_in_another_order() -> None:
+    optimizer = fp16_optimizer()
+    state = optimizer.state_dict()
+    of = state["fp32_from_fp16"][0]
+    of[0], of[2] = of[2], of[0]  # what is loaded is what it is loaded into
+    expected = bits(state["fp32_from_fp16"])
+    optimizer.load_state_dict(state)
+    assert bits(optimizer.state_dict()["fp32_from_fp16"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -191,6 +358,20 @@ def test_several_loss_scalers_load_together_or_not_at_all(entry: dict[str, Any],
     with pytest.raises(AmpError, match=rf"state_dict\['loss_scaler1'\] has no usable {text}"):
         amp.load_state_dict(state)
     assert amp.state_dict() == before
+
+
+class Named:
+    """Looks like a key, and is none."""
+
+    def __str__(self) -> str:
+        return "loss_scaler1"
+
+
+def test_only_text_is_a_key_of_a_loss_scaler() -> None:
+    amp.initialize(linear(), opt_level="O2", num_losses=2)
+    state: Any = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    with pytest.raises(AmpError, match="Unexpected key"):
+        amp.load_state_dict({**state, Named(): state["loss_scaler0"]})
 
 
 def test_a_warning_that_is_an_error_comes_before_anything_is_loaded() -> None:

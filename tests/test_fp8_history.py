@@ -336,9 +336,31 @@ def test_another_recipe_or_level_goes_on() -> None:
 def test_an_unusable_entry_is_refused(entry: Any) -> None:
     initialize(net(), "O5", "delayed")
     before = history().amaxes.clone()
-    with pytest.raises(amp.errors.AmpValueError, match="state_dict\\['fp8'\\] has no usable"):
+    with pytest.raises(amp.errors.AmpValueError, match="state_dict(\\['fp8'\\])? has no usable"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "fp8": entry})
     assert torch.equal(history().amaxes, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("amaxes", torch.ones(17, 9, device="meta")),
+        ("amaxes", torch.ones(1, 1).expand(10**9, 9)),
+        ("amaxes", torch.full((17, 9), torch.inf)),
+        ("recipe", object()),
+        ("recipe", "current"),
+    ],
+)
+def test_a_state_that_cannot_be_taken_over_leaves_the_scalers_alone(name: str, value: Any) -> None:
+    state = state_after_training("O2")
+    before = amp.state_dict()
+    state["fp8"][name] = value
+    state["loss_scaler0"]["loss_scale"] = 2.0
+    with pytest.raises(amp.errors.AmpValueError, match=rf"\['fp8'\] has no usable '{name}'"):
+        amp.load_state_dict(state)
+    after = amp.state_dict()
+    assert after["loss_scaler0"] == before["loss_scaler0"]
+    assert torch.equal(after["fp8"]["amaxes"], before["fp8"]["amaxes"])
 
 
 def test_a_state_is_plain(tmp_path: Path) -> None:

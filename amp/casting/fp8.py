@@ -153,21 +153,25 @@ class Fp8Linears(Strategy):
         return {} if self.history is None else self.history.state_dict()
 
     @staticmethod
-    def check_state(state: object, path: str, checks: StateChecks) -> None:
-        """Check the names and the entries of layers."""
+    def checked_state(state: dict[Any, Any], path: str, checks: StateChecks) -> dict[str, Any]:
+        """Return the names and the entries of layers, after checks."""
         expected = "a list of the names of layers, each once"
         names = checks.items(state, "names", path, expected)
         if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
             checks.fail(path, "names", brief(names), expected)
-        expected = f"a float32 tensor [1 + amax_history, {3 * len(names)}]"
+        expected = f"a contiguous float32 tensor [1 + amax_history, {3 * len(names)}], with values"
         amaxes = checks.entry(state, "amaxes", path, expected)
         shape = tuple(amaxes.shape) if isinstance(amaxes, Tensor) else ()
         if len(shape) != 2 or shape[0] < 2 or shape[1] != 3 * len(names):
             checks.fail(path, "amaxes", brief(amaxes), expected)
-        checks.tensor_like(state, "amaxes", path, amaxes, torch.float32, low=0.0)
-        assert isinstance(state, Mapping)
+        if amaxes.is_meta or amaxes.layout is not torch.strided or not amaxes.is_contiguous():
+            checks.fail(path, "amaxes", f"{brief(amaxes)} on {amaxes.device}", expected)
+        amaxes = checks.tensor_like(state, "amaxes", path, amaxes, torch.float32, low=0.0)
+        if not isinstance(recipe := state.get("recipe", "delayed"), str) or recipe != "delayed":
+            checks.fail(path, "recipe", brief(recipe), "'delayed', which alone is saved")
         for key in state.keys() - {"names", "amaxes", "recipe"}:
             checks.fail(path, key, "fp8 has no such entry", "only recipe, names and amaxes")
+        return {"recipe": recipe, "names": list(names), "amaxes": amaxes}
 
     @property
     def _is_delayed(self) -> bool:

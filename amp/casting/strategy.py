@@ -62,8 +62,12 @@ class Strategy:
         return {}
 
     @staticmethod
-    def check_state(state: object, path: str, checks: StateChecks) -> None:
-        """Check what `load_state_dict` is to be given, which errors call `path`."""
+    def checked_state(state: dict[Any, Any], path: str, checks: StateChecks) -> dict[str, Any]:
+        """Return what `load_state_dict` is to be given, in memory of its own, after checks.
+
+        Errors call the state `path`.
+        """
+        return state
 
     def differences(self, state: Mapping[str, Any] | None) -> str:
         """Return what the user should know of a state that is to be loaded, or an empty string."""
@@ -72,5 +76,5 @@ class Strategy:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over what `state_dict` returned; None, where a checkpoint has nothing of it.
 
-        `check_state` has looked at it.
+        `checked_state` has returned it.
         """

@@ -18,7 +18,7 @@ from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from amp.kernels.grad_mode import without_grad
 from amp.profiles.keys import SMALLEST_SCALE
 from amp.session import Session
-from amp.state_checks import StateChecks, check_mapping
+from amp.state_checks import StateChecks, as_dict
 from amp.training import scaler
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
@@ -252,6 +252,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             AmpError: an entry is not what it should be, or of another optimizer. Nothing has been
                 changed then.
         """
+        state_dict = as_dict(state_dict, "what FP16_Optimizer.state_dict() returns")
         checks, masters = StateChecks(), self.fp32_from_fp16_groups
         saved = _saved_masters(checks, state_dict, masters)
         is_dynamic = checks.flag(state_dict, "dynamic_loss_scale", "state_dict")
@@ -268,6 +269,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             "state_dict",
             "what the inner optimizer's state_dict() is",
         )
+        checks.finish()
         self.optimizer.load_state_dict(inner)
         if scaler.config.dynamic:
             scaler.take_over(of_scaler)
@@ -288,8 +290,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 def _saved_masters(
     checks: StateChecks, state_dict: Any, masters: list[list[Tensor]]
 ) -> list[list[Tensor]]:
-    """Return the saved masters, group by group, after checks."""
-    check_mapping(state_dict, "what FP16_Optimizer.state_dict() returns")
+    """Return copies of the saved masters, group by group."""
     key = "fp32_from_fp16"
     expected = f"a list of {len(masters)} lists of tensors, as this optimizer has groups"
     saved = checks.items(state_dict, key, "state_dict", expected)
@@ -302,11 +303,13 @@ def _saved_masters(
             f"the saved masters have the shapes {shapes[0]} and those of this optimizer "
             f"{shapes[1]}: make the same model and groups before loading"
         )
-    for i, (group, own) in enumerate(zip(saved, masters, strict=True)):
-        for j, (_, master) in enumerate(zip(group, own, strict=True)):
-            tensors = dict(enumerate(group))
-            checks.tensor_like(tensors, j, f"state_dict['{key}'][{i}]", master)
-    return [list(group) for group in saved]
+    return [
+        [
+            checks.tensor_like(dict(enumerate(group)), j, f"state_dict['{key}'][{i}]", master)
+            for j, master in enumerate(own)
+        ]
+        for i, (group, own) in enumerate(zip(saved, masters, strict=True))
+    ]
 
 
 def _as_state(scaler: Any) -> dict[str, Any]:

@@ -201,8 +201,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             AmpTypeError, AmpValueError: it is another optimizer's, or an entry is not what it should
                 be. Nothing has been changed then.
         """
-        own = as_own_state(self, state_dict)
-        with all_or_nothing(self):
+        # What is copied in inference mode could not be stepped outside of it.
+        with torch.inference_mode(False), all_or_nothing(self):
+            own = as_own_state(self, state_dict)
             super().load_state_dict(own)
             for loaded, group in zip(self.param_groups, own["param_groups"], strict=True):
                 for parameter, key in zip(loaded["params"], group["params"], strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp.errors import AmpValueError
 from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
-from amp.training.optimizer_states import check_no_others, check_settings, parameters_of
+from amp.training.optimizer_states import check_no_others, check_settings, structure_of
 
 if TYPE_CHECKING:
     from amp.optimizers.fused import FusedOptimizer
@@ -26,13 +26,11 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
         AmpTypeError, AmpValueError: it is another optimizer's, or an entry is not what it should be.
     """
     checks = StateChecks()
-    parameter_of = parameters_of(checks, optimizer, state_dict)
-    own: dict[str, Any] = dict(state_dict)
-    groups = own["param_groups"] = [{**group, "fused": True} for group in own["param_groups"]]
-    check_no_others(checks, own["state"], parameter_of)
-    state = own["state"] = {key: dict(entry) for key, entry in own["state"].items()}
-    for i, group in enumerate(groups):
+    own, parameter_of = structure_of(checks, optimizer, state_dict)
+    check_no_others(checks, state := own["state"], parameter_of)
+    for i, group in enumerate(own["param_groups"]):
         path = f"state_dict['param_groups'][{i}]"
+        group["fused"] = True
         _require(optimizer, f"group {i}", optimizer._required, group)
         of_group = {**optimizer.defaults, **group}
         _check_group(checks, optimizer, of_group, path)
@@ -73,19 +71,21 @@ def _check_group(
 def _check_entry(
     checks: StateChecks,
     optimizer: FusedOptimizer,
-    entry: Mapping[str, Any],
+    entry: dict[str, Any],
     path: str,
     parameter: Tensor,
 ) -> None:
-    """Check the state of a parameter."""
-    checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
+    """Check the state of a parameter, and exchange tensors for copies."""
+    entry["step"] = checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
     for name in entry.keys() - {"step"}:
         low = -math.inf if name in optimizer._signed else 0.0
         if name in optimizer._scalars:
-            checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
+            entry[name] = checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
         elif name in optimizer._all_moments:
             dtype = optimizer.state_dtype or parameter.dtype
-            checks.tensor_like(entry, name, path, parameter, dtype, low, may_be_inf=low == 0.0)
+            entry[name] = checks.tensor_like(
+                entry, name, path, parameter, dtype, low, may_be_inf=low == 0.0
+            )
         else:
             known = ", ".join(("step", *optimizer._all_moments, *optimizer._scalars))
             kind = type(optimizer).__name__
@@ -95,8 +95,7 @@ def _check_entry(
 def as_tensor(number: Any) -> Tensor:
     """Return a number as a float32 tensor `[]`, on the CPU if it is on no device."""
     if isinstance(number, Tensor):
-        copied = number.detach().to(torch.float32, copy=True)  # each parameter has its own
-        return copied if copied.dim() == 0 else copied.reshape(())
+        return number.to(torch.float32).reshape(())
     return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp.errors import brief
-from amp.state_checks import FLOAT32_MAX, StateChecks, all_or_nothing, check_mapping
+from amp.state_checks import FLOAT32_MAX, StateChecks, all_or_nothing, as_dict
 from amp.training import torch_states
 from amp.training.optimizer_wrappers import inherits
 
@@ -27,35 +28,37 @@ _ADDED: dict[str, set[str]] = {
 """The latter, of classes that are an exception."""
 
 
-def parameters_of(checks: StateChecks, optimizer: Any, state_dict: Any) -> dict[Any, Tensor]:
-    """Return the optimizer's parameters by their keys in a state dict, whose structure is checked.
+def structure_of(
+    checks: StateChecks, optimizer: Any, state_dict: Any
+) -> tuple[dict[str, Any], dict[Any, Tensor]]:
+    """Return a state dict, whose structure is checked, and the optimizer's parameters by its keys.
+
+    What is returned may be changed: it, its groups and the entries of parameters are new, plain dicts.
 
     Raises:
         AmpTypeError, AmpValueError: it is no state dict of an optimizer with these groups.
     """
     kind = type(optimizer).__name__
-    check_mapping(state_dict, f"what {kind}.state_dict() returns")
+    own = as_dict(state_dict, f"what {kind}.state_dict() returns")
     groups = optimizer.param_groups
     expected = f"a list of {len(groups)} groups, as this {kind} has"
-    saved = checks.items(state_dict, "param_groups", "state_dict", expected, len(groups))
+    saved = dict(enumerate(checks.items(own, "param_groups", "state_dict", expected, len(groups))))
     found: dict[Any, Tensor] = {}
-    for i, (group, own) in enumerate(zip(saved, groups, strict=True)):
+    for i, known in enumerate(groups):
         path = f"state_dict['param_groups'][{i}]"
-        if not isinstance(group, Mapping):
-            checks.fail("state_dict['param_groups']", i, brief(group), "a mapping")
-        count = len(own["params"])
+        group = saved[i] = checks.mapping(saved, i, "state_dict['param_groups']", "a mapping")
+        count = len(known["params"])
         expected = f"a list of {count} numbers, one for each parameter of this {kind}'s group"
         for key, parameter in zip(
-            checks.items(group, "params", path, expected, count), own["params"], strict=True
+            checks.items(group, "params", path, expected, count), known["params"], strict=True
         ):
             if not isinstance(key, (int, str)) or key in found:
                 checks.fail(path, "params", f"{brief(key)} is no number, or there twice", expected)
             found[key] = parameter
     state = checks.mapping(state_dict, "state", "state_dict", "a mapping from parameters to entries")
-    for key, entry in state.items():
-        if key in found and not isinstance(entry, Mapping):
-            checks.fail("state_dict['state']", key, brief(entry), "a mapping")
-    return found
+    for key in found.keys() & state.keys():
+        state[key] = checks.mapping(state, key, "state_dict['state']", "a mapping")
+    return {**own, "param_groups": list(saved.values()), "state": state}, found
 
 
 def check_no_others(checks: StateChecks, state: Mapping[Any, Any], found: Mapping[Any, Tensor]) -> None:
@@ -117,37 +120,39 @@ def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwar
         with all_or_nothing(optimizer):
             return load_state_dict(*args, **kwargs)
     given: Any = args[0] if args else kwargs.get("state_dict")
-    check_mapping(given, f"what {type(optimizer).__name__}.state_dict() returns")
-    with all_or_nothing(optimizer):
-        handle = optimizer.register_load_state_dict_pre_hook(check)
+    given = as_dict(given, f"what {type(optimizer).__name__}.state_dict() returns")
+    # What is copied in inference mode could not be stepped outside of it.
+    with all_or_nothing(optimizer), torch.inference_mode(False):
+        handle = optimizer.register_load_state_dict_pre_hook(checked)
         try:
-            return load_state_dict(dict(given))
+            return load_state_dict(given)
         finally:
             handle.remove()
 
 
-def check(optimizer: Any, state_dict: Any) -> None:
-    """Check a state dict that torch is about to load.
+def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
+    """Return the state dict that torch is to load instead of another, after checks.
 
     Raises:
         AmpTypeError, AmpValueError: an entry is not what it should be.
     """
     checks = StateChecks()
-    found = parameters_of(checks, optimizer, state_dict)
+    own, found = structure_of(checks, optimizer, state_dict)
     check_entry = torch_states.check_of(type(optimizer))
     if check_entry is None:
-        return
-    check_no_others(checks, state_dict["state"], found)
+        return own
+    check_no_others(checks, own["state"], found)
     group_of, kind = {}, type(optimizer).__name__
-    for i, group in enumerate(state_dict["param_groups"]):
+    for i, group in enumerate(own["param_groups"]):
         path = f"state_dict['param_groups'][{i}]"
         added = _ADDED.get(kind, _ADDED_LATER)
         for name in optimizer.defaults.keys() - group.keys() - added:
             checks.entry(group, name, path, f"a setting of {kind}")
         check_settings(checks, group, path, optimizer.defaults)
         group_of.update(dict.fromkeys(group["params"], group))
-    for key, entry in state_dict["state"].items():
+    for key, entry in own["state"].items():
         if entry:
             path = f"state_dict['state'][{brief(key)}]"
             check_entry(checks, entry, path, found[key], group_of[key], optimizer)
     checks.finish()
+    return own

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.dtypes import SCALABLE
 from amp.errors import brief
 from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
 
-Check = Callable[[StateChecks, Mapping[Any, Any], str, Tensor, Mapping[str, Any], Any], None]
-"""Checks the entries of a parameter: their path, the parameter, its saved group, and the optimizer."""
+Check = Callable[[StateChecks, dict[Any, Any], str, Tensor, Mapping[str, Any], Any], None]
+"""Checks the entries of a parameter, and exchanges tensors for copies: the entries, their path, the
+parameter, its saved group, and the optimizer."""
 
 
 def check_of(cls: type) -> Check | None:
@@ -60,7 +60,7 @@ The latter may be inf, as squares in float16 are now and then: such a weight sta
 
 def _check_entry(
     checks: StateChecks,
-    entry: Mapping[Any, Any],
+    entry: dict[Any, Any],
     path: str,
     parameter: Tensor,
     group: Mapping[str, Any],
@@ -78,11 +78,13 @@ def _check_entry(
     for name in required | entry.keys():
         low = 0.0 if name in _AT_LEAST_0 else -math.inf
         if name == "step":
-            checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
+            entry[name] = checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
         elif name in _NUMBERS:
-            checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
-        elif parameter.dtype in SCALABLE and not (name not in required and entry[name] is None):
-            checks.tensor_like(entry, name, path, parameter, low=low, may_be_inf=low == 0.0)
+            entry[name] = checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
+        elif name in required or entry[name] is not None:
+            entry[name] = checks.tensor_like(
+                entry, name, path, parameter, low=low, may_be_inf=low == 0.0
+            )
 
 
 def _check_names(checks: StateChecks, entry: Mapping[Any, Any], path: str, names: Set[str]) -> None:
@@ -95,7 +97,7 @@ def _check_names(checks: StateChecks, entry: Mapping[Any, Any], path: str, names
 
 def _check_adafactor(
     checks: StateChecks,
-    entry: Mapping[Any, Any],
+    entry: dict[Any, Any],
     path: str,
     parameter: Tensor,
     group: Mapping[str, Any],
@@ -107,14 +109,16 @@ def _check_adafactor(
     if len(shape) > 1:
         shapes = {"row_var": [*shape[:-1], 1], "col_var": [*shape[:-2], 1, shape[-1]]}
     _check_names(checks, entry, path, {"step", *shapes})
-    checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
+    entry["step"] = checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
     for name, each in shapes.items():
-        checks.tensor_like(entry, name, path, parameter, low=0.0, may_be_inf=True, shape=each)
+        entry[name] = checks.tensor_like(
+            entry, name, path, parameter, low=0.0, may_be_inf=True, shape=each
+        )
 
 
 def _check_lbfgs(
     checks: StateChecks,
-    entry: Mapping[Any, Any],
+    entry: dict[Any, Any],
     path: str,
     parameter: Tensor,
     group: Mapping[str, Any],
@@ -137,33 +141,34 @@ def _check_lbfgs(
         return
     flat = [sum(p.numel() for p in optimizer.param_groups[0]["params"])]
     for name in vectors:
-        checks.tensor_like(entry, name, path, parameter, shape=flat)
+        entry[name] = checks.tensor_like(entry, name, path, parameter, shape=flat)
     for name in numbers:
-        checks.scalar(entry, name, path)
+        entry[name] = checks.scalar(entry, name, path)
     length = len(checks.items(entry, "old_dirs", path, "a list of vectors"))
     for name in lists[:3]:
         items = checks.items(entry, name, path, f"a list of {length}, at most {history}", length)
         if length > history:
             checks.fail(path, name, brief(items), f"at most {history}, the history_size")
-        _check_items(checks, items, f"{path}['{name}']", parameter, None if name == "ro" else flat)
+        shape = None if name == "ro" else flat
+        entry[name] = _copied_items(checks, items, f"{path}['{name}']", parameter, shape)
     if "al" in entry:
         items = checks.items(entry, "al", path, f"a list of {history}", history)
-        numbers_of = [item for item in items if item is not None]
-        _check_items(checks, numbers_of, f"{path}['al']", parameter, None)
+        entry["al"] = _copied_items(checks, items, f"{path}['al']", parameter, None)
 
 
-def _check_items(
+def _copied_items(
     checks: StateChecks, items: Any, path: str, parameter: Tensor, shape: list[int] | None
-) -> None:
-    """Check vectors of a shape, or numbers."""
+) -> list[Any]:
+    """Return copies of vectors of a shape; or of numbers, or None in their place."""
     numbered = dict(enumerate(items))
-    for i in numbered:
-        if isinstance(numbered[i], Tensor) and numbered[i].dim() != (shape is not None):
-            checks.fail(path, i, brief(numbered[i]), "a number" if shape is None else "a vector")
-        if shape is None:
-            checks.scalar(numbered, i, path)
-        else:
-            checks.tensor_like(numbered, i, path, parameter, shape=shape)
+    for i, item in numbered.items():
+        if isinstance(item, Tensor) and item.dim() != (shape is not None):
+            checks.fail(path, i, brief(item), "a number" if shape is None else "a vector")
+        if shape is not None:
+            numbered[i] = checks.tensor_like(numbered, i, path, parameter, shape=shape)
+        elif item is not None or not path.endswith("['al']"):
+            numbered[i] = checks.scalar(numbered, i, path)
+    return list(numbered.values())
 
 
 _OTHERS: dict[str, Check] = {"Adafactor": _check_adafactor, "LBFGS": _check_lbfgs}
