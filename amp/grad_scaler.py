@@ -41,7 +41,7 @@ from amp.errors import (
 from amp.lazy import kernels
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
-from amp.state_checks import StateChecks, as_dict
+from amp.state_checks import StateChecks, as_dict, as_plain
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
 
@@ -422,7 +422,8 @@ class GradScaler(_TorchInternals):
             checks.number(state_dict, name, "the state dict")
         checks.number(state_dict, "scale", "the state dict", low=0.0)
         checks.count(state_dict, "_growth_tracker", "the state dict")
-        config = _configured(self._scaler.config, **{name: state_dict[name] for name in _SETTINGS})
+        settings = {name: as_plain(state_dict[name]) for name in _SETTINGS}
+        config = _configured(self._scaler.config, **settings)
         state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
         ours = {name: state_dict[f"_{name}"] for name in _BEYOND_TORCH if f"_{name}" in state_dict}
         self._scaler.load_state_dict(state | ours, "the state dict")

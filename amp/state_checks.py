@@ -9,6 +9,7 @@ the entry by its path in the dict, shows what is there, and says what is expecte
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -235,12 +236,29 @@ class StateChecks:
 
 
 def as_float(value: Any) -> float | None:
-    """Return a Python number as a float, or None for anything else; inf for what is beyond int64."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """Return a number as a float, or None for anything else; inf for what is beyond int64.
+
+    Numbers are Python's, and NumPy's that are real.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    if isinstance(value, int) and value.bit_length() > 63:
-        return math.inf if value > 0 else -math.inf
-    return float(value)
+    infinity = math.copysign(math.inf, value > 0 or -1)  # type: ignore[operator]
+    if isinstance(value, numbers.Integral) and int(value).bit_length() > 63:
+        return infinity
+    try:
+        return float(value)
+    except OverflowError:  # a fraction
+        return infinity
+
+
+def as_plain(value: Any) -> Any:
+    """Return a number as Python's int or float, also in a list or tuple; anything else as it is."""
+    if type(value) in (list, tuple):
+        return type(value)(map(as_plain, value))
+    number = as_float(value)
+    if number is None or type(value) in (int, float):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else number
 
 
 def as_dict(value: Any, expected: str) -> dict[Any, Any]:

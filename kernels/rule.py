@@ -71,12 +71,12 @@ class Settings(NamedTuple):
 
 def in_double(number: float | Tensor) -> float | Tensor:
     """Return a hyper-parameter in FP64; a tensor on a device without FP64 in FP32."""
-    return float(number) if isinstance(number, (int, float)) else widest(number)
+    return widest(number) if isinstance(number, Tensor) else float(number)
 
 
 def log_of(beta: float | Tensor) -> float | Tensor:
     """Return the logarithm of a beta, -inf for 0."""
-    if isinstance(beta, (int, float)):
+    if not isinstance(beta, Tensor):
         return math.log(beta) if beta > 0 else -math.inf
     return beta.log()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import amp
-from amp.errors import AmpError, AmpValueError
+from amp.errors import AmpError, AmpTypeError, AmpValueError
 from amp.fp16_utils import FP16_Optimizer
 from amp.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
 from tests.fuzz.inputs import bits
@@ -277,6 +280,147 @@ def test_a_loader_that_fails_late_is_undone() -> None:
     refused(optimizer, {}, "Broken cannot load this state dict: KeyError: 'odd'. Nothing was loaded")
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert len(optimizer.state) == 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "settings", "text"),
+    [
+        ("AdamW", {"lr": -1.0}, "AdamW says: 'Invalid learning rate: -1.0'"),
+        ("AdamW", {"foreach": True, "fused": True}, "cannot be `True` together"),
+        ("AdamW", {"foreach": True, "lr": torch.tensor(0.1)}, "lr as a Tensor is not supported"),
+        ("AdamW", {"capturable": True}, "'capturable': True; expected False, as parameters are on"),
+        ("SGD", {"momentum": -5.0}, "Invalid momentum value"),
+        ("SGD", {"weight_decay": -3.0}, "Invalid weight_decay value"),
+        ("RMSprop", {"alpha": -1.0}, "Invalid alpha value"),
+        ("Adadelta", {"rho": 2.0}, "Invalid rho value"),
+        ("Rprop", {"etas": (1.2, 0.5)}, "Invalid eta values"),
+        ("Adafactor", {"d": 0.0}, "Clipping threshold d"),
+        ("LBFGS", {"line_search_fn": "wolfe"}, "'line_search_fn': 'wolfe'; expected 'strong_wolfe'"),
+        ("LBFGS", {"history_size": 0}, "'history_size': 0; expected a whole number of at least 1"),
+        (FusedAdam, {"max_grad_norm": "x"}, "'max_grad_norm': 'x'; expected a finite number from 0"),
+        (FusedAdam, {"max_grad_norm": -1.0}, "'max_grad_norm': -1.0"),
+        (FusedAdam, {"state_dtype": torch.float16}, "'state_dtype': torch.float16; expected torch.bf"),
+    ],
+)
+def test_settings_are_what_the_constructor_takes(
+    optimizer_of: Any, settings: dict[str, Any], text: str
+) -> None:
+    if isinstance(optimizer_of, str):
+        optimizer_of = getattr(torch.optim, optimizer_of)
+    model = linear()
+    _, optimizer = amp.initialize(model, optimizer_of(model.parameters()), opt_level="O0")
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0].update(settings)
+    refused(optimizer, state, rf"\['param_groups'\]\[0\] has no usable .*{text}")
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_takes_no_steps_without_end() -> None:
+    matrix = nn.Linear(4, 4, bias=False)
+    _, optimizer = amp.initialize(matrix, torch.optim.Muon(matrix.parameters()), opt_level="O0")
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["ns_steps"] = 10**9
+    refused(optimizer, state, "'ns_steps': 1000000000; expected a whole number from 0 to 99")
+
+
+@pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])
+def test_numbers_of_numpy_are_numbers(optimizer_of: Any) -> None:
+    _, optimizer = stepped(optimizer_of)
+    state = copy.deepcopy(optimizer.state_dict())
+    numbers = {"lr": np.float32(0.1), "eps": np.float64(1e-8), "betas": [np.float32(0.5), 0]}
+    state["param_groups"][0].update(numbers)
+    state["state"][0]["step"] = np.int64(3)
+    optimizer.load_state_dict(state)
+    group = optimizer.param_groups[0]
+    assert [type(x) for x in (group["lr"], group["eps"], *group["betas"])] == [float] * 4
+    assert group["lr"] == float(np.float32(0.1))
+    assert optimizer.state_dict()["state"][0]["step"] == 3.0
+    optimizer.step()
+
+
+def test_fused_optimizers_take_numbers_of_numpy() -> None:
+    outcomes = []
+    for kind in (float, np.float32):
+        model, numbers = linear(), [kind(x) for x in (0.5, 0.25, 0.75)]
+        parameters = [{"params": model.parameters(), "lr": numbers[0]}]
+        optimizer = FusedAdam(parameters, numbers[1], betas=(numbers[1], numbers[2]))
+        assert type(optimizer.param_groups[0]["lr"]) is float
+        optimizer.param_groups[0].update(lr=numbers[0], betas=(numbers[1], numbers[2]))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        outcomes.append(bits(list(model.parameters())))
+    assert outcomes[0] == outcomes[1]
+
+
+class Unreadable(Mapping[Any, Any]):
+    """A mapping that fails when it is read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        raise KeyError("odd")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise KeyError("odd")
+
+
+@pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])
+def test_mappings_that_fail_are_named(optimizer_of: Any) -> None:
+    _, optimizer = stepped(optimizer_of)
+    state = optimizer.state_dict()
+    with pytest.raises(AmpTypeError, match=r"got a Unreadable that cannot be read: KeyError\('odd'\)"):
+        optimizer.load_state_dict(Unreadable())
+    text = r"a mapping that cannot be read: KeyError\('odd'\)"
+    refused(optimizer, {**state, "state": Unreadable()}, f"usable 'state': {text}")
+    refused(optimizer, {**state, "state": {0: Unreadable()}}, f"usable 0: {text}")
+    refused(optimizer, {**state, "param_groups": [Unreadable()]}, f"usable 0: {text}")
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "fused": True}])
+@pytest.mark.parametrize("lost", ["the entry", "its momentum"])
+def test_sgd_goes_on_with_one_momentum_missing(options: dict[str, Any], lost: str) -> None:
+    model, optimizer = stepped(lambda p: torch.optim.SGD(p, lr=0.5, **options), "O0")
+    state = optimizer.state_dict()
+    entries = {key: collections.ChainMap(entry) for key, entry in state["state"].items()}
+    entries[0] = collections.ChainMap({} if lost == "the entry" else {"momentum_buffer": None})
+    optimizer.load_state_dict({**state, "state": entries})
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    after = list(model.parameters())
+    assert torch.equal(after[0], weight - 0.5)
+    momentum = entries[1]["momentum_buffer"] * 0.9 + 1
+    assert torch.allclose(after[1], bias - 0.5 * momentum)
+
+
+def test_fused_sgd_with_dampening_names_the_momentum_that_is_missing() -> None:
+    options: Any = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "fused": True}
+    _, optimizer = stepped(lambda p: torch.optim.SGD(p, **options), "O0")
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][1]["momentum_buffer"]
+    refused(optimizer, state, r"\['state'\]\[1\] has no usable 'momentum_buffer': it is missing")
+
+
+def test_adagrad_needs_a_state_of_each_parameter() -> None:
+    _, optimizer = stepped(torch.optim.Adagrad)
+    state = copy.deepcopy(optimizer.state_dict())
+    refused(
+        optimizer, {**state, "state": {0: state["state"][0]}}, r"\['state'\] has no usable 1: it is"
+    )
+    state["state"][1] = {}
+    refused(optimizer, state, r"\['state'\]\[1\] has no usable '(step|sum)': it is missing")
+
+
+def test_steps_of_adagrad_may_be_numbers_and_tensors() -> None:
+    _, optimizer = stepped(torch.optim.Adagrad)
+    state = optimizer.state_dict()
+    state["state"][1]["step"] = 1
+    optimizer.load_state_dict(state)
+    assert [entry["step"] for entry in optimizer.state_dict()["state"].values()] == [1.0, 1.0]
+    assert all(isinstance(entry["step"], Tensor) for entry in optimizer.state.values())
 
 
 def test_a_load_that_fails_leaves_the_defaults_alone() -> None:

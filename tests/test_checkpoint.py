@@ -159,7 +159,11 @@ def test_another_number_of_losses_is_said(saved: int, here: int, text: str) -> N
         ({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "foo": 1}, RuntimeError, '"foo"'),
         ({"model": {}, "amp": {}}, RuntimeError, r'Unexpected key\(s\).*"model", "amp".*checkpoint'),
         ([1], TypeError, "a dict, and got a list"),
-        ({"loss_scaler0": 65536.0}, ValueError, "no usable 'loss_scaler0': 65536.0; expected what a loss scaler's"),
+        (
+            {"loss_scaler0": 65536.0},
+            ValueError,
+            "no usable 'loss_scaler0': 65536.0; expected what a loss scaler's",
+        ),
         ({"loss_scaler0": {"loss_scale": "big", "unskipped": 1}}, ValueError, "no usable 'loss_scale'"),
         ({"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 1}}, ValueError, "no usable"),
         ({"loss_scaler0": {"loss_scale": 2.0}}, ValueError, "no usable 'unskipped'"),

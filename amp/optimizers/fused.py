@@ -18,7 +18,7 @@ from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
 from amp.optimizers.one_step import step_batches
 from amp.optimizers.state_dicts import as_own_state
-from amp.state_checks import all_or_nothing
+from amp.state_checks import all_or_nothing, as_plain
 from amp.training.step_inputs import inputs_outside_of_a_session
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             "state_dtype": state_dtype,
             "seed": 0,
         }
-        super().__init__(params, {**defaults, **of_all})
+        settings = {**defaults, **of_all}
+        super().__init__(params, {name: as_plain(value) for name, value in settings.items()})
         self._batches = Batches()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -186,6 +187,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             AmpValueError: a hyper-parameter is out of its range or not a number.
         """
         self._check_group({**self.defaults, **param_group})
+        param_group.update(
+            {name: as_plain(param_group[name]) for name in self.defaults.keys() & param_group}
+        )
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

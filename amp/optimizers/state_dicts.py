@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, brief
 from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_no_others, check_settings, structure_of
 
@@ -32,8 +32,9 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
         path = f"state_dict['param_groups'][{i}]"
         group["fused"] = True
         _require(optimizer, f"group {i}", optimizer._required, group)
-        of_group = {**optimizer.defaults, **group}
-        _check_group(checks, optimizer, of_group, path)
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
+        _check_group(checks, optimizer, group, path)
         optimizer._from_group(group, state)
         steps = group.pop("step", None)  # apex counts the steps of a group
         for key in group["params"]:
@@ -43,11 +44,9 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
             taken = optimizer._steps_taken(entry) if steps is None else steps
             entry = state[key] = {"step": taken, **entry}
             there = {name: value for name, value in entry.items() if value is not None}
-            names = {"step", *optimizer._moments(of_group), *optimizer._scalars}
+            names = {"step", *optimizer._moments(group), *optimizer._scalars}
             _require(optimizer, f"the state of parameter {key}", names, there)
             _check_entry(checks, optimizer, entry, f"state_dict['state'][{key!r}]", parameter_of[key])
-        for name, value in optimizer.defaults.items():
-            group.setdefault(name, value)
     checks.finish()
     for entry in state.values():
         for name in ("step", *optimizer._scalars):
@@ -56,12 +55,16 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
 
 
 def _check_group(
-    checks: StateChecks, optimizer: FusedOptimizer, group: Mapping[str, Any], path: str
+    checks: StateChecks, optimizer: FusedOptimizer, group: dict[str, Any], path: str
 ) -> None:
     """Check the settings of a saved group, one by one and then together."""
     check_settings(checks, group, path, optimizer.defaults, optimizer.defaults)
     for name in optimizer._ranges:
         checks.scalar(group, name, path, low=0.0)
+    if group["max_grad_norm"] is not None:
+        checks.scalar(group, "max_grad_norm", path, low=0.0)
+    if group["state_dtype"] not in (None, torch.bfloat16):
+        checks.fail(path, "state_dtype", brief(group["state_dtype"]), "torch.bfloat16 or None")
     checks.count(group, "seed", path, 2**53)
     if group.get("step") is not None:
         checks.scalar(group, "step", path, 0, LARGEST_COUNT, is_whole=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import brief
-from amp.state_checks import FLOAT32_MAX, StateChecks, all_or_nothing, as_dict
+from amp.state_checks import FLOAT32_MAX, StateChecks, all_or_nothing, as_dict, as_float, as_plain
 from amp.training import torch_states
 from amp.training.optimizer_wrappers import inherits
 
@@ -71,12 +71,14 @@ def check_no_others(checks: StateChecks, state: Mapping[Any, Any], found: Mappin
 
 def check_settings(
     checks: StateChecks,
-    group: Mapping[str, Any],
+    group: dict[str, Any],
     path: str,
     defaults: Mapping[str, Any],
     takes_tensors: Collection[str] = ("lr",),
 ) -> None:
     """Check the settings of a group: each is what its default is, a bool, a number or several.
+
+    Numbers of NumPy become Python's.
 
     Args:
         checks: of the state dict.
@@ -86,7 +88,8 @@ def check_settings(
         takes_tensors: the settings that may be tensors of one element.
     """
     for name in defaults.keys() & group.keys():
-        value, default = group[name], defaults[name]
+        value, default = as_plain(group[name]), defaults[name]
+        group[name] = value
         if name in _FLAGS or isinstance(default, bool):
             if value is not None or name not in ("foreach", "fused"):
                 checks.flag(group, name, path)
@@ -99,6 +102,10 @@ def check_settings(
             )
             if not is_list or len(value) != len(default):
                 checks.fail(path, name, brief(value), expected)
+            if isinstance(value, (list, tuple)):  # torch tells 0 from 0.0
+                pairs = zip(value, default, strict=True)
+                floats = [as_float(x) if type(x) is int and type(y) is float else x for x, y in pairs]
+                group[name] = value = floats if isinstance(value, list) else tuple(floats)
             parts = dict(enumerate(value))
             for i, part in parts.items():
                 if part is not None or default[i] is not None:
@@ -149,10 +156,16 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
         for name in optimizer.defaults.keys() - group.keys() - added:
             checks.entry(group, name, path, f"a setting of {kind}")
         check_settings(checks, group, path, optimizer.defaults)
+        of_group = [found[key] for key in group["params"]]
+        torch_states.check_group(checks, type(optimizer), group, path, of_group)
         group_of.update(dict.fromkeys(group["params"], group))
+    for key in found if kind == "Adagrad" else ():  # which has a state from the start
+        checks.entry(own["state"], key, "state_dict['state']", "the state of each parameter")
     for key, entry in own["state"].items():
-        if entry:
+        if entry or kind == "Adagrad":
             path = f"state_dict['state'][{brief(key)}]"
             check_entry(checks, entry, path, found[key], group_of[key], optimizer)
+    for group in own["param_groups"] if kind == "SGD" else ():
+        torch_states.complete_momenta(checks, own["state"], group, found)
     checks.finish()
     return own

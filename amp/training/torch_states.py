@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,59 @@ def check_of(cls: type) -> Check | None:
     if getattr(torch.optim, cls.__name__, None) is not cls:
         return None
     return _check_entry if cls.__name__ in _ENTRIES else _OTHERS.get(cls.__name__)
+
+
+_WHOLE = {"history_size": 10**6, "ns_steps": 99, "max_iter": LARGEST_COUNT, "max_eval": LARGEST_COUNT}
+"""Settings that are whole numbers, and how large they may be."""
+
+
+def check_group(
+    checks: StateChecks, cls: type, group: dict[str, Any], path: str, parameters: Sequence[Tensor]
+) -> None:
+    """Check the settings of a saved group: by the constructor of the class, and what only steps tell.
+
+    The types of settings have been checked.
+    """
+    names = inspect.signature(cls).parameters.keys() & group.keys() - {"params"}
+    for name in names & _WHOLE.keys():
+        group[name] = checks.count(group, name, path, _WHOLE[name])
+        if name == "history_size" and not group[name]:
+            checks.fail(path, name, "0", "a whole number of at least 1")
+    if group.get("line_search_fn") not in (None, "strong_wolfe"):
+        checks.fail(path, "line_search_fn", brief(group["line_search_fn"]), "'strong_wolfe' or None")
+    if group.get("capturable") and any(p.device.type == "cpu" for p in parameters):
+        checks.fail(path, "capturable", "True", "False, as parameters are on the CPU")
+    stand_ins = [
+        torch.empty(0, 0, dtype=dtype, device=device)
+        for dtype, device in dict.fromkeys((p.dtype, p.device) for p in parameters)
+    ]
+    try:
+        cls(stand_ins or [torch.empty(0, 0)], **{name: group[name] for name in names})
+    except Exception as error:
+        found = f"torch.optim.{cls.__name__} says: {brief(str(error))}"
+        checks.fail(path, "settings", found, "what it takes")
+
+
+def complete_momenta(
+    checks: StateChecks, state: dict[Any, Any], group: Mapping[str, Any], found: Mapping[Any, Tensor]
+) -> None:
+    """Give parameters of a fused SGD the momentum 0, where only others have one.
+
+    torch's step wants all or none. What moves a parameter first, with 0 and without dampening, is its
+    gradient, as it is without momentum.
+    """
+    if not (group.get("fused") and group["momentum"]):
+        return
+    missing = [key for key in group["params"] if state.get(key, {}).get("momentum_buffer") is None]
+    missing = [key for key in missing if found[key].requires_grad]
+    if len(missing) == sum(found[key].requires_grad for key in group["params"]):
+        return
+    for key in missing:
+        if group["dampening"]:
+            path = f"state_dict['state'][{brief(key)}]"
+            expected = "that of each parameter of a group with fused=True and dampening, or of none"
+            checks.fail(path, "momentum_buffer", "it is missing", expected)
+        state.setdefault(key, {})["momentum_buffer"] = torch.zeros_like(found[key], requires_grad=False)
 
 
 class _Entries(NamedTuple):
@@ -79,6 +133,9 @@ def _check_entry(
         low = 0.0 if name in _AT_LEAST_0 else -math.inf
         if name == "step":
             entry[name] = checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
+            if entries is not _ENTRIES["SparseAdam"] and not isinstance(entry[name], Tensor):
+                # Some of torch's look at the first parameter's only.
+                entry[name] = torch.tensor(float(entry[name]), dtype=torch.float32, device="cpu")
         elif name in _NUMBERS:
             entry[name] = checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
         elif name in required or entry[name] is not None:
@@ -125,14 +182,7 @@ def _check_lbfgs(
     optimizer: Any,
 ) -> None:
     """Check what LBFGS keeps, once for all parameters: flat vectors, and numbers."""
-    of_group = "state_dict['param_groups'][0]"
-    if not (history := checks.count(group, "history_size", of_group, 10**6)):
-        checks.fail(of_group, "history_size", "0", "a whole number of at least 1")
-    for name in ("max_iter", "max_eval"):
-        checks.count(group, name, of_group)
-    if group.get("line_search_fn") not in (None, "strong_wolfe"):
-        found = brief(group["line_search_fn"])
-        checks.fail(of_group, "line_search_fn", found, "'strong_wolfe' or None")
+    history = group["history_size"]
     vectors, lists = ("d", "prev_flat_grad"), ("old_dirs", "old_stps", "ro", "al")
     numbers, counts = ("t", "prev_loss", "H_diag"), ("func_evals", "n_iter")
     _check_names(checks, entry, path, {*vectors, *lists, *numbers, *counts})

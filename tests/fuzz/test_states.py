@@ -91,10 +91,7 @@ def check_optimizer(name: str, masters: str, examples: int) -> None:
             assert len(str(error)) < 2000
             assert state_of(net, optimizer) == before
             return
-        try:
-            step(net, optimizer)
-        except (AssertionError, RuntimeError, ValueError) as error:
-            assert any(word in str(error) for word in ("capturable", "foreach", "fused")), error
+        step(net, optimizer)
         amp.get_session().close()
         made[0] = started(name, masters)
 
