@@ -332,19 +332,24 @@ class Session:
         )
         before = ThreadState()
         try:
-            scaled_loss = block.enter(loss)
-            if self._armed is not None:
-                self._armed.begin_block(block.scale.scale)
-            self._report_overflows(scaler)
-            yield scaled_loss
-            if delay_unscale or not block.is_reduced():
-                block.delay()
-            else:
-                block.leave(update=not delay_overflow_check)
-            self._running_stats.repair()
-            if self._armed is not None:
-                self._armed.end()
-        except BaseException:
+            try:
+                scaled_loss = block.enter(loss)
+                if self._armed is not None:
+                    self._armed.begin_block(block.scale.scale)
+                self._report_overflows(scaler)
+                yield scaled_loss
+                if delay_unscale or not block.is_reduced():
+                    block.delay()
+                else:
+                    block.leave(update=not delay_overflow_check)
+                self._running_stats.repair()
+                if self._armed is not None:
+                    self._armed.end()
+            except BaseException:
+                before.put_back(after_error=True)
+                block.abort()
+                raise
+        except BaseException:  # if an interrupt came before that was done
             before.put_back(after_error=True)
             block.abort()
             raise
