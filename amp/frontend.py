@@ -133,14 +133,24 @@ def initialize(
         _Default.waiting_state = None
     if _Default.waiting_state is not None:
         session.take_over(_Default.waiting_state)
-    result = session.initialize(
-        models, optimizers, allow_incoming_model_not_fp32=allow_incoming_model_not_fp32
-    )
+    try:
+        result = session.initialize(
+            models, optimizers, allow_incoming_model_not_fp32=allow_incoming_model_not_fp32
+        )
+        _make_default(session)
+    except BaseException:
+        if session.is_in_use:  # an interrupt, after all is set up
+            _make_default(session)
+        raise
+    return result
+
+
+def _make_default(session: Session) -> None:
+    """Make a session the default. It may be called again."""
     _Default.waiting_state = _Default.loaded_into = None
-    if _Default.session is not None:
+    if _Default.session is not None and _Default.session is not session:
         _Default.session.stop_casting_ops()
     _Default.session = session
-    return result
 
 
 def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
@@ -190,7 +191,10 @@ class Session:
 
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Take the strategies' steps, and attach the optimizers; if any of it fails, undo all."""
-        undo, known = Undo(), len(self._models)
+        undo, known, known_changes = Undo(), len(self._models), len(self._outside_changes)
+        attached: list[AttachedOptimizer] = []
+        self._undo.callback(_recast_states, attached)  # once their parameters have their dtype again
+        self._undo.callback(undo.close)
         try:
             for strategy in self._strategies:
                 strategy.begin(undo)
@@ -206,7 +210,7 @@ class Session:
                 undo.always(patches.undo)
                 dcp.teach(patches)
             self.masters.note_casts(undo.before)
-            attached = [self._attach(optimizer, undo) for optimizer in optimizers]
+            new = [self._attach(optimizer, undo) for optimizer in optimizers]
             for model in models if self.properties.master_weights else ():
                 handle = look_before_forwards(model, self._outside_changes)
                 undo.callback(handle.remove)
@@ -217,22 +221,29 @@ class Session:
             if self.amax_history is not None:
                 self.amax_history.groups = self.synchronization.groups_of_ddps
             groups = fsdp1_groups(models)
-            for one in attached:
+            for one in new:
                 undo.if_it_fails.append(one.remember_state())
                 one.recast_state(self.properties.state_dtype)
                 one.note_owned()
-            self._advise(models, attached)
+            self._advise(models, new)
+            for scaler in self.scalers:
+                before = {"process_groups": scaler.process_groups}
+                undo.if_it_fails.append(functools.partial(vars(scaler).update, before))
+                scaler.process_groups += groups
+            self._outside_changes += [one.outside_changes for one in new]
+            undo.if_it_fails.append(attached.clear)
+            attached += new
+            undo.has_succeeded()
         except BaseException:
-            undo.roll_back()
-            del self._models[known:]
+            if not undo.is_for_close:
+                undo.roll_back()
+                del self._models[known:], self._outside_changes[known_changes:]
             raise
-        for one in attached:
-            self._undo.callback(one.recast_state)  # once its parameters have their dtype again
-        undo.has_succeeded()
-        self._undo.callback(undo.close)
-        self._outside_changes += [one.outside_changes for one in attached]
-        for scaler in self.scalers:
-            scaler.process_groups += groups
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether models or optimizers have been set up."""
+        return bool(self._models or self._outside_changes)
 
     def _advise(self, models: Sequence[nn.Module], attached: Iterable[AttachedOptimizer]) -> None:
         """Log what has been prepared, and warn of what will not work well."""
@@ -334,19 +345,24 @@ class Session:
         )
         before = ThreadState()
         try:
-            scaled_loss = block.enter(loss)
-            if self._armed is not None:
-                self._armed.begin_block(block.scale.scale)
-            self._report_overflows(scaler)
-            yield scaled_loss
-            if delay_unscale or not block.is_reduced():
-                block.delay()
-            else:
-                block.leave(update=not delay_overflow_check)
-            self._running_stats.repair()
-            if self._armed is not None:
-                self._armed.end()
-        except BaseException:
+            try:
+                scaled_loss = block.enter(loss)
+                if self._armed is not None:
+                    self._armed.begin_block(block.scale.scale)
+                self._report_overflows(scaler)
+                yield scaled_loss
+                if delay_unscale or not block.is_reduced():
+                    block.delay()
+                else:
+                    block.leave(update=not delay_overflow_check)
+                self._running_stats.repair()
+                if self._armed is not None:
+                    self._armed.end()
+            except BaseException:
+                before.put_back(after_error=True)
+                block.abort()
+                raise
+        except BaseException:  # if an interrupt came before that was done
             before.put_back(after_error=True)
             block.abort()
             raise
@@ -445,3 +461,8 @@ class Session:
     def _log(self, level: int, message: str, *args: object) -> None:
         if self.verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)
+
+
+def _recast_states(attached: Iterable[AttachedOptimizer]) -> None:
+    for one in attached:
+        one.recast_state()

@@ -38,9 +38,11 @@ class Undo:
     Attributes:
         before: what tensors held that it has cast.
         if_it_fails: what takes back what stays when the session closes.
+        is_for_close: whether `initialize` has succeeded, and `close` alone takes it back.
     """
 
     def __init__(self) -> None:
+        self.is_for_close = False
         self.before: dict[Tensor, Contents] = {}
         self.if_it_fails: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
@@ -61,7 +63,7 @@ class Undo:
 
     def has_succeeded(self) -> None:
         """Forget what is for a failure alone."""
-        self.before, self.if_it_fails = {}, []
+        self.is_for_close, self.before, self.if_it_fails = True, {}, []
 
     def close(self) -> None:
         """Call what is to be called, newest first, and forget what has returned.
@@ -87,3 +89,4 @@ class Undo:
         for take_back in reversed(self.if_it_fails):
             take_back()
         self.close()
+        self.before, self.if_it_fails = {}, []

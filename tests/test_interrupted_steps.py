@@ -147,6 +147,33 @@ def test_an_interrupted_step_was_taken_or_not_begun(case: str, every: int) -> No
         assert not differing(training.weights(), next_one), place
 
 
+@pytest.mark.parametrize("optimizer", [functools.partial(torch.optim.SGD, fused=True), FUSED.FusedAdam])
+def test_an_interrupted_step_leaves_nothing_on_the_optimizer(optimizer: Any) -> None:
+    """What a check has found would keep it from stepping for ever, once the session is closed."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model, made = amp.initialize(
+        model, optimizer(model.parameters(), lr=0.1), opt_level="O2", verbosity=0
+    )
+
+    def step(at: int) -> Interrupter:
+        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), made) as scaled_loss:
+            scaled_loss.backward()
+        interrupter = Interrupter(at)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            made.step()
+        made.zero_grad()
+        return interrupter
+
+    for _ in range(3):  # until each step runs through the same lines
+        step(-1)
+    before, counted = set(vars(made)), step(-1)
+    for line in counted.first:
+        interrupter = step(line)
+        assert set(vars(made)) == before, interrupter.place
+        step(-1)
+
+
 @pytest.mark.parametrize("case", some_quick(CASES))
 @every_nth_line(499, 389)
 def test_an_interrupted_block_has_added_its_gradients_or_none(case: str, every: int) -> None:

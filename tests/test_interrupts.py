@@ -1,7 +1,8 @@
 """Ctrl-C at any line of the library leaves all as it was before a block, or after it."""
 
+import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp
-from amp.casting.weight_casts import forwards
+from amp.casting.weight_casts import forwards, give_torchs_cache, take_torchs_cache
 from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line
 
 # Since Python 3.14 the end of a generator is traced too, where Python ignores an exception.
@@ -213,6 +214,88 @@ def test_an_interrupted_look_at_gradients_may_be_repeated(level: str) -> None:
     for line in range(0, counted.lines, 5):
         interrupter, found = run(line)
         assert is_same(found, expected), interrupter.place
+
+
+def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_none() -> None:
+    def run(at: int) -> tuple[Interrupter, list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        made = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        model, optimizers = amp.initialize(model, made, opt_level="O2", verbosity=0)
+        x, interrupter = torch.ones(2, 4), Interrupter(at)
+        block = amp.scale_loss(model(x).sum() * 1e-2, optimizers, delay_unscale=True)
+        with ExitStack() as stack, suppress(KeyboardInterrupt), block as scaled_loss:
+            scaled_loss.backward()
+            stack.enter_context(interrupter.active())
+        with amp.scale_loss(model(x).sum() * 1e-2, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        found = [p.grad.clone() for optimizer in optimizers for p in amp.master_params(optimizer)]
+        amp.get_session(optimizers[0]).close()
+        return interrupter, found
+
+    counted, both = run(-1)
+    one = [grad / 2 for grad in both]
+    assert counted.lines > 50
+    assert all(grad.isfinite().all() for grad in both)
+    for line in counted.first:
+        interrupter, found = run(line)
+        assert is_same(found, one) or is_same(found, both), interrupter.place
+
+
+@pytest.mark.parametrize(
+    ("level", "optimizer"), [("O1", torch.optim.SGD), ("O2", amp.optimizers.FusedAdam)]
+)
+def test_a_block_that_raised_is_left_though_its_end_is_interrupted(level: str, optimizer: Any) -> None:
+    def run(at: int) -> tuple[Interrupter, list[Any]]:
+        made, interrupter = Units(level, optimizer), Interrupter(at)
+        made.block()
+        block = amp.scale_loss(made.model(made.x).float().sum() * 1e-2, made.optimizer)
+        with ExitStack() as stack, suppress(ValueError, KeyboardInterrupt), block as scaled_loss:
+            scaled_loss.backward()
+            stack.enter_context(interrupter.active())
+            raise ValueError
+        state, found = state_of_torch(), made.gradients()
+        left = [p.grad for p in made.model.parameters() if level == "O2"]
+        torch.set_grad_enabled(True)
+        made.block()
+        return interrupter, [state, left, found, made.gradients()]
+
+    counted, expected = run(-1)
+    assert counted.lines > 30
+    for line in counted.first:
+        interrupter, found = run(line)
+        assert is_same(found, expected), interrupter.place
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": "split16"}], ids=["whole", "split16"])
+def test_masters_agree_with_weights_after_an_interrupted_load(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, made = amp.initialize(model, made, opt_level="O5", verbosity=0, **options)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    counted = Interrupter()
+    with counted.active():
+        model.load_state_dict(new)
+    for line in counted.first:
+        model.load_state_dict(old)
+        interrupter = Interrupter(line)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            model.load_state_dict(new)
+        torch.set_grad_enabled(True)  # which torch's own loading has disabled
+        for name, values in model.state_dict().items():
+            weight = model.get_parameter(name)
+            assert torch.equal(values.to(weight.dtype), weight), (interrupter.place, name)
+            assert torch.equal(values, old[name]) or torch.equal(values, new[name])
+
+
+def test_a_thread_that_ended_in_an_interrupt_does_not_keep_torchs_cache() -> None:
+    thread = threading.Thread(target=take_torchs_cache)  # what comes after it never ran
+    thread.start()
+    thread.join()
+    assert take_torchs_cache()
+    give_torchs_cache()
 
 
 def test_an_interrupted_region_without_casts_is_over() -> None:

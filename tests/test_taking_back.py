@@ -137,6 +137,30 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_closed(level: str) -> None:
+    def run(at: int) -> tuple[Interrupter, bool]:
+        model, optimizer = make()
+        before, was = outlook(model, optimizer), values(model, optimizer)
+        interrupter = Interrupter(at)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        is_whole = AttachedOptimizer.of(optimizer) is not None
+        if is_whole:
+            assert amp.get_session(optimizer) is amp.get_session(), interrupter.place
+            amp.get_session(optimizer).close()
+        assert outlook(model, optimizer)[:3] == before[:3], interrupter.place
+        assert_same(values(model, optimizer), was)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        amp.get_session(optimizer).close()
+        return interrupter, is_whole
+
+    counted, _ = run(-1)
+    ends = [run(line)[1] for line in counted.first[-60:]]
+    assert ends == sorted(ends)
+    assert set(ends) == {False, True}
+
+
 @every_nth_line(97, 83)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:

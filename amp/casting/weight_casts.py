@@ -9,9 +9,21 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 
 import torch
 from torch import Tensor
+
+
+class _Token:
+    """Ends with its thread."""
+
+
+def _free(thread: weakref.ref[_Token]) -> None:
+    """Let other threads have torch's cache: a thread has ended that an interrupt kept from that."""
+    if _holder.get("thread") is thread:
+        torch.clear_autocast_cache()
+        _holder.clear()
 
 
 class _Forwards(threading.local):
@@ -20,13 +32,16 @@ class _Forwards(threading.local):
     Attributes:
         are_running: whether it is in one in which torch casts.
         casts: in a forward in which patched functions cast: the weights and their casts, by id.
+        thread: stands for this thread. It is dead when the thread is.
     """
 
     are_running = False
     casts: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def __init__(self) -> None:
-        self.thread = object()  # which stands for this thread, and ends with it
+        token = _Token()
+        self.thread = weakref.ref(token, _free)
+        self._token = token  # goes last: nobody is told, if only this object knows of the thread
 
     @property
     def have_torchs_cache(self) -> bool:
@@ -40,7 +55,7 @@ class _Forwards(threading.local):
 
 forwards = _Forwards()
 
-_holder: dict[str, object] = {}
+_holder: dict[str, weakref.ref[_Token]] = {}
 """The thread in whose outermost region torch keeps casts of weights, if there is one.
 
 One call takes the place, and says who has it: no interrupt comes between.

@@ -172,7 +172,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         if gradients.delayed is None and any(p.grad is not None for p in self.all_fp16_params):
             block = Block(scaler := self._session.scalers[0], [gradients])
             block.scale = scaler.snapshot()  # by which the caller has scaled the loss
-            gradients.delay(block)
+            gradients.work_out_delay(block)()
         self._attached.gradients.finish_delayed()
 
     @property

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amp.dtypes import LOW_PRECISION
+from amp.kernels.changes import Changes
 from amp.masters.whole import MasterWeights
 from amp.profiles.properties import Properties
 
@@ -59,7 +60,17 @@ class _Refresh(_StateDictHook):
             master = self.masters.master(tensor)
             if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
                 with self.masters.lock:
-                    state_dict[prefix + name] = self.masters.load(master, value)
+                    state_dict[prefix + name] = _load(self.masters, master, tensor, value)
+
+
+def _load(masters: MasterWeights, master: Tensor, tensor: Tensor, value: Tensor) -> Tensor:
+    """Load a value into a master and its weight: an interrupt finds them equal."""
+    weights: list[Tensor] = []
+    changes = Changes()
+    changes.add(lambda: weights.append(masters.load(master, value)))
+    changes.add(lambda: tensor.data.copy_(weights[-1]))
+    changes.make()
+    return weights[-1]
 
 
 def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

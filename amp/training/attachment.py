@@ -32,7 +32,15 @@ from amp.training.outside_changes import OutsideChanges
 from amp.training.ownership import OwnedParameters
 from amp.training.parameter_lists import KnownDtypes
 from amp.training.scaler import LossScaler, Verdict
-from amp.training.steps import ClosureStep, DeviceSkip, FusedStep, HostSkip, Stepper, can_skip_on_device
+from amp.training.steps import (
+    ClosureStep,
+    DeviceSkip,
+    FusedStep,
+    HostSkip,
+    Stepper,
+    can_skip_on_device,
+    forget_inputs,
+)
 from amp.undo import Contents
 
 _ATTRIBUTE = "_amp_attached"
@@ -173,6 +181,7 @@ class AttachedOptimizer:
             self.gradients.clear()
         clipping.let_go(self.gradients)
         self._patches.undo()
+        forget_inputs(self.optimizer)
         for group in self.optimizer.param_groups:
             for master in group["params"]:
                 parameter = self.masters.model(master)
@@ -280,6 +289,7 @@ class AttachedOptimizer:
                 return self._step_once(step, *args, **kwargs)
         except BaseException:
             before.put_back(after_error=True)
+            forget_inputs(self.optimizer)
             raise
 
     def _step_once(

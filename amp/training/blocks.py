@@ -11,6 +11,7 @@ abort    they are dropped
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -76,11 +77,14 @@ class Block:
         _collect(
             self._gradients, self.scale, are_final=False
         )  # what cannot be unscaled later is refused now
-        for gradients in self._gradients:
-            gradients.delay(self)
+        delays = [gradients.work_out_delay(self) for gradients in self._gradients]
+        tuple(map(operator.call, delays))  # by one call: an interrupt finds all delayed, or none
 
     def abort(self) -> None:
-        """Drop the block's gradients, and leave it, as far as it was entered."""
+        """Drop the block's gradients, and leave it, as far as it was entered.
+
+        After an interrupt it may be called again.
+        """
         for gradients in self._gradients:
             gradients.abort(self)
 

@@ -209,16 +209,18 @@ class Gradients:
         Its gradients are dropped, and those that were set aside come back.
 
         Gradients that it has added to others of its own scale, delayed ones or ones of a scale of 1,
-        stay, as they do without amp.
+        stay, as they do without amp. After an interrupt it may be called again.
         """
         if self._open is not block:
             return
-        self._open = None
+        changes = Changes()
         if self.delayed is None and not block.scaler.is_identity:
             for parameter in (*self.lists.models, *self.lists.unmastered):
                 parameter.grad = None
             self.drop_unreduced()
-            self.bring_back_aside()
+            self._plan_bringing_back(self._aside, changes)
+        changes.add(functools.partial(setattr, self, "_open", None))
+        changes.make()
 
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
@@ -228,11 +230,10 @@ class Gradients:
         """Drop gradients that a wrapper keeps to be reduced by a later backward."""
         self._synchronization.drop_unreduced((*self.lists.models, *self.lists.unmastered))
 
-    def delay(self, block: Block) -> None:
-        """Leave a block with its gradients as they are: OPEN becomes DELAYED."""
-        self._open = None
-        self.delayed = self.delayed or block
-        self.were_reduced = self.are_reduced()
+    def work_out_delay(self, block: Block) -> Change:
+        """Return what leaves a block with its gradients as they are: OPEN becomes DELAYED."""
+        delayed = {"_open": None, "delayed": self.delayed or block, "were_reduced": self.are_reduced()}
+        return functools.partial(vars(self).update, delayed)
 
     def collect(self, scale: ScaleSnapshot, claimed: Collection[int], are_final: bool) -> Newest:
         """Look at the gradients that a block has made, once, and change nothing.

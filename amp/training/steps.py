@@ -107,7 +107,7 @@ class FusedStep(Stepper):
                 self._agree(inputs, versions)
             raise
         finally:
-            vars(self.optimizer).pop("scaled_grads", None)
+            forget_inputs(self.optimizer)
 
     def _agree(self, inputs: StepInputs, versions: Sequence[int]) -> None:
         """Note that the model has what the masters hold, which the optimizer has written."""
@@ -135,8 +135,7 @@ class DeviceSkip(Stepper):
             self.optimizer.found_inf = None if found_inf is None else found_inf.reshape(())
             self.run_unscaled(step)
         finally:
-            vars(self.optimizer).pop("grad_scale", None)
-            vars(self.optimizer).pop("found_inf", None)
+            forget_inputs(self.optimizer)
 
 
 class HostSkip(Stepper):
@@ -209,6 +208,12 @@ def can_skip_on_device(optimizer: Any) -> bool:
         and (not group.get("momentum") or all(p in optimizer.state for p in group["params"]))
         for group in optimizer.param_groups
     )
+
+
+def forget_inputs(optimizer: Any) -> None:
+    """Take away what a step has shown an optimizer: later ones would go by it."""
+    for name in ("scaled_grads", "grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 def found_inf_of(verdicts: Sequence[Verdict]) -> Tensor | None:
