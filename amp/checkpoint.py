@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from amp.casting import strategies
-from amp.errors import AmpRuntimeError, brief
+from amp.errors import AmpRuntimeError, brief, first_few, name_of
 from amp.state_checks import StateChecks, as_dict
 from amp.training.scaler import LossScaler, ScalerState, read_state
 
@@ -56,13 +56,10 @@ def read(state: object) -> SavedState:
     state = as_dict(state, "what amp.state_dict() returns")
     strategy_of = {each.state_key: each for each in strategies.STRATEGIES if each.state_key}
     unexpected = [
-        key
-        for key in state
-        if not isinstance(key, str)
-        or not (key in strategy_of or key == _LEVEL_KEY or _SCALER_KEY.fullmatch(key))
+        key for key in state if key not in strategy_of and key != _LEVEL_KEY and not _scaler_key(key)
     ]
     if unexpected:
-        names = ", ".join(f'"{key}"' if isinstance(key, str) else brief(key) for key in unexpected)
+        names = first_few(unexpected, lambda key: f'"{key}"' if name_of(key) is key else brief(key))
         raise AmpRuntimeError(
             f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. "
             'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
@@ -72,7 +69,7 @@ def read(state: object) -> SavedState:
         checks.fail("state_dict", _LEVEL_KEY, brief(level), "the name of a level, or None")
     scalers: dict[int, ScalerState] = {}
     for key in state:
-        if match := _SCALER_KEY.fullmatch(key):
+        if match := _scaler_key(key):
             number = int(match[1])
             if number in scalers:
                 checks.fail("state_dict", key, "another entry is of the same scaler", "one for each")
@@ -87,14 +84,18 @@ def read(state: object) -> SavedState:
     return SavedState(scalers, _LEVEL_KEY in state, level, own)
 
 
+def _scaler_key(key: Any) -> re.Match[str] | None:
+    return _SCALER_KEY.fullmatch(key) if isinstance(key, str) else None
+
+
 def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterator[str]:
     """Yield what the user should know of a state that is loaded for `count` losses at some level."""
     entries = saved.scalers
     message = f"the state_dict contains {len(entries)} loss scalers, and num_losses is {count}"
     if surplus := [f"loss_scaler{i}" for i in sorted(entries) if i >= count]:
-        message += f"; skipping {', '.join(surplus)}"
+        message += f"; skipping {first_few(surplus)}"
     if missing := [f"loss_scaler{i}" for i in range(count) if i not in entries]:
-        message += f"; {', '.join(missing)} start anew"
+        message += f"; {first_few(missing)} start anew"
     if len(entries) != count:
         yield message
     if saved.has_level and saved.opt_level != opt_level:

@@ -8,7 +8,7 @@ was passed, what is allowed, and what to do.
 import difflib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -62,12 +62,19 @@ def brief(value: Any) -> str:
 
     Whatever it is, this takes a bounded time and does not raise. No host sync.
     """
+    try:
+        return _brief(value)
+    except Exception:  # of what the value's own methods do, and of nesting too deep
+        return f"an object of type {type(value).__name__}"
+
+
+def _brief(value: Any) -> str:
     kind = type(value).__name__
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         layout = "" if value.layout is torch.strided else f" ({value.layout})"
-        return f"a {dtype} tensor of shape {tuple(value.shape)}{layout}"
+        return f"a {dtype} tensor of shape {shape_of(value)}{layout}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         digits = int(value.bit_length() * math.log10(2)) + 1
         return f"an integer of about {digits} digits"
@@ -80,8 +87,33 @@ def brief(value: Any) -> str:
         if isinstance(value, (list, tuple)):
             text = ", ".join(map(brief, value))
             return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
-    try:
-        text = repr(value)
-    except Exception:
-        return f"an object of type {kind}"
+    text = repr(value)
     return text if len(text) <= _LONGEST else f"an object of type {kind}: {text[:_LONGEST]}..."
+
+
+def shape_of(tensor: Any) -> str:
+    """Return a tensor's shape as a message shows it. Nested tensors have none."""
+    try:
+        return str(tuple(tensor.shape))
+    except Exception:
+        return "(...)"
+
+
+def name_of(key: Any) -> str:
+    """Return a key as a message names it: without quotes, if it is a short string."""
+    return key if isinstance(key, str) and len(key) <= _LONGEST else brief(key)
+
+
+def first_few(values: Iterable[Any], show: Callable[[Any], str] = name_of, most: int = 8) -> str:
+    """Return the first of some values, and how many more there are."""
+    values = list(values)
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(show, values[:most])) + more
+
+
+def truth_of(name: str, value: Any) -> bool:
+    """Return whether a flag is set; raise AmpTypeError for what is neither true nor false."""
+    try:
+        return bool(value)
+    except Exception:  # of a tensor of several elements, or of none that can be looked at
+        raise AmpTypeError(f"{name}={brief(value)} is neither True nor False") from None

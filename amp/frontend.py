@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import NoneType
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from amp import checkpoint
 from amp.arguments import as_flag, attached_to
 from amp.distributed import ProcessGroup
-from amp.errors import AmpRuntimeError, AmpTypeError, did_you_mean
+from amp.errors import AmpRuntimeError, AmpTypeError, brief, did_you_mean
 from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.overrides import SessionOptions
 from amp.profiles.properties import OVERRIDE_KEYS
@@ -155,7 +156,8 @@ def _make_default(session: Session) -> None:
 
 def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:
     if isinstance(enabled, str):  # the third position, where a level is often put
-        raise AmpTypeError(f"enabled={enabled!r} is not a bool; did you mean opt_level={enabled!r}?")
+        shown = brief(enabled)
+        raise AmpTypeError(f"enabled={shown} is not a bool; did you mean opt_level={shown}?")
     for name in others.keys() - OVERRIDE_KEYS.keys():
         takes = dict.fromkeys([*inspect.signature(initialize).parameters, *OVERRIDE_KEYS])
         del takes["others"]
@@ -330,9 +332,14 @@ class Stateful:
 
     Args:
         session: whose; None is that of the last `initialize` when it is saved or loaded.
+
+    Raises:
+        AmpTypeError: it is no session.
     """
 
     def __init__(self, session: Session | None = None) -> None:
+        if not isinstance(session, (Session, NoneType)):
+            raise AmpTypeError(f"amp.Stateful takes a session, and got {brief(session)}")
         self._session = session
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from amp.errors import (
     AmpValueError,
     AmpWarning,
     brief,
+    first_few,
+    truth_of,
 )
 from amp.lazy import kernels
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
@@ -214,8 +216,8 @@ class GradScaler(_TorchInternals):
         hysteresis: int = 1,
     ) -> None:
         self._device = torch.device(device).type  # type: ignore[arg-type]
-        self._enabled = bool(enabled)
-        if enabled and self._device == "cuda" and not torch.cuda.is_available():
+        self._enabled = truth_of("enabled", enabled)
+        if self._enabled and self._device == "cuda" and not torch.cuda.is_available():
             warnings.warn(
                 "GradScaler is for CUDA, and there is no GPU: it is disabled. On a CPU, "
                 "GradScaler('cpu') scales.",
@@ -253,10 +255,19 @@ class GradScaler(_TorchInternals):
                 named tuples and dicts come back as what they are, other iterables as iterators.
 
         Raises:
-            AmpValueError: something else.
+            AmpTypeError: a tensor has no values, or is quantized.
+            AmpValueError: something else, or what holds itself.
         """
         if not self._enabled:
             return outputs
+        try:
+            return self._scaled(outputs)
+        except RecursionError:
+            raise AmpValueError(
+                f"GradScaler.scale got {brief(outputs)}, which is nested too deeply, or holds itself"
+            ) from None
+
+    def _scaled(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
             self._scaler.check_loss(outputs)
             if not self._has_scaled:
@@ -265,13 +276,13 @@ class GradScaler(_TorchInternals):
                 history.begin(self._scaler.scale_on_device.clone())
             return self._scaler.scale(outputs)
         if isinstance(outputs, Mapping):
-            return type(outputs)((key, self.scale(value)) for key, value in outputs.items())  # type: ignore[call-arg]
+            return type(outputs)((key, self._scaled(value)) for key, value in outputs.items())  # type: ignore[call-arg]
         if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
             raise AmpValueError(
                 f"GradScaler.scale got a {type(outputs).__name__}; give it a tensor or an iterable of "
                 "tensors"
             )
-        scaled = map(self.scale, outputs)
+        scaled = map(self._scaled, outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
             return type(outputs)(*scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
@@ -290,6 +301,7 @@ class GradScaler(_TorchInternals):
         Raises:
             AmpRuntimeError: it was stepped since the last `update`, or a closure was given.
             AmpAssertionError: nothing was scaled yet, or none of its parameters has a gradient.
+            AmpTypeError: it is no optimizer.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
@@ -299,6 +311,7 @@ class GradScaler(_TorchInternals):
                 "gradients inside the step, after they were unscaled. Run backward before "
                 "scaler.step(optimizer), or use amp.initialize, whose optimizers take closures"
             )
+        _check_optimizer("step", optimizer)
         self._check_scale_growth_tracker("step")
         if all(p.grad is None for p in _parameters(optimizer)) and not _groups(optimizer):
             raise AmpAssertionError(
@@ -309,6 +322,18 @@ class GradScaler(_TorchInternals):
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             self._skipped[optimizer] = list(self._found_inf_per_device(optimizer).values())
         return result
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale an optimizer's gradients, as to clip them before its `step`. No host sync.
+
+        Raises:
+            RuntimeError: that was done since the last `update`, or it was stepped.
+            AmpAssertionError: nothing was scaled yet.
+            AmpTypeError: it is no optimizer.
+        """
+        if self._enabled:
+            _check_optimizer("unscale_", optimizer)
+        super().unscale_(optimizer)
 
     def step_was_skipped(self, optimizer: Any, wait: bool = True) -> bool | None:
         """Whether the last `step` of an optimizer was skipped.
@@ -321,9 +346,11 @@ class GradScaler(_TorchInternals):
 
         Raises:
             AmpRuntimeError: the optimizer has not been stepped.
+            AmpTypeError: it is no optimizer.
         """
         if not self._enabled:
             return False
+        _check_optimizer("step_was_skipped", optimizer)
         skipped = self._skipped.get(optimizer)
         if skipped is None:
             raise AmpRuntimeError(
@@ -414,8 +441,8 @@ class GradScaler(_TorchInternals):
         missing = [name for name in ("scale", *_SETTINGS, "_growth_tracker") if name not in state_dict]
         if missing:
             raise AmpValueError(
-                f"the state dict has no {', '.join(missing)}, only "
-                f"{', '.join(map(str, state_dict))}: it is no GradScaler's"
+                f"the state dict has no {', '.join(missing)}, only {first_few(state_dict)}: it is no "
+                "GradScaler's"
             )
         checks = StateChecks()
         for name in _SETTINGS:
@@ -440,6 +467,12 @@ def _configured(config: LossScaling, **changes: Any) -> LossScaling:
     if not isinstance(backoff, (int, float)) or not 0 < backoff < 1:
         raise AmpValueError(f"backoff_factor={brief(backoff)} must be a number between 0 and 1")
     return dataclasses.replace(config, **changes)
+
+
+def _check_optimizer(method: str, optimizer: Any) -> None:
+    """Raise AmpTypeError unless it has what all optimizers have."""
+    if not hasattr(optimizer, "param_groups"):
+        raise AmpTypeError(f"GradScaler.{method} takes an optimizer, and got {brief(optimizer)}")
 
 
 def _parameters(optimizer: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """A checkpoint file that is whole at every moment: the last one, or the new one."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         swapped = "; they are in torch.save's order" if isinstance(path, Mapping) else ""
         raise AmpTypeError(f"amp.save takes a path and a state, and got {kinds}{swapped}")
     target = Path(path)
-    beside = target.with_name(f"{target.name}.tmp")
+    beside = target.with_name(_beside(target.name))
     try:
         with beside.open("wb") as file:
             torch.save(state, file)
@@ -49,6 +50,14 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         beside.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
+
+
+def _beside(name: str) -> str:
+    """Return the name of the file that is written first; file systems take 255 bytes."""
+    beside = f"{name}.tmp"
+    if len(os.fsencode(beside)) <= 255:
+        return beside
+    return f"{hashlib.sha256(os.fsencode(name)).hexdigest()}.tmp"
 
 
 def _sync_folder(folder: Path) -> None:

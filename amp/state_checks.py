@@ -19,7 +19,6 @@ from torch import Tensor
 
 from amp.dtypes import SCALABLE, dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, brief
-from amp.kernels.grad_mode import without_grad
 
 LARGEST_COUNT = 2**31
 """Counters are int32 in other libraries, and float32 here and in torch, which rounds up to this."""
@@ -325,7 +324,6 @@ def _copied(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(value)
 
 
-@without_grad
 def _extremes(tensor: Tensor) -> Tensor:
     """Return the least and the largest value, `[2]`, in FP32 but for FP64; NaN if one is."""
     tensor = _on_this_rank(tensor)

@@ -526,7 +526,7 @@ class Copied(nn.Linear):
     """Says itself how it is copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        new = type(self)(self.in_features, self.out_features)
+        new: Any = type(self)(self.in_features, self.out_features)
         new.load_state_dict(self.state_dict())
         new.mark = "deepcopy"
         return new
@@ -536,12 +536,12 @@ class Once(nn.Linear):
     """Takes its method away while it is copied, as many do."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.__deepcopy__: Any = None
+        vars(self)["__deepcopy__"] = None
         try:
-            new = copy.deepcopy(self, memo)
+            new: Any = copy.deepcopy(self, memo)
         finally:
-            del self.__deepcopy__
-        del new.__deepcopy__
+            del vars(self)["__deepcopy__"]
+        del vars(new)["__deepcopy__"]
         new.mark = "once"
         return new
 

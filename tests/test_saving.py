@@ -69,3 +69,8 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills_leave_a_whole_file(tmp_path: Path) -> None:
     check_kills(tmp_path / "x.pt", 20)
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+    amp.save(tmp_path / ("x" * 253), {"a": 1})
+    assert [each.name for each in tmp_path.iterdir()] == ["x" * 253]

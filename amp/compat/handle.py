@@ -13,7 +13,7 @@ from amp.casting.regions import disable_casts
 from amp.compat import lists
 from amp.compat.state import _amp_state
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpNotImplementedError, AmpRuntimeError
+from amp.errors import AmpNotImplementedError, AmpRuntimeError, brief
 from amp.profiles.levels import LEVELS, load_profile
 from amp.session import Session
 
@@ -47,8 +47,9 @@ def init(
     """
     if not enabled:
         return NoOpHandle()
-    if patch_type not in LOW_PRECISION:
-        raise AmpRuntimeError(f"patch_type={patch_type!r} is not one of torch.float16, torch.bfloat16")
+    if not isinstance(patch_type, torch.dtype) or patch_type not in LOW_PRECISION:
+        shown = brief(patch_type)
+        raise AmpRuntimeError(f"patch_type={shown} is not one of torch.float16, torch.bfloat16")
     allowed = [
         {"op": f"torch.nn.functional.{name}", "cast": torch.float32}
         for name, _ in lists.functional_overrides.BANNED_FUNCS

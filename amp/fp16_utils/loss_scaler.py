@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp.lazy import kernels
-from amp.profiles.keys import LARGEST_SCALE
+from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.training import scaler
 
@@ -93,7 +93,7 @@ class DynamicLossScaler(LossScaler):
         config = LossScaling(
             init=init_scale,
             growth_factor=scale_factor,
-            backoff_factor=1 / scale_factor,
+            backoff_factor=backoff_of(scale_factor),
             growth_interval=scale_window,
             min=1.0,
             max=LARGEST_SCALE,
@@ -130,6 +130,11 @@ class DynamicLossScaler(LossScaler):
         self.last_overflow_iter = state["last_overflow_iter"]
         good = (self.cur_iter - self.last_overflow_iter - 1) % self.scale_window
         self._scaler.load_state_dict({"loss_scale": state["cur_scale"], "unskipped": good})
+
+
+def backoff_of(scale_factor: Any) -> float:
+    """Return what a scale is multiplied by after an overflow; raise AmpValueError if nothing can be."""
+    return 1 / parse_positive("scale_factor", scale_factor)
 
 
 class SavedLossScaler:

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, truth_of
 from amp.fp16_utils.groups import MasterGroups
-from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, backoff_of
 from amp.kernels.grad_mode import without_grad
-from amp.profiles.keys import SMALLEST_SCALE
+from amp.profiles.keys import SMALLEST_SCALE, parse_number
 from amp.session import Session
 from amp.state_checks import StateChecks, as_dict
 from amp.training import scaler
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
+from amp.training.optimizer_wrappers import is_optimizer
 from amp.training.scaler import read_state
 
 _DYNAMIC_ARGUMENTS = {
@@ -53,7 +54,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     Raises:
         AmpValueError: a scale that cannot be.
-        AmpTypeError: an argument that a dynamic scale does not have.
+        AmpTypeError: no optimizer, or an argument that a dynamic scale does not have.
     """
 
     _scales_losses_itself = True
@@ -66,19 +67,24 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        loss_scale: Any = float(static_loss_scale)
-        if dynamic_loss_scale:
+        if not is_optimizer(init_optimizer):
+            raise AmpTypeError(f"FP16_Optimizer takes an optimizer, and got {brief(init_optimizer)}")
+        loss_scale: Any = parse_number("static_loss_scale", static_loss_scale)
+        if dynamic_loss_args is not None and not isinstance(dynamic_loss_args, Mapping):
+            raise AmpTypeError(f"dynamic_loss_args={brief(dynamic_loss_args)} is no dict")
+        if truth_of("dynamic_loss_scale", dynamic_loss_scale):
             loss_scale = {"mode": "dynamic"}
             for name, value in (dynamic_loss_args or {}).items():
                 if name not in _DYNAMIC_ARGUMENTS:
                     raise AmpTypeError(
-                        f"dynamic_loss_args has '{name}'; allowed: {', '.join(_DYNAMIC_ARGUMENTS)}"
+                        f"dynamic_loss_args has {brief(name)}; allowed: {', '.join(_DYNAMIC_ARGUMENTS)}"
                     )
                 if value is not None:
                     loss_scale[_DYNAMIC_ARGUMENTS[name]] = value
             if "growth_factor" in loss_scale:
-                loss_scale["backoff_factor"] = 1 / loss_scale["growth_factor"]
-        self._session = Session("O2", verbosity=int(verbose), loss_scale=loss_scale)
+                loss_scale["backoff_factor"] = backoff_of(loss_scale["growth_factor"])
+        verbosity = int(truth_of("verbose", verbose))
+        self._session = Session("O2", verbosity=verbosity, loss_scale=loss_scale)
         self._session.initialize([], init_optimizer)
         self.optimizer = init_optimizer
         self.first_closure_call_this_step = True
@@ -295,7 +301,7 @@ def _saved_masters(
     expected = f"a list of {len(masters)} lists of tensors, as this optimizer has groups"
     saved = checks.items(state_dict, key, "state_dict", expected)
     for i, group in enumerate(saved):
-        if not isinstance(group, (list, tuple)) or not all(isinstance(x, Tensor) for x in group):
+        if not isinstance(group, (list, tuple)) or not all(map(_has_shape, group)):
             checks.fail(f"state_dict['{key}']", i, brief(group), "a list of tensors")
     shapes = [[[tuple(p.shape) for p in group] for group in groups] for groups in (saved, masters)]
     if shapes[0] != shapes[1]:
@@ -310,6 +316,10 @@ def _saved_masters(
         ]
         for i, (group, own) in enumerate(zip(saved, masters, strict=True))
     ]
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_nested
 
 
 def _as_state(scaler: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import functools
 import http.server
 import json
 import math
+import re
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,9 @@ def write(path: str | Path) -> Path:
     return path
 
 
+_THIS_MACHINE = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]+)?", re.IGNORECASE)
+
+
 def server(port: int = 0) -> http.server.ThreadingHTTPServer:
     """Return a server of the page on a port of this machine, 0 for a free one; it does not run yet.
 
@@ -113,8 +117,9 @@ def server(port: int = 0) -> http.server.ThreadingHTTPServer:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            host = self.headers.get("Host", "").partition(":")[0].lower()
-            if host not in ("127.0.0.1", "localhost"):  # a page of elsewhere, by a name of its own
+            hosts = self.headers.get_all("Host", [])
+            # A page of elsewhere may have this machine under a name of its own.
+            if len(hosts) != 1 or not _THIS_MACHINE.fullmatch(hosts[0]):
                 self.send_error(403, "the lab is for this machine alone")
                 return
             self.send_response(200 if self.path == "/" else 404)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.errors import truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 
@@ -53,7 +54,8 @@ class FusedAdagrad(FusedOptimizer):
             "weight_decay": weight_decay,
         }
         defaults |= {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
-        defaults |= {"adagrad_w_mode": bool(adagrad_w_mode), "foreach": None, "differentiable": False}
+        is_decoupled = truth_of("adagrad_w_mode", adagrad_w_mode)
+        defaults |= {"adagrad_w_mode": is_decoupled, "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _first_moment(self, group: Mapping[str, Any]) -> float:

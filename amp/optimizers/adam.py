@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 
@@ -53,15 +53,17 @@ class FusedAdam(FusedOptimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if master_weights:
+        if truth_of("master_weights", master_weights):
             raise AmpValueError(
                 "FusedAdam(master_weights=True): FP32 masters come from amp.initialize(model, "
                 "optimizer, opt_level='O2'), or 'O5' for bfloat16. Leave the argument out"
             )
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": bool(bias_correction), "amsgrad": amsgrad, "maximize": maximize}
+        defaults |= {"bias_correction": truth_of("bias_correction", bias_correction)}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize}
         # torch.optim.AdamW's names for what is the same in every group here
-        defaults |= {"decoupled_weight_decay": bool(adam_w_mode), "capturable": bool(capturable)}
+        defaults |= {"decoupled_weight_decay": truth_of("adam_w_mode", adam_w_mode)}
+        defaults |= {"capturable": truth_of("capturable", capturable)}
         defaults |= {"foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp.dtypes import SCALABLE
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, shape_of
 from amp.state_checks import as_float
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf
         return
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise AmpValueError(f"{name} has shape {tuple(value.shape)}; give it one element")
+            raise AmpValueError(f"{name} has shape {shape_of(value)}; give it one element")
         if value.is_meta or value.is_complex() or value.layout is not torch.strided:
             raise AmpValueError(f"{name} is {brief(value)} on {value.device}, which is no number")
         if value.device.type != "cpu":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
 from amp.kernels.grad_mode import without_grad
 from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
@@ -58,6 +59,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Of those, which may be negative."""
     _scalars: tuple[str, ...] = ()
     """Of what the state has once for a whole parameter, besides its steps."""
+    _flags = (
+        *("bias_correction", "maximize", "amsgrad", "nesterov", "adam_w_mode", "grad_averaging"),
+        *("use_nvlamb", "reg_inside_moment", "init_zero", "set_grad_none", "capturable"),
+        *("decoupled_weight_decay", "wd_after_momentum", "adagrad_w_mode"),
+    )
+    """The hyper-parameters that are true or false, of all of these optimizers."""
     _required: frozenset[str]
     """What every saved group of this optimizer has."""
     _goes_by_norms = False
@@ -106,7 +113,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise AmpValueError if a group's hyper-parameters make no sense."""
+        """Raise AmpTypeError or AmpValueError if a group's hyper-parameters make no sense."""
+        for name in self._flags:
+            truth_of(name, group.get(name))
         for name in self._ranges:
             check_range(name, group[name])
         if "betas" in self.defaults:
@@ -184,8 +193,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Add a group, as `torch.optim.Optimizer.add_param_group` does.
 
         Raises:
-            AmpValueError: a hyper-parameter is out of its range or not a number.
+            AmpTypeError: it is no dict, or a flag is neither true nor false.
+            AmpValueError: it has no params, or a hyper-parameter is out of its range or not a number.
         """
+        if not isinstance(param_group, dict):
+            raise AmpTypeError(f"a group of parameters is a dict, and not {brief(param_group)}")
+        if "params" not in param_group:
+            raise AmpValueError(f"a group of parameters has only {brief(param_group)}, and no 'params'")
         self._check_group({**self.defaults, **param_group})
         param_group.update(
             {name: as_plain(param_group[name]) for name in self.defaults.keys() & param_group}

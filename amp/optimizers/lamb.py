@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 
@@ -51,7 +51,7 @@ class FusedLAMB(FusedOptimizer):
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if amsgrad:
+        if truth_of("amsgrad", amsgrad):
             raise AmpValueError("FusedLAMB has no amsgrad, nor does the paper; leave it out")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "adam_w_mode": adam_w_mode}

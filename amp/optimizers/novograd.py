@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from amp.distributed import reduce_norm
-from amp.errors import AmpValueError, brief
+from amp.errors import AmpValueError, brief, truth_of
 from amp.kernels.changes import Changes
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch
 from amp.optimizers.fused import FusedOptimizer
+from amp.state_checks import as_float
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -59,7 +60,7 @@ class FusedNovoGrad(FusedOptimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if amsgrad:
+        if truth_of("amsgrad", amsgrad):
             raise AmpValueError("FusedNovoGrad has no amsgrad, nor does apex's; leave it out")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "reg_inside_moment": reg_inside_moment}
@@ -70,10 +71,10 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        if group["norm_type"] not in (0, 2):
+        if as_float(group["norm_type"]) not in (0, 2):
             raise AmpValueError(
-                f"norm_type={group['norm_type']!r} is not one of 2, the Euclidean norm, and 0, the "
-                "largest magnitude"
+                f"norm_type={brief(group['norm_type'])} is not one of 2, the Euclidean norm, and 0, "
+                "the largest magnitude"
             )
 
     def _from_group(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:

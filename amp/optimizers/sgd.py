@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpTypeError, AmpValueError
+from amp.errors import AmpTypeError, AmpValueError, truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 
@@ -57,7 +57,8 @@ class FusedSGD(FusedOptimizer):
             "dampening": dampening,
             "weight_decay": weight_decay,
         }
-        defaults |= {"nesterov": bool(nesterov), "wd_after_momentum": bool(wd_after_momentum)}
+        defaults |= {"nesterov": truth_of("nesterov", nesterov)}
+        defaults |= {"wd_after_momentum": truth_of("wd_after_momentum", wd_after_momentum)}
         defaults |= {"maximize": maximize, "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 

@@ -19,7 +19,7 @@ from amp.diagnosis.findings import Finding
 from amp.diagnosis.trace import Trace
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
-from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning
+from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning, brief
 from amp.session import Session
 from amp.trials import hazards
 from amp.trials.recording import Recording
@@ -108,8 +108,7 @@ def check(
         AmpValueError: `opt_level` is missing, or given for a model that has a level.
         Exception: what the forward raises in FP32 too.
     """
-    named_models(model, "amp.check")
-    model = unwrapped(model)
+    model = one_model(model, "amp.check")
     args, kwargs = arguments_of(model, batch)
     with at_level(model, opt_level, overrides, "amp.check") as (session, subject):
         found = list(hazards.before_initialize([model])) if subject is not model else []
@@ -119,6 +118,14 @@ def check(
         checkup = check_forward(session, subject, args, kwargs)
         checkup.findings = [*found, *checkup.findings]
     return checkup
+
+
+def one_model(model: Any, caller: str) -> nn.Module:
+    """Return a model without its wrappers; raise AmpTypeError for what is no module."""
+    named_models(model, caller)
+    if not isinstance(model, nn.Module):
+        raise AmpTypeError(f"{caller} takes one model, and got {brief(model)}")
+    return unwrapped(model)
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,16 @@ import torch
 
 from amp import frontend
 from amp.casting import current
-from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning, did_you_mean
+from amp.errors import (
+    AmpError,
+    AmpRuntimeError,
+    AmpTypeError,
+    AmpValueError,
+    AmpWarning,
+    brief,
+    did_you_mean,
+    name_of,
+)
 from amp.session import Session
 from amp.trials.measuring import (
     errors_of,
@@ -103,15 +112,15 @@ def compare(
 
 def check_request(levels: Sequence[str], steps: int, reference: str) -> None:
     """Raise AmpError unless these levels can be resolved, and the others are what they may be."""
-    if isinstance(levels, str) or not levels:
-        raise AmpValueError(f"levels={levels!r} is not a list of levels, such as {list(LEVELS)}")
+    if isinstance(levels, str) or not isinstance(levels, Collection) or not levels:
+        raise AmpValueError(f"levels={brief(levels)} is not a list of levels, such as {list(LEVELS)}")
     for level in levels:
         Session(level, verbosity=0).close()
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise AmpValueError(f"steps={steps!r} must be an integer of at least 1")
-    if reference not in REFERENCES:
-        hint = did_you_mean(str(reference), REFERENCES)
-        raise AmpValueError(f"reference={reference!r} is not one of {', '.join(REFERENCES)}{hint}")
+        raise AmpValueError(f"steps={brief(steps)} must be an integer of at least 1")
+    if not isinstance(reference, str) or reference not in REFERENCES:
+        hint = did_you_mean(name_of(reference), REFERENCES)
+        raise AmpValueError(f"reference={brief(reference)} is not one of {', '.join(REFERENCES)}{hint}")
 
 
 class _InProcess:

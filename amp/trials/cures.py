@@ -11,6 +11,7 @@ from torch import nn
 from amp.arguments import attached_to
 from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Finding, Report, rule_for
+from amp.errors import AmpTypeError
 from amp.trials.replay import Replay
 
 CURABLE = ("range", "absorbed range", "eps", "loss scale", "underflow")
@@ -93,10 +94,12 @@ def doctor(
         A `Prescription`; `print` it, or look at its `report`, `cure` and `why_not`.
 
     Raises:
-        AmpTypeError: `model` is no module.
+        AmpTypeError: `model` is no module, or `optimizer` an empty list.
         AmpRuntimeError: the optimizer did not come out of `initialize`.
     """
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not optimizers:
+        raise AmpTypeError("amp.doctor takes the optimizer of amp.initialize, and got an empty list")
     attached = list(map(attached_to, optimizers))
     replay = Replay(step, named_models(model, "amp.doctor"), attached[0].owner, attached)
     findings = replay.run()

@@ -12,13 +12,12 @@ from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
 from amp.casting.explaining import describe
 from amp.casting.policy import OpRule
-from amp.diagnosis.diagnose import named_models, unwrapped
 from amp.diagnosis.findings import short_path
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.rules import Rule
 from amp.session import Session
-from amp.trials.checking import arguments_of, at_level
+from amp.trials.checking import arguments_of, at_level, one_model
 from amp.trials.recording import Call, Recording
 from amp.trials.replay import Replay
 
@@ -100,8 +99,7 @@ def explain(
         AmpTypeError: `model` is no module, or does not take the batch.
         AmpValueError: nothing of that name was called; what was is named.
     """
-    named_models(model, "amp.explain")
-    model = unwrapped(model)
+    model = one_model(model, "amp.explain")
     args, kwargs = arguments_of(model, batch)
     with at_level(model, opt_level, overrides, "amp.explain") as (session, subject):
         return chosen(explain_forward(session, subject, args, kwargs), op, module)
