@@ -252,8 +252,10 @@ def as_float(value: Any) -> float | None:
 
 def as_plain(value: Any) -> Any:
     """Return a number as Python's int or float, also in a list or tuple; anything else as it is."""
-    if type(value) in (list, tuple):
-        return type(value)(map(as_plain, value))
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
     number = as_float(value)
     if number is None or type(value) in (int, float):
         return value

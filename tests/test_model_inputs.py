@@ -116,9 +116,10 @@ def test_copies_and_pickles_cast_too() -> None:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        other(X)
-        assert other.seen["x"] is torch.bfloat16
+    loaded = torch.load(file, weights_only=False)
+    for other, dtype in ((copy.deepcopy(model), torch.float32), (loaded, torch.bfloat16)):
+        other(X.double())
+        assert other.seen["x"] is dtype
 
 
 @pytest.mark.parametrize(

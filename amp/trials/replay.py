@@ -119,7 +119,7 @@ class Replay:
                 if is_cast:
                     stack.enter_context(self._upcast(module))
                 if caster is not None:
-                    rule = Rule("module", "", torch.float32, "a trial")
+                    rule = Rule("module", "*", torch.float32, "a trial")
                     stack.callback(run_in_float32(module, [rule], caster))
             yield
 
