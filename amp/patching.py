@@ -8,6 +8,7 @@ the last layer goes, the attribute is the original object again.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,6 +116,14 @@ class Patches(AbstractContextManager["Patches"]):
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+
+def unpatched(function: Any) -> Any:
+    """Return the original of what stands where an attribute is patched; anything else as it is."""
+    if not inspect.isroutine(function):  # and might have any `__getattr__`
+        return function
+    site = getattr(getattr(function, "__func__", function), _SITE, None)
+    return site.original if isinstance(site, _Site) else function
 
 
 # Functions that were imported by name.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from amp.casting.policy import resolve
+from amp.casting.op_names import resolve
 
 
 def randn(*shape: int) -> Tensor:

@@ -137,6 +137,15 @@ def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
         ("builtins.len", "builtins is a module of Python"),
         ("functools.reduce", "functools is a module of Python"),
         ("amp.scale_loss", "amp is a module of Python or amp itself"),
+        ("torch.os.system", "os is a module of Python"),
+        ("torch.builtins.*", "builtins is a module of Python"),
+        ("torch.sys.exit", "sys is a module of Python"),
+        ("torch.importlib.import_module", "importlib is a module of Python"),
+        ("torch.functools.*", "functools is a module of Python"),
+        ("torch.cuda.os.*", "os is a module of Python"),
+        ("tests.test_bad_profiles.Path.open", "pathlib.Path is a module of Python"),
+        ("tests.models.contextmanager", "takes no tensors, or casts themselves work by it"),
+        ("numpy.this_is_not_loaded.*", "there is no 'numpy.this_is_not_loaded'"),
     ],
 )
 def test_a_rule_imports_nothing_and_leaves_python_alone(op: str, text: str) -> None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.nn import functional as F
 
 import amp
-from amp.casting.policy import resolve
+from amp.casting.op_names import resolve
 from tests import ops
 from tests.covering import covering
 from tests.models import BY_OP_DTYPE as HALF

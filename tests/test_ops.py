@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amp
-from amp.casting.policy import load_policy, resolve
+from amp.casting.op_names import resolve
+from amp.casting.policy import load_policy
 from tests import ops
 from tests.devices import on_gpu
 from tests.models import BY_OP_DTYPE as HALF

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import amp
 from amp.casting.by_op import CastOps
+from amp.casting.op_names import may_be_cast, resolve
 from amp.casting.policy import OpRule
 from amp.cli import main
 from amp.undo import Undo
@@ -126,7 +127,20 @@ def mine(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
         ("{op: 3, cast: float32}", "mine.yaml:3: op=3 is not a name"),
         ("{op: builtins.dict.get, cast: float32}", "mine.yaml:3: .*builtins.dict is a type of Python"),
         ("{op: torch.*, cast: float32}", "mine.yaml:3: .* is too broad"),
-        ("{op: torch.is_autocast_enabled, cast: none}", "mine.yaml:3: .*no such function"),
+        ("{op: torch.is_grad_enabled, cast: none}", "mine.yaml:3: .*casts themselves work by it"),
+        ("{op: torch.Tensor.to, cast: none}", "mine.yaml:3: .*casts themselves work by it"),
+        ("{op: torch.Tensor._is_view, cast: none}", "mine.yaml:3: .*casts themselves work by it"),
+        ("{op: torch.Tensor.__getattribute__, cast: none}", "mine.yaml:3: .*takes no tensors"),
+        ("{op: torch.nn.Module.__new__, cast: none}", "mine.yaml:3: .*takes no tensors"),
+        ("{op: torch.nn.Module.*, cast: none}", "mine.yaml:3: .*no such function"),
+        ("{op: tests.models.ConvNet.__init__, cast: none}", "mine.yaml:3: .*takes no tensors"),
+        ("{op: torch.autocast.__enter__, cast: none}", "mine.yaml:3: .*takes no tensors"),
+        ("{op: 'torch.float32.*', cast: none}", "mine.yaml:3: .*is a dtype, no module or class"),
+        ("{op: torch.exp.__name__.upper, cast: none}", "mine.yaml:3: .*is a str, no module or class"),
+        ("{op: torch.nn.Linear.forward.__code__.replace, cast: none}", "is a code, no module or class"),
+        ("{op: torch.classes.a.b, cast: none}", "mine.yaml:3: .*there is no 'torch.classes.a'"),
+        ("{op: torch.classes.b, cast: none}", "mine.yaml:3: op 'torch.classes.b': "),
+        ("{op: torch.is_autocast_enabled, cast: none}", "mine.yaml:3: .*takes no tensors"),
         ("torch.mm", "mine.yaml:3: .*a rule is a mapping"),
         (
             "{module: head, cast: float16}",
@@ -155,6 +169,57 @@ def test_rules_for_ops_need_a_level_that_patches(level: str) -> None:
 def test_rules_are_a_list(value: Any) -> None:
     with pytest.raises(TypeError, match="give a list of {op: ..., cast: ...}"):
         amp.initialize(nn.Linear(2, 2), opt_level="O1", rules=value)
+
+
+PLACES = ("torch", "torch.Tensor", *(f"torch.{n}" for n in ("fft", "linalg", "special", "sparse")))
+GLOBS = [
+    ("torch.nn.functional.*",),
+    *((f"{place}.[!_]*",) for place in PLACES),
+    *((f"torch.{glob}",) for glob in ("is*", "*is*", "*a*", "*e*", "*grad*")),
+    ("torch.*a*",) * 1000,
+    tuple(f"torch.{'*' * i}a*" for i in range(1, 900)),
+]
+
+
+@pytest.mark.parametrize("cast", ["float32", "float16", None])
+@pytest.mark.parametrize("ops", GLOBS, ids=lambda ops: f"{ops[0]}-{len(ops)}")
+def test_rules_for_many_ops_leave_out_what_casts_work_by(
+    ops: tuple[str, ...], cast: str | None
+) -> None:
+    kinds = torch.half, torch.float, torch.bfloat16
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
+    rules = [{"op": op, "cast": cast} for op in ops]
+    model, optimizer = initialize(model, sgd(model), "O1", rules=rules)
+    nn.LSTM(4, 4)(X[None])
+    X @ X + X.half()
+    with torch.autocast("cpu", dtype=BRAIN):
+        model(X)
+    if cast != "float16":  # which would also be what unscaling works in
+        with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+    amp.get_session().close()
+    assert (torch.half, torch.float, torch.bfloat16) == kinds
+    assert not hasattr(torch.mm, "__wrapped__")
+
+
+EVERY_FUNCTION = [
+    f"{place}.{name}"
+    for place in (*PLACES, "torch.nn.functional", "torch.nn.init", "torch._C._nn")
+    for name in dir(resolve(place))
+    if may_be_cast(resolve(place), name)
+]
+
+
+@pytest.mark.parametrize("first", range(0, len(EVERY_FUNCTION), 500))
+def test_every_function_of_torch_that_is_cast_by_its_name_may_be(first: int) -> None:
+    """Private ones, and operators, are in no glob."""
+    rules = [{"op": op, "cast": "float32"} for op in EVERY_FUNCTION[first : first + 500]]
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1", rules=rules)
+    with torch.autocast("cpu", dtype=BRAIN):
+        model(X)
+    model(X).sum().backward()
 
 
 # Modules.

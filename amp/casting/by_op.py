@@ -18,7 +18,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from amp.casting import current, regions
 from amp.casting.module_rules import run_in_float32
-from amp.casting.policy import OpRule, policy_of, resolve
+from amp.casting.op_names import resolve
+from amp.casting.policy import OpRule, policy_of
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy

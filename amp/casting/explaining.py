@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from amp.casting.policy import OpPolicy, OpRule, find, policy_of, spellings
+from amp.casting.op_names import find, member, spellings
+from amp.casting.policy import OpPolicy, OpRule, policy_of
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.keys import shown
@@ -14,10 +15,12 @@ def explain(op: str, properties: Properties) -> str:
     """Return what happens to the function of this full name, and which rule of which file says so."""
     op = op.strip()
     holder, place, name = find(op)
-    if not callable(getattr(holder, name, None)):
+    function = member(holder, name)
+    if not callable(function):
         hint = did_you_mean(name, dir(holder)) if holder is not None else ""
         raise AmpValueError(f"there is no function '{op}'; give a full name: torch.softmax{hint}")
-    if isinstance(getattr(holder, name), type):
+    op = f"{place}.{name}"
+    if isinstance(function, type):
         raise AmpValueError(f"'{op}' is a class; ask about a function that it calls")
     level = properties.opt_level or "this profile"
     if not properties.patch_torch_functions:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
+from amp.casting.op_names import functions_of, resolve
 from amp.dtypes import dtype_name
-from amp.errors import AmpValueError, brief, did_you_mean
+from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.levels import CONFIGS
 from amp.profiles.properties import Properties
-from amp.profiles.rules import Rule
 from amp.profiles.yamlfile import Entry, read_mapping
 
 TableCategory = Literal[
@@ -89,10 +84,9 @@ def policy_of(properties: Properties) -> OpPolicy:
     """
     policy = load_policy(properties.patch_torch_functions_type or torch.float16)
     table = {rule.op: rule for rule in policy.rules}
-    for rule in properties.rules:
-        for place, name in _functions(rule) if rule.kind == "op" else ():
-            new = OpRule("cast", place, name, rule.dtype, closed=True, source=rule.source)
-            table[new.op] = new
+    for (place, name), rule in functions_of(r for r in properties.rules if r.kind == "op").items():
+        new = OpRule("cast", place, name, rule.dtype, closed=True, source=rule.source)
+        table[new.op] = new
     return OpPolicy(policy.dtype, tuple(table.values()))
 
 
@@ -131,112 +125,3 @@ def _load(path: Path) -> dict[str, tuple[Entry, str]]:
                 f"{', '.join(_KEYS)}{did_you_mean(entry.key, _KEYS)}"
             )
     return table
-
-
-def resolve(place: str) -> Any:
-    """Return the module or class of a dotted name. Errors are Python's own.
-
-    Names come from files, so nothing is imported but parts of torch: another module is found if
-    somebody else has imported it.
-    """
-    if place in sys.modules:
-        return sys.modules[place]
-    parent, _, name = place.rpartition(".")
-    if not parent:
-        raise ModuleNotFoundError(f"No module named {place!r} has been imported")
-    holder = resolve(parent)
-    if not hasattr(holder, name) and isinstance(holder, ModuleType) and _is_of_torch(place):
-        return importlib.import_module(place)
-    return getattr(holder, name)
-
-
-def _is_of_torch(place: str) -> bool:
-    """Whether a module is a part of torch that may be imported: one that no name marks as private."""
-    first, *others = place.split(".")
-    return first == "torch" and not any(part.startswith("_") for part in others)
-
-
-def find(op: str) -> tuple[Any, str, str]:
-    """Return what holds the function of a full name, or None, with the two parts of the name."""
-    place, _, name = op.rpartition(".")
-    try:
-        return resolve(place), place, name
-    except Exception:  # a part of torch may need what is not installed
-        return None, place, name
-
-
-_MAY_BE_OPS = ("math", "operator")
-
-
-def is_of_python(place: str) -> bool:
-    """Whether a module is one of Python's own, or of this library, by which casts themselves work."""
-    first = place.partition(".")[0]
-    return first == "amp" or (first in sys.stdlib_module_names and first not in _MAY_BE_OPS)
-
-
-_SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
-"""Where a function of one name is one op."""
-
-_OPERATORS = {
-    **{name: (f"__{name}__", f"__r{name}__") for name in ("matmul", "pow", "add", "sub", "mul")},
-    "div": ("__truediv__", "__rtruediv__"),
-    "neg": ("__neg__",),
-}
-"""The operators that are other spellings of a function."""
-
-
-def is_immutable(holder: Any) -> bool:
-    """Whether `holder` is a class of Python itself, whose attributes cannot be replaced."""
-    return isinstance(holder, type) and bool(holder.__flags__ & 1 << 8)  # Py_TPFLAGS_IMMUTABLETYPE
-
-
-def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the other places and names of the op `place.name` that exist, and itself."""
-    for operators_of, operators in _OPERATORS.items():
-        if place == "torch.Tensor" and name in operators:
-            name = operators_of
-    for other in _SPELLINGS if place in _SPELLINGS else (place,):
-        if hasattr(resolve(other), name):
-            yield other, name
-    if place in _SPELLINGS:
-        yield from (("torch.Tensor", operator) for operator in _OPERATORS.get(name, ()))
-
-
-def _functions(rule: Rule) -> Iterator[tuple[str, str]]:
-    """Yield the functions that a user's rule is for, in all their spellings."""
-    holder, place, name = find(rule.pattern)
-    public = [n for n in dir(holder) if _is_function(holder, n)]
-    found = [n for n in public if fnmatchcase(n, name)]
-    if not found and _is_function(holder, name, public=False):
-        found = [name]
-    if holder is None:
-        why = (
-            f"there is no {brief(place or rule.pattern)} in torch or in what the script has imported, "
-            "and nothing else is imported for a rule. Write a full name, such as torch.fft.*"
-        )
-    elif is_immutable(holder):
-        why = f"{place} is a type of Python itself"
-    elif place != "__main__" and is_of_python(place):
-        why = f"{place} is a module of Python or amp itself, by which casts work"
-    elif place in ("torch", "torch.Tensor") and not name.strip("*?"):
-        why = f"it is too broad: casting needs some of {place}"
-    elif not found:
-        why = f"{place} has no such function{did_you_mean(name, public)}"
-    else:
-        why = ""
-    if why:
-        raise AmpValueError(f"{rule.source}: op '{rule.pattern}': {why}")
-    for match in found:
-        yield from spellings(place, match)
-
-
-def _is_function(holder: Any, name: str, public: bool = True) -> bool:
-    """Whether `holder.name` is a function that a rule may be for; private ones only by full name."""
-    value = getattr(holder, name, None)
-    used_by_casts = "autocast" in name or name in ("to", "is_floating_point", "promote_types")
-    return (
-        callable(value)
-        and not used_by_casts
-        and not isinstance(value, (type, ModuleType))
-        and not (public and name.startswith("_"))
-    )

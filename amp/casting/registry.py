@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from amp.casting import current
-from amp.casting.policy import Category, OpRule, is_immutable, is_of_python
+from amp.casting.op_names import is_immutable, is_of_python, is_pythons_own
+from amp.casting.policy import Category, OpRule
 from amp.casting.wrappers import call_with_casts
 from amp.dtypes import dtype_name
-from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
 from amp.patching import Patches
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -95,17 +96,27 @@ def registered() -> list[tuple[OpRule, Any]]:
     return list(_registered.values())
 
 
-def _register(module: Any, name: str, category: Category, dtype: torch.dtype | None) -> None:
+def _register(module: Any, name: Any, category: Category, dtype: torch.dtype | None) -> None:
     if not isinstance(name, str):
-        raise AmpTypeError(f"the function's name is {name!r}, a {type(name).__name__}; give a string")
-    place = getattr(module, "__name__", type(module).__name__)
-    function = getattr(module, name, None)
+        kind = type(name).__name__
+        raise AmpTypeError(f"the function's name is {brief(name)}, a {kind}; give a string")
+    try:
+        place = getattr(module, "__name__", type(module).__name__)
+        function = getattr(module, name, None)
+    except Exception as error:  # of a property, or a `__getattr__`
+        raise AmpValueError(
+            f"{brief(name)} of an object of type {type(module).__name__} cannot be read: {error!r}"
+        ) from error
     if function is None:
-        raise AmpValueError(f"{place} has no function '{name}'{did_you_mean(name, dir(module))}")
+        raise AmpValueError(f"{place} has no function {brief(name)}{did_you_mean(name, dir(module))}")
     if not callable(function) or isinstance(function, type):
         raise AmpValueError(f"{place}.{name} is no function but a {type(function).__name__}")
-    if isinstance(module, ModuleType) and is_of_python(place) and place != "__main__":
+    if isinstance(module, ModuleType) and is_of_python(place):
         raise AmpValueError(f"{place} is a module of Python or amp itself, by which casts work")
+    if is_pythons_own(function):
+        raise AmpValueError(
+            f"{place}.{name} is a function of Python or amp itself, by which casts work"
+        )
     if is_immutable(module):
         raise AmpValueError(f"{place} is a type of Python itself, whose functions cannot be replaced")
     _check_ends_with_its_call(function, f"{place}.{name}", dtype)
@@ -142,7 +153,7 @@ def _decorate(function: F, category: Category, dtype: torch.dtype | None) -> F:
         return type(function)(inner)  # pyright: ignore[reportReturnType]
     if not callable(function) or isinstance(function, type):
         kind = type(function).__name__
-        raise AmpTypeError(f"{function!r} of type {kind} is no function to decorate")
+        raise AmpTypeError(f"{brief(function)} of type {kind} is no function to decorate")
     name = getattr(function, "__name__", type(function).__name__)
     _check_ends_with_its_call(function, name, dtype)
     rule = OpRule(category, "", name, dtype, closed=category == "cast", source="decorated")
