@@ -185,8 +185,9 @@ for _ in range(100_000):
     ids=lambda options: "-".join(options),
 )
 def test_values_that_cannot_be_shown_are_refused(options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"opt_level": "O4", **options}
     with pytest.raises(AmpError):
-        amp.initialize(linear(), **{"opt_level": "O4", **options})
+        amp.initialize(linear(), **given)
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,8 @@ def test_numbers_of_numpy_are_numbers(optimizer_of: Any) -> None:
 def test_fused_optimizers_take_numbers_of_numpy() -> None:
     outcomes = []
     for kind in (float, np.float32):
-        model, numbers = linear(), [kind(x) for x in (0.5, 0.25, 0.75)]
+        model = linear()
+        numbers: list[Any] = [kind(x) for x in (0.5, 0.25, 0.75)]
         parameters = [{"params": model.parameters(), "lr": numbers[0]}]
         optimizer = FusedAdam(parameters, numbers[1], betas=(numbers[1], numbers[2]))
         assert type(optimizer.param_groups[0]["lr"]) is float
@@ -514,8 +515,9 @@ class Named:
 def test_only_text_is_a_key_of_a_loss_scaler() -> None:
     amp.initialize(linear(), opt_level="O2", num_losses=2)
     state: Any = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    state[Named()] = state["loss_scaler0"]
     with pytest.raises(AmpError, match="Unexpected key"):
-        amp.load_state_dict({**state, Named(): state["loss_scaler0"]})
+        amp.load_state_dict(state)
 
 
 def test_a_warning_that_is_an_error_comes_before_anything_is_loaded() -> None:

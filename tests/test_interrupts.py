@@ -237,7 +237,7 @@ def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_non
     one = [grad / 2 for grad in both]
     assert counted.lines > 50
     assert all(grad.isfinite().all() for grad in both)
-    for line in counted.first:
+    for line in counted.first[::2]:
         interrupter, found = run(line)
         assert is_same(found, one) or is_same(found, both), interrupter.place
 
@@ -262,7 +262,7 @@ def test_a_block_that_raised_is_left_though_its_end_is_interrupted(level: str, o
 
     counted, expected = run(-1)
     assert counted.lines > 30
-    for line in counted.first:
+    for line in counted.first[::2]:
         interrupter, found = run(line)
         assert is_same(found, expected), interrupter.place
 

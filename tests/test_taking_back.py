@@ -137,7 +137,7 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.slow)])
 def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_closed(level: str) -> None:
     def run(at: int) -> tuple[Interrupter, bool]:
         model, optimizer = make()
@@ -156,7 +156,7 @@ def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_close
         return interrupter, is_whole
 
     counted, _ = run(-1)
-    ends = [run(line)[1] for line in counted.first[-60:]]
+    ends = [run(line)[1] for line in counted.first[-60::2]]
     assert ends == sorted(ends)
     assert set(ends) == {False, True}
 
