@@ -322,6 +322,21 @@ def test_a_failed_initialize_leaves_the_session_before_it() -> None:
     train_linear(model, optimizer)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_session_whose_first_initialize_failed_may_be_initialized(level: str) -> None:
+    expected = linear()
+    with amp.Session(level, verbosity=0) as session:
+        session.initialize(expected)
+        dtypes = expected(torch.ones(1, 4)).dtype, torch.mm(torch.eye(2), torch.eye(2)).dtype
+    model: Any = linear()
+    with amp.Session(level, verbosity=0) as session:
+        with pytest.raises(OSError, match="hands off"):
+            session.initialize(model, Brittle(model.parameters(), lr=1))
+        model = session.initialize(model)
+        assert dtypes == (model(torch.ones(1, 4)).dtype, torch.mm(torch.eye(2), torch.eye(2)).dtype)
+    assert torch.mm(torch.eye(2), torch.eye(2)).dtype is torch.float32
+
+
 # Again and again.
 
 

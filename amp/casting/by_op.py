@@ -71,6 +71,7 @@ class CastOps(Strategy):
     def _begin(self, undo: Undo) -> None:
         if self._has_begun:
             return
+        undo.if_it_fails.append(self._begin_anew)
         missing = self.policy.missing()
         hold = _Hold(self)
         self._hold = weakref.ref(hold)
@@ -89,6 +90,10 @@ class CastOps(Strategy):
         self.replace_names()
         _forget_compiled()
         self._has_begun = True
+
+    def _begin_anew(self) -> None:
+        """Patch functions in the next `initialize`, where this one has failed and given them back."""
+        self._has_begun = False
 
     def patch(self, rule: OpRule, target: Any) -> None:
         """Patch one function of `target`, and its in-place form."""

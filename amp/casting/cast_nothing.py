@@ -27,8 +27,12 @@ class CastNoOps(Strategy):
     def begin(self, undo: Undo) -> None:
         """Let the session be known, once."""
         if self._bystander is None:
+            undo.if_it_fails.append(self._begin_anew)
             undo.callback(self.stop)
             self._bystander = current.stand_by()
+
+    def _begin_anew(self) -> None:
+        self._bystander = None
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Let a thread that calls the model cast nothing."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpValueError, brief
+from amp.errors import AmpValueError, first_few, brief
 from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_no_others, check_settings, structure_of
 
@@ -106,6 +106,6 @@ def _require(optimizer: FusedOptimizer, what: str, names: Set[str], found: Itera
     if missing := names - set(found):
         raise AmpValueError(
             f"{what} in the state dict has no {', '.join(sorted(missing))}, only "
-            f"{', '.join(map(str, found))}: it is not a {type(optimizer).__name__}'s. Load it into an "
+            f"{first_few(found)}: it is not a {type(optimizer).__name__}'s. Load it into an "
             "optimizer of the class that saved it"
         )
