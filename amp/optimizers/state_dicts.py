@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp.errors import AmpValueError, first_few, brief
+from amp.errors import AmpValueError, brief, first_few
 from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_no_others, check_settings, structure_of
 
