@@ -189,7 +189,7 @@ class StateChecks:
             self.fail(path, key, brief(value), expected)
         if value.dtype not in SCALABLE and not value.is_complex():
             self.fail(path, key, brief(value), expected)
-        if value.layout is not torch.strided or value.shape != shape:
+        if value.is_nested or value.layout is not torch.strided or value.shape != shape:
             self.fail(path, key, brief(value), expected)
         if value.is_meta and not like.is_meta:
             self.fail(path, key, "a tensor on the device meta, which has no values", expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -469,6 +469,27 @@ def test_masters_are_finite(number: float) -> None:
     before = bits(optimizer.state_dict())
     with pytest.raises(AmpValueError, match=r"\['fp32_from_fp16'\]\[0\] has no usable 1: a tensor"):
         optimizer.load_state_dict(state)
+    assert bits(optimizer.state_dict()) == before
+
+
+WRONG_MASTERS: dict[str, Callable[[], list[Any]]] = {
+    "nested": lambda: [torch.nested.nested_tensor([torch.zeros(3)])],
+    "of another shape": lambda: [torch.zeros(4, 3)],
+    "a number": lambda: [1.0],
+    "too many": lambda: [torch.zeros(4, 4)] * 10_000,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("wrong", WRONG_MASTERS)
+def test_masters_are_those_of_the_model(wrong: str) -> None:
+    optimizer = fp16_optimizer()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["fp32_from_fp16"][0][-1:] = WRONG_MASTERS[wrong]()
+    before = bits(optimizer.state_dict())
+    with pytest.raises(AmpValueError, match=r"\['fp32_from_fp16'\].*; expected a ") as error:
+        optimizer.load_state_dict(state)
+    assert len(str(error.value)) < 300
     assert bits(optimizer.state_dict()) == before
 
 

@@ -304,7 +304,7 @@ def test_masters_of_another_model_are_refused_and_nothing_changed() -> None:
     optimizer = FP16_Optimizer(sgd(half_net()))
     before = [p.detach().clone() for p in optimizer.all_fp32_from_fp16_params]
     other = FP16_Optimizer(sgd(network_to_half(nn.Linear(3, 3))))
-    with pytest.raises(AmpValueError, match=r"saved masters have the shapes \[\[\(3, 3\), \(3,\)\]\]"):
+    with pytest.raises(AmpValueError, match="expected a list of 4 tensors: the masters of"):
         optimizer.load_state_dict(other.state_dict())
     assert_equal(optimizer.all_fp32_from_fp16_params, before)
 
