@@ -1,4 +1,4 @@
-"""torch's functions that clip gradients, led to where the gradients of a session's parameters are.
+"""Functions that clip gradients, led to where the gradients of a session's parameters are.
 
 Between a block and the step, the gradient of a 16-bit parameter with a master is in the master's
 `.grad`, and its own `.grad` is None: `clip_grad_norm_(model.parameters(), 1.0)` would find nothing.
@@ -7,14 +7,14 @@ Between a block and the step, the gradient of a 16-bit parameter with a master i
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.utils import clip_grad
+from torch import Tensor, nn
 
 from amp.errors import AmpWarning
 from amp.masters.parameter import stored_grad
@@ -22,9 +22,6 @@ from amp.patching import Patches, modules_of_others, show_patched
 from amp.training.gradients import Gradients, State
 from amp.undo import Undo
 from amp.weak import members
-
-_OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-_OF_GRADIENTS = "get_total_norm"
 
 _live: weakref.WeakSet[Gradients] = weakref.WeakSet()
 """The gradients of all optimizers that are in a session."""
@@ -41,9 +38,10 @@ def let_go(gradients: Gradients) -> None:
 
 
 def lead_to_masters(undo: Undo) -> None:
-    """Let torch's functions that clip find gradients where they are, until `undo`.
+    """Let functions that clip find gradients where they are, until `undo`.
 
-    Modules that imported them by name find them too.
+    They are torch's, and those of packages that are loaded. Modules that imported them by name find
+    them too.
     """
     patches = Patches()
     shown: dict[int, tuple[Any, str, Any]] = {}
@@ -57,14 +55,15 @@ def lead_to_masters(undo: Undo) -> None:
         show()
 
     undo.always(take_back)
-    for place in (torch.nn.utils, clip_grad):
-        for name in (*_OF_PARAMETERS, _OF_GRADIENTS):
-            if hasattr(place, name):
-                function = _total_norm if name == _OF_GRADIENTS else functools.partial(_clip, name)
-                before = getattr(place, name)
-                patches.surround(place, name, function)
-                for each in (before, getattr(place, name)):
-                    shown.setdefault(id(each), (place, name, each))
+    for place, names in _LED.items():
+        module = sys.modules.get(place)
+        for name, lead in names.items():
+            if hasattr(module, name):
+                before = getattr(module, name)
+                called = f"{place.removesuffix('.clip_grad')}.{name}"
+                patches.surround(module, name, functools.partial(lead, called))
+                for each in (before, getattr(module, name)):
+                    shown.setdefault(id(each), (module, name, each))
     show()
 
 
@@ -102,7 +101,7 @@ def _warn_if_chosen_by_gradient(parameters: Sequence[Tensor], name: str) -> None
         is_about_them = not ids or bool(have_grads and have_grads <= ids)
         if is_about_them and ids.isdisjoint(left_out) and _are_in_masters(gradients):
             warnings.warn(
-                f"torch.nn.utils.{name} was given {len(parameters)} parameters, and not the "
+                f"{name} was given {len(parameters)} parameters, and not the "
                 f"{len(lists.masters)} in 16 bits, whose own .grad is None between a block and the "
                 "step. Do not choose parameters by `p.grad is not None`: pass model.parameters()",
                 AmpWarning,
@@ -119,7 +118,7 @@ def _warn_in_block(gradients: Gradients, name: str) -> None:
     if gradients.are_whole_in_block:
         return
     warnings.warn(
-        f"torch.nn.utils.{name} was called inside amp.scale_loss, where gradients are multiplied by "
+        f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
         "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what will be "
         "stepped. Call it after the block",
         AmpWarning,
@@ -127,7 +126,9 @@ def _warn_in_block(gradients: Gradients, name: str) -> None:
     )
 
 
-def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _total_norm(
+    name: str, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Warn where a norm is asked of gradients that are scaled, or without those of masters."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ids = set(map(id, given))
@@ -137,7 +138,7 @@ def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs
         is_about_them = not ids or not ids.isdisjoint(own)
         if gradients.state is State.DELAYED and (is_about_them or not ids.isdisjoint(theirs)):
             warnings.warn(
-                "torch.nn.utils.get_total_norm was called while gradients are multiplied by the loss "
+                f"{name} was called while gradients are multiplied by the loss "
                 "scale, which a block with delay_unscale=True, or a backward that did not reduce, has "
                 "left. Leave delay_unscale out in the last block before the norm",
                 AmpWarning,
@@ -145,7 +146,7 @@ def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs
             )
         elif is_about_them and ids.isdisjoint(theirs) and _are_in_masters(gradients):
             warnings.warn(
-                f"torch.nn.utils.get_total_norm was given {len(given)} gradients, and not those of "
+                f"{name} was given {len(given)} gradients, and not those of "
                 f"{len(lists.masters)} parameters whose gradients are in their FP32 masters. Pass "
                 "[p.grad for p in amp.master_params(optimizer) if p.grad is not None]",
                 AmpWarning,
@@ -154,5 +155,47 @@ def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs
     return original(given, *args, **kwargs)
 
 
+def _clip_by_weights(
+    name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Clip each gradient of what is stepped by a norm of its weight, in FP32."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _warn_if_chosen_by_gradient(given, name)
+    stepped = _stepped_for(given, name)
+    with ExitStack() as in_float32:
+        for masters in {gradients.masters for gradients in members(_live)}:
+            own = [each for each in stepped if masters.model(each) is not None]
+            in_float32.enter_context(masters.as_float32(own))
+        return original(stepped, *args, **kwargs)
+
+
+class _AsStepped:
+    """Names the parameters of a module as it does, and yields what is stepped for them."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        named = list(module.named_parameters())
+        stepped = _stepped_for([parameter for _, parameter in named], name)
+        self._named = [(each, p) for (each, _), p in zip(named, stepped, strict=True)]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._named)
+
+
+def _norms(name: str, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the norm of each gradient of a module, by the parameter's name."""
+    return original(_AsStepped(module, name), *args, **kwargs)
+
+
 def _grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [grad for p in parameters if (grad := stored_grad(p)) is not None]
+
+
+_CLIP = dict.fromkeys(("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"), _clip)
+_LED: dict[str, dict[str, Callable[..., Any]]] = {
+    "torch.nn.utils": {**_CLIP, "get_total_norm": _total_norm},
+    "torch.nn.utils.clip_grad": {**_CLIP, "get_total_norm": _total_norm},
+    "timm.utils": {"adaptive_clip_grad": _clip_by_weights},
+    "lightning.pytorch.utilities": {"grad_norm": _norms},
+    "pytorch_lightning.utilities": {"grad_norm": _norms},
+}
+"""What is called instead of a function: by the module that has it, and by its name there."""

@@ -84,6 +84,7 @@ class Gradients:
     """The gradients of one optimizer.
 
     Attributes:
+        masters: of the session.
         dtypes: of the model's parameters, as they were.
         lists: what the groups held when that was last looked at.
         verdicts: what the checks found since the last step.
@@ -105,7 +106,7 @@ class Gradients:
         self._optimizer = optimizer
         self._synchronization = synchronization
         self.skips_on_device = skips_on_device
-        self._masters = masters
+        self.masters = masters
         self.dtypes = dtypes
         self._takes_scaled = takes_scaled
         self.lists = ParameterLists((), masters)
@@ -131,7 +132,7 @@ class Gradients:
 
     def look_at_groups(self) -> ParameterLists:
         """Return what the optimizer's groups hold now."""
-        lists = ParameterLists.of(self._optimizer, self._masters, self.lists)
+        lists = ParameterLists.of(self._optimizer, self.masters, self.lists)
         if lists is not self.lists:
             self.dtypes.check()
             for master in lists.masters:
@@ -165,7 +166,7 @@ class Gradients:
         every = (*lists.stepped, *lists.models) if self.verdicts else ()
         if self._held is None and not self._aside and all(stored_grad(p) is None for p in every):
             self.verdicts = []  # what overflowed, if anything did, was cleared by hand
-        self._masters.drop_stepped_grads(lists.masters)
+        self.masters.drop_stepped_grads(lists.masters)
         if self.delayed is None:
             self.gather_strays()
         aside = []
@@ -265,7 +266,7 @@ class Gradients:
             and newest.are_dense
             and (self._held is None or not newest.grads or self._held.of is newest.of_masters)
             and not (self._are_shown and any(stored_grad(m) is not None for m in masters))
-            and not self._masters.any_is_shared(masters)
+            and not self.masters.any_is_shared(masters)
         )
 
     def unscale(
@@ -429,7 +430,7 @@ class Gradients:
         """Free the masters' gradients after a step, so that `model.zero_grad()` is all that is left."""
         self._held = None
         if self._are_shown:
-            self._masters.drop_grads(self.lists.masters)
+            self.masters.drop_grads(self.lists.masters)
             self._are_shown = not self._can_hold
 
     def forget(self) -> None:
@@ -442,7 +443,7 @@ class Gradients:
     def let_go(self) -> None:
         """Forget the parameters: the optimizer leaves the session."""
         self.forget()
-        self.lists = ParameterLists((), self._masters)
+        self.lists = ParameterLists((), self.masters)
 
     def clear(self) -> None:
         """Drop all gradients."""

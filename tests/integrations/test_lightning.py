@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import callbacks, strategies
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -106,6 +107,23 @@ def test_accumulated_and_clipped_gradients_are_those_computed_by_hand(level: str
     fit(model, level, data, max_epochs=1, accumulate_grad_batches=3, gradient_clip_val=norm.item() / 2)
     moved = max(differences(expected, weights(by_hand)))
     assert max(differences(weights(model), expected)) < ONE_STEP[level] < moved / 10
+
+
+class Norms(Classifier):
+    """Logs the norms of gradients, as Lightning's documentation does."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms = grad_norm(self, norm_type=2)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_lightning_logs_the_norms_of_the_masters_gradients(level: str) -> None:
+    expected, model = Norms(), Norms()
+    fit(expected, None, max_steps=1)
+    fit(model, level, max_steps=1)
+    assert model.norms.keys() == expected.norms.keys()
+    for name, norm in expected.norms.items():
+        assert model.norms[name].item() == pytest.approx(norm.item(), rel=0.05, abs=1e-4)
 
 
 def test_parts_give_fp32_when_a_step_calls_them() -> None:

@@ -138,6 +138,27 @@ def test_masters_in_16_bits_are_clipped_by_their_size() -> None:
     assert gap(script.model, reference.model) == 0
 
 
+def amp_loop(
+    loss: Tensor, optimizer: Any, parameters: Any, need_update: bool, clip_grad: float, clip_mode: str = "norm"
+) -> None:
+    """Do what `AmpScaler` does in a script's own lines."""
+    with amp.scale_loss(loss, optimizer, delay_unscale=not need_update) as scaled_loss:
+        scaled_loss.backward()
+    if need_update:
+        timm.utils.dispatch_clip_grad(parameters, clip_grad, mode=clip_mode)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("masters", ["FP32", "split16", "kahan"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_adaptive_clipping_finds_the_masters(level: str, masters: str) -> None:
+    reference = Script(level, AmpScaler(), master_weights=masters).train(**CLIPS["agc"])
+    script = Script(level, amp_loop, master_weights=masters).train(**CLIPS["agc"])
+    assert gap(script.model, reference.model) == 0
+    unclipped = Script(level, AmpScaler(), master_weights=masters).train()
+    assert gap(script.model, unclipped.model) > 0
+
+
 def test_a_checkpoint_of_timm_resumes_bit_for_bit(tmp_path: Path) -> None:
     options = {"loss_scale": {"init": 2.0**22}}
     straight = Script("O2", AmpScaler(), **options).train()
