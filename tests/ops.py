@@ -6,6 +6,7 @@ A row is a function's full name and arguments in FP32 that it takes.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -57,6 +58,17 @@ class Row:
         function = getattr(operator, name) if place == "operator" else getattr(resolve(place), name)
         args = [_map(convert, value) for value in self.args]
         return function(*args, **{key: _map(convert, value) for key, value in self.kwargs.items()})
+
+
+def is_there(name: str) -> bool:
+    """Whether torch has a function of a matrix that it may have removed, or left as one that raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            getattr(torch, name)(SPD)
+        except (AttributeError, RuntimeError):
+            return False
+    return True
 
 
 device = "cpu"
@@ -246,8 +258,15 @@ def cpu_rows() -> Iterator[Row]:
     yield from rows("float", "tT", "stft", V.repeat(4), 4, window=window, return_complex=True)
     for name in ("trace", "cov", "corrcoef"):
         yield from rows("float", "tT", name, X)
-    for name in filter(torch.__dict__.__contains__, ("inverse", "pinverse", "svd", "cholesky", "qr")):
+    for name in (
+        "inverse",
+        "pinverse",
+        "svd",
+        *(name for name in ("cholesky", "qr") if is_there(name)),
+    ):
         yield from rows("float", "tT", name, SPD)
+    if hasattr(torch.linalg, "matrix_sqrth"):  # since torch 2.14
+        yield from rows("float", "L", "matrix_sqrth", SPD)
     yield from rows("float", "tTL", "matrix_power", SPD, 2)
     yield from rows("float", "tT", "lu", SPD)
     yield from rows("float", "tT", "cholesky_inverse", LOW)

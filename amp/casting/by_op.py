@@ -10,6 +10,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Iterator
+from types import ClassMethodDescriptorType
 from typing import Any
 
 import torch
@@ -101,8 +102,8 @@ class CastOps(Strategy):
         attribute = inspect.getattr_static(target, rule.name, None)
 
         def make(function: Function) -> Any:
-            is_method = isinstance(attribute, classmethod)
-            function = attribute.__func__ if is_method else function
+            is_method = isinstance(attribute, (classmethod, ClassMethodDescriptorType))
+            function = getattr(attribute, "__func__", attribute) if is_method else function
             place = id(target), rule.name
             self.wrappers[place] = wrapper = make_wrapper(self, rule, function)
             if len(current.live_casters) > 1:

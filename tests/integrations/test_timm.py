@@ -139,7 +139,7 @@ def test_masters_in_16_bits_are_clipped_by_their_size() -> None:
 
 
 def amp_loop(
-    loss: Tensor, optimizer: Any, parameters: Any, need_update: bool, clip_grad: float, clip_mode: str = "norm"
+    loss: Tensor, optimizer: Any, parameters: Any, need_update: bool, clip_grad: float, clip_mode: str
 ) -> None:
     """Do what `AmpScaler` does in a script's own lines."""
     with amp.scale_loss(loss, optimizer, delay_unscale=not need_update) as scaled_loss:
