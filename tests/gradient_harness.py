@@ -179,6 +179,9 @@ class Stage(RuleBasedStateMachine):
         self.frozen: set[str] = set()
         self.was_saved = False
         self.is_inexact = [False, False]
+        self.steps_taken = 0
+        self.shows_used = [False, False]
+        """Whether masters may have the gradients that the last step used, until the next forward."""
         """Whether gradients of an optimizer were rounded, by clipping their norm."""
 
     @initialize(

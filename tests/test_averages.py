@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 import amp
+from amp.masters import copies
 from tests.covering import covering
 
 DECAY = 0.98
@@ -220,6 +221,47 @@ def test_tied_and_frozen_weights_and_buffers_are_copied_as_they_are() -> None:
         assert {x.dtype for x in copied.state_dict().values()} == {torch.float32}
         assert copied.shift.dtype is torch.float32
         assert copied(torch.ones(1, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("masters", ["FP32", "split16", "kahan"])
+@pytest.mark.parametrize(
+    "detached", [Tensor.detach, lambda weight: weight.data], ids=["detach", "data"]
+)
+def test_a_detached_weight_is_averaged_by_its_master(
+    detached: Callable[[Tensor], Tensor], masters: str
+) -> None:
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0, master_weights=masters)
+    train(amp.get_session(), net, optimizer, 1, lambda: None)
+    for name, weight in net.named_parameters():
+        exact = net.state_dict()[name]
+        assert torch.equal(torch.zeros_like(exact).lerp_(detached(weight), 1.0), exact)
+        part = torch.zeros_like(exact[1:]).lerp_(detached(weight)[1:], 1.0)  # has no master
+        assert torch.equal(part, weight[1:].float())
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_average_in_16_bits_warns_once(level: str, foreach: bool) -> None:
+    copies._warn_of_narrow_average.cache_clear()
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    shadows = [p.detach().clone() for p in net.parameters()]
+
+    def average() -> None:
+        for _ in range(2):
+            if foreach:
+                torch._foreach_lerp_(shadows, [p.detach() for p in net.parameters()], 0.01)
+            else:
+                for shadow, p in zip(shadows, net.parameters(), strict=True):
+                    shadow.lerp_(p.detach(), 0.01)
+
+    with pytest.warns(amp.AmpWarning, match="an average in .*float16 is moved") as seen:
+        average()
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
 
 
 def test_models_without_masters_are_copied_as_ever() -> None:

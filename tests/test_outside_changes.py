@@ -216,6 +216,76 @@ def test_sam_around_other_optimizers_and_masters(base: Any, masters: str | None)
     assert train_sam("O5", base, master_weights=masters) == pytest.approx(expected, abs=0.01)
 
 
+class Trailing:
+    """Goes back a part of each step, of parameters that have a gradient, as pytorch_optimizer's do."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+    @torch.no_grad()
+    def step(self) -> None:
+        before = {p: p.clone() for group in self.param_groups for p in group["params"]}
+        self.base.step()
+        for p, old in before.items():
+            if p.grad is not None:
+                p.lerp_(old, 0.5)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+def train_trailing(level: str, base: Any, made_after: bool, masters: str | None = None) -> float:
+    model, x, y = problem()
+    inner = base(model.parameters(), lr=0.05)
+    given = inner if made_after else Trailing(inner)
+    model, _ = amp.initialize(model, given, opt_level=level, verbosity=0, master_weights=masters)
+    optimizer = Trailing(inner) if made_after else given
+    for _ in range(STEPS):
+        backward(model, x, y, inner)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss_of(model, x, y).item()
+
+
+@pytest.mark.parametrize("made_after", [False, True])
+@pytest.mark.parametrize("base", [torch.optim.SGD, amp.optimizers.FusedSGD], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_wrapper_finds_the_gradients_that_were_stepped_on(
+    level: str, base: Any, made_after: bool
+) -> None:
+    expected = train_trailing("O0", base, made_after)
+    amp.get_session().close()
+    assert train_trailing(level, base, made_after) == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, amp.optimizers.FusedSGD], ids=lambda c: c.__name__)
+def test_gradients_that_were_stepped_on_are_not_stepped_on_again(base: Any) -> None:
+    results = []
+    for clear in ("optimizer", "model"):
+        model, x, y = problem()
+        model, optimizer = amp.initialize(
+            model, base(model.parameters(), lr=0.05), opt_level="O5", verbosity=0
+        )
+        for _ in range(3):
+            backward(model, x, y, optimizer)
+            optimizer.step()
+            if clear == "model":
+                optimizer.step()  # there is nothing new to step on
+            (optimizer if clear == "optimizer" else model).zero_grad()
+        results.append(list(amp.master_params(optimizer)))
+    assert all(map(torch.equal, *results))
+
+
+def test_gradients_that_were_stepped_on_are_free_in_the_next_forward() -> None:
+    model, x, y = problem()
+    model, optimizer = amp.initialize(model, sgd(model.parameters()), opt_level="O5", verbosity=0)
+    backward(model, x, y, optimizer)
+    optimizer.step()
+    model(x)
+    assert all(p.grad is None for p in amp.master_params(optimizer))
+
+
 def test_lookahead_around_lean_masters() -> None:
     expected = train_lookahead("O0")
     amp.get_session().close()

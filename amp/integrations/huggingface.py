@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 try:
     from transformers import Trainer, TrainingArguments
 except ImportError as error:
@@ -72,14 +70,6 @@ class AmpMixin:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             end(self.accelerator)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save FP32 weights, and a configuration that says so: `from_pretrained` goes by it."""
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
-        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
-        if config is not None and hasattr(config, "save_pretrained"):
-            config.dtype = torch.float32
-            config.save_pretrained(output_dir or self.args.output_dir)
 
 
 class AmpTrainer(AmpMixin, Trainer):

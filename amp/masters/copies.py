@@ -1,4 +1,4 @@
-"""Deep copies and averages of a model that was cast: they are in FP32, with the values of masters.
+"""Copies, averages and saved files of a model that was cast are in FP32, with the values of masters.
 
 A copy in 16 bits could not take part in an average: an update of a thousandth is rounded away.
 """
@@ -6,17 +6,22 @@ A copy in 16 bits could not take part in an average: an update of a thousandth i
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp.casting.by_model import cast_by, in_another_dtype
-from amp.dtypes import LOW_PRECISION
+from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.errors import AmpWarning
 from amp.kernels.grad_mode import without_grad
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
@@ -25,6 +30,9 @@ from amp.weak import members
 
 _live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 """The masters of open sessions."""
+
+_LOST = 0.1
+"""Weights below this move an average in 16 bits by less than its digits can show, for the most part."""
 
 _SEEN = "amp.masters.copies"
 """The key in a memo of `copy.deepcopy` under which are the ids of modules that were looked at."""
@@ -47,6 +55,9 @@ def copy_in_float32(masters: MasterWeights, undo: Undo) -> None:
         patches.surround(holder, "lerp", _lerp)
     patches.surround(Tensor, "lerp_", _lerp)
     patches.surround(torch, "_foreach_lerp_", _foreach_lerp)
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if hasattr(transformers, "PreTrainedModel"):
+        patches.surround(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)  # type: ignore[union-attr]
 
 
 def _stop_copying() -> None:
@@ -99,7 +110,9 @@ def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
 
 def _master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
     for masters in members(_live):
-        master = masters.master(tensor)
+        master: Tensor | None = masters.master(tensor)
+        if master is None and type(tensor) is Tensor and tensor.dtype in LOW_PRECISION:
+            master = masters.master_at(tensor)
         if master is not None:
             return masters, master
     return None
@@ -167,20 +180,55 @@ def _update_parameters(original: Callable[..., Any], averaged: nn.Module, model:
     return original(averaged, _InFloat32(model))
 
 
-def _lerp(original: Callable[..., Any], start: Tensor, end: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _lerp(
+    original: Callable[..., Any], start: Tensor, end: Tensor, weight: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Let an average in FP32 be moved towards what weights in 16 bits stand for."""
-    return original(start, _as_wide_as(start, end), *args, **kwargs)
+    return original(start, _as_wide_as(start, end, weight), weight, *args, **kwargs)
 
 
 def _foreach_lerp(
-    original: Callable[..., Any], starts: Any, ends: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], starts: Any, ends: Any, weight: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    wide = [_as_wide_as(start, end) for start, end in zip(starts, ends, strict=True)]
-    return original(starts, wide, *args, **kwargs)
+    wide = list(map(_as_wide_as, starts, ends, repeat(weight)))
+    return original(starts, wide if len(wide) == len(ends) else ends, weight, *args, **kwargs)
 
 
-def _as_wide_as(start: Any, end: Any) -> Any:
-    is_narrow = isinstance(start, Tensor) and start.dtype is torch.float32
-    if not is_narrow or not isinstance(end, Tensor) or end.dtype not in LOW_PRECISION:
+def _as_wide_as(start: Any, end: Any, weight: Any) -> Any:
+    if not (isinstance(start, Tensor) and isinstance(end, Tensor)) or end.dtype not in LOW_PRECISION:
         return end
-    return values_of(end)
+    if start.dtype is torch.float32:
+        return values_of(end)
+    if isinstance(weight, float) and weight < _LOST and _master_of(end) and not _master_of(start):
+        _warn_of_narrow_average(start.dtype)
+    return end
+
+
+@functools.cache  # once: a loop over parameters comes here for each of them
+def _warn_of_narrow_average(dtype: torch.dtype) -> None:
+    warnings.warn(
+        f"an average in {dtype_name(dtype)} is moved towards a weight by lerp, a little at a time: "
+        "most of that is rounded away. Begin the average with copy.deepcopy(model), or with clones of "
+        "the tensors of model.state_dict(), which are FP32",
+        AmpWarning,
+        stacklevel=5,
+    )
+
+
+# Models of transformers.
+
+
+def _save_pretrained(
+    original: Callable[..., Any], model: Any, save_directory: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Save a configuration that has the dtype of the weights beside it: `from_pretrained` goes by it.
+
+    The weights are those of `state_dict()`, in FP32; else the configuration has the model's dtype.
+    """
+    result = original(model, save_directory, *args, **kwargs)
+    if _is_cast(model) and (Path(save_directory) / "config.json").is_file():
+        weights = kwargs.get("state_dict") or {}
+        dtypes = (value.dtype for value in weights.values() if value.is_floating_point())
+        model.config.dtype = next(dtypes, torch.float32)
+        model.config.save_pretrained(save_directory)
+    return result

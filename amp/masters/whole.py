@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp import distributed
 from amp.errors import AmpRuntimeError
 from amp.kernels.grad_mode import without_grad
-from amp.kernels.tensor_lists import local
+from amp.kernels.tensor_lists import are_plain, local
 from amp.lazy import kernels
 from amp.masters.parameter import make_master
 from amp.undo import Contents
@@ -51,6 +51,7 @@ class MasterWeights:
         _alive.add(self)
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
+        self._by_address: dict[int, Tensor] = {}
         self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
         self._users: defaultdict[Tensor, set[object]] = defaultdict(set)
         self._shared: set[Tensor] = set()
@@ -69,6 +70,18 @@ class MasterWeights:
     def model(self, master: Tensor) -> Tensor | None:
         """Return the model's parameter that `master` stands for, if it is a master."""
         return self._model_of.get(master)
+
+    def master_at(self, values: Tensor) -> Tensor | None:
+        """Return the master of the parameter whose memory this is, as that of `p.detach()`."""
+        address = values.data_ptr()
+        model = self._model_of.get(self._by_address.get(address, values))
+        if model is None or model.data_ptr() != address:
+            plain = (pair for pair in self._model_of.items() if are_plain(pair))
+            self._by_address = {model.data_ptr(): master for master, model in plain}
+            model = self._model_of.get(self._by_address.get(address, values))
+        if model is None or not address or model.shape != values.shape:
+            return None
+        return self._by_address[address]
 
     @property
     def _versions(self) -> dict[int, int]:
@@ -140,6 +153,7 @@ class MasterWeights:
             Contents.cast(parameter, dtype)._replace(data=self.values(master).to(dtype)).put_into(
                 parameter
             )
+        self._by_address.clear()
         self._users[master].discard(user)
         if len(self._users[master]) == 1:
             self._shared.discard(master)

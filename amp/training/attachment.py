@@ -174,6 +174,7 @@ class AttachedOptimizer:
         """
         if not self._is_attached:
             return
+        self.gradients.drop_stepped()
         try:
             self.gradients.finish_delayed()
             self.gradients.show()
@@ -304,9 +305,10 @@ class AttachedOptimizer:
             with_closure.run(lambda evaluate: step(evaluate, *args, **kwargs))
             self._owned.check()
             self.stepped_by = []
-            self.gradients.drop_stepped()
+            self.gradients.end_step()
             self._end_iteration()
             return with_closure.results[-1]
+        self.gradients.drop_stepped()
         self.gradients.finish_delayed()
         self.gradients.gather_strays()
         if not self._has_stepped or self.gradients.are_none():
@@ -324,10 +326,10 @@ class AttachedOptimizer:
             for scaler in {verdict.scaler: None for verdict in verdicts}:
                 scaler.recorder.note_step(v.step for v in verdicts if v.scaler is scaler)
             self._note_bad()
-            self.gradients.drop_stepped()
+            self.gradients.end_step(was_skipped=any(v.is_known_overflow for v in verdicts))
         except BaseException:
             if way.results:
-                self.gradients.drop_stepped()
+                self.gradients.end_step()
                 self._end_iteration()
             else:
                 self.gradients.verdicts = verdicts  # the step is still to be taken
@@ -390,6 +392,7 @@ class AttachedOptimizer:
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         lists = self.gradients.look_at_groups()
+        self.gradients.drop_stepped()
         if not set_to_none:
             self.gradients.show()
             self.gradients.bring_back_aside()  # to be written zeros too

@@ -23,7 +23,8 @@ of four states:
 |   by an exception          | OPEN          | as before     | newest dropped                         |
 | a master's `.grad` is seen | HELD, OPEN    | SETTLED, OPEN | what is held is unscaled into `.grad`  |
 | the step                   | DELAYED       | SETTLED, HELD | newest unscaled first, as on leaving   |
-|   then                     | SETTLED, HELD | SETTLED       | masters' gradients used and dropped    |
+|   then                     | SETTLED, HELD | SETTLED       | masters' gradients used, and dropped   |
+|                            |               |               | before the next forward, block or step |
 | zero_grad                  | any           | SETTLED, OPEN | all dropped, and what checks found     |
 
 HELD is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are held as
@@ -120,6 +121,7 @@ class Gradients:
         self._can_hold = False
         self._are_shown = True
         """Whether the masters' gradients are in their `.grad`, as in SETTLED."""
+        self._were_stepped = False
 
     @property
     def state(self) -> State:
@@ -128,7 +130,7 @@ class Gradients:
             return State.OPEN
         if self.delayed is not None:
             return State.DELAYED
-        return State.SETTLED if self._held is None else State.HELD
+        return State.SETTLED if self._held is None or self._were_stepped else State.HELD
 
     def look_at_groups(self) -> ParameterLists:
         """Return what the optimizer's groups hold now."""
@@ -166,6 +168,7 @@ class Gradients:
         every = (*lists.stepped, *lists.models) if self.verdicts else ()
         if self._held is None and not self._aside and all(stored_grad(p) is None for p in every):
             self.verdicts = []  # what overflowed, if anything did, was cleared by hand
+        self.drop_stepped()
         self.masters.drop_stepped_grads(lists.masters)
         if self.delayed is None:
             self.gather_strays()
@@ -184,6 +187,7 @@ class Gradients:
             place_gradients(self.lists.models)
         there = [model.grad is not None for model in self.lists.models]
         if any(there):
+            self.drop_stepped()
             changes = Changes()
             _plan_gathering(self.lists.only(there), changes)
             changes.make()
@@ -426,12 +430,28 @@ class Gradients:
         )
         return [p for p, _ in there], found
 
+    def end_step(self, was_skipped: bool = False) -> None:
+        """Say that the masters' gradients were stepped on.
+
+        They stay until the next forward or block, since a wrapper may look at them after the step it
+        wraps, and pass over parameters that have none. After a skipped step there is nothing to see.
+        """
+        self._were_stepped = True
+        is_in_backward = self._open is not None
+        if was_skipped or is_in_backward or self.masters.any_is_shared(self.lists.masters):
+            self.drop_stepped()
+
     def drop_stepped(self) -> None:
-        """Free the masters' gradients after a step, so that `model.zero_grad()` is all that is left."""
-        self._held = None
-        if self._are_shown:
-            self.masters.drop_grads(self.lists.masters)
-            self._are_shown = not self._can_hold
+        """Free the masters' gradients if they were stepped on, so that nothing is added to them.
+
+        A script that calls `model.zero_grad()` does not reach them.
+        """
+        if self._were_stepped:
+            self._held = None
+            if self._are_shown:
+                self.masters.drop_grads(self.lists.masters)
+                self._are_shown = not self._can_hold
+            self._were_stepped = False
 
     def forget(self) -> None:
         """Drop what is delayed, set aside or held, and what checks found: the gradients are cleared."""

@@ -66,6 +66,11 @@ class OutsideChanges:
         changed = [i % len(masters) for i, (a, b) in pairs if a != b]
         return [masters[i] for i in dict.fromkeys(changed)]
 
+    def before_forward(self) -> None:
+        """Free the gradients of the last step, and let the model see its masters. No host sync."""
+        self._gradients.drop_stepped()
+        self.write_back()
+
     def write_back(self) -> None:
         """Write the masters that something else has changed to the model. No host sync."""
         changed = [] if self._is_stepping else self._changed()
@@ -145,7 +150,7 @@ class _BeforeForward:
     def __call__(self, module: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling():
             for each in self._optimizers:
-                each.write_back()
+                each.before_forward()
 
     def __deepcopy__(self, memo: object) -> _BeforeForward:
         return _BeforeForward()

@@ -119,6 +119,23 @@ def test_saved_models_hold_the_masters(tmp_path: Path) -> None:
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_in_a_loop_of_its_own_is_saved_in_fp32(level: str, tmp_path: Path) -> None:
+    model = gpt2()
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
+    )
+    tokens = torch.arange(8)[None]
+    with amp.scale_loss(model(input_ids=tokens, labels=tokens).loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
+    for name, value in model.state_dict().items():
+        assert loaded[name].dtype is torch.float32
+        assert torch.equal(loaded[name], value)
+
+
 def test_the_best_model_is_loaded_with_all_its_bits(tmp_path: Path) -> None:
     options = {
         "save_strategy": "steps",
