@@ -41,6 +41,13 @@ def load(name: str) -> Any:
     return module
 
 
+@pytest.mark.parametrize("name", ["digits", "dcgan", "char_gpt"])
+def test_a_picture_overwrites_no_script(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        load(name).parse_args(["--plot", "train.py"])
+    assert "--plot train.py: a picture is a .png, .svg, .pdf file" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_digits_learns_at_every_level(level: str, tmp_path: Path) -> None:
