@@ -56,7 +56,18 @@ def test_a_pipe_is_refused_and_not_waited_for(
     os.mkfifo(command[-1])
     assert main(command) == 2
     told = capsys.readouterr()
-    assert f"{command[-1]} is there already, and is no regular file" in told.err
+    assert f"{command[-1]} is no regular file. Nothing was written" in told.err
+    assert "it was run" not in told.out + told.err
+
+
+def test_a_missing_folder_is_named_before_a_script_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit('it was run')\n")
+    assert main(["compare", "train.py", "--out", "no/where.html"]) == 2
+    told = capsys.readouterr()
+    assert "no/where.html cannot be written: there is no folder" in told.err
     assert "it was run" not in told.out + told.err
 
 
