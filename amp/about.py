@@ -26,10 +26,19 @@ PACKAGES = (
     "PyYAML",
     "torchvision",
     "lightning",
+    "pytorch-lightning",
     "transformers",
     "accelerate",
+    "pytorch-ignite",
+    "timm",
 )
 """The distributions whose versions a bug report needs."""
+
+_BF16_INSTRUCTIONS = {
+    "AVX512_BF16": "_is_avx512_bf16_supported",
+    "AMX": "_is_amx_tile_supported",
+}
+"""What multiplies in bfloat16, and who knows it in `torch.cpu`: nobody promises these functions."""
 
 VARIABLES = (
     *("AMP_KERNELS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
@@ -75,7 +84,9 @@ def environment() -> dict[str, Any]:
     found["cuda"], found["hip"] = torch.version.cuda, torch.version.hip
     libc = " ".join(platform.libc_ver())
     found["os"] = f"{platform.system()} {platform.machine()} {libc}".strip()
-    found["cpu"] = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    found["cpu"] = ", ".join(
+        [_cpu_name(), torch.backends.cpu.get_cpu_capability(), *_bf16_instructions()]
+    )
     found["threads"] = torch.get_num_threads()
     found["devices"] = _devices()
     found["kernels"] = _backends()
@@ -98,6 +109,14 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _bf16_instructions() -> list[str]:
+    return [
+        name
+        for name, function in _BF16_INSTRUCTIONS.items()
+        if getattr(torch.cpu, function, lambda: False)()
+    ]
 
 
 def _devices() -> list[dict[str, Any]]:

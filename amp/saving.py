@@ -1,22 +1,36 @@
-"""A checkpoint file that is whole at every moment: the last one, or the new one."""
+"""A checkpoint file that is whole at every moment: the last one, or the new one.
 
+The new one is written beside the last one, and takes its name at the end. The next save removes what a
+killed process left of it. That is known by its name and its lock, which ends with the process that
+holds it, so that what another process or thread is still writing stays.
+"""
+
+import contextlib
 import hashlib
 import os
+import re
+import secrets
+import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from amp.errors import AmpTypeError
+from amp.errors import AmpTypeError, AmpValueError
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write what `torch.save` writes, so that a kill at any moment leaves a file that loads.
 
-    The state goes to a file beside `path`, which is on the disk before it takes that name. One process
-    writes; the others of a distributed run do not call this. The host waits for the device, and for the
-    disk.
+    The state goes to a new file beside `path`, such as `checkpoint.pt.9f86d081884c7d65.tmp`, which is
+    on the disk before it takes the name `path`. A kill may leave such a file, and the next save to
+    `path` removes it. One process writes; the others of a distributed run do not call this. The host
+    waits for the device, and for the disk.
 
     Example::
 
@@ -27,42 +41,94 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         })
 
     Args:
-        path: of the file. One that is there is replaced.
-        state: anything that `torch.save` takes.
+        path: of the file. One that is there is replaced, and the new one has its permissions. A
+            symbolic link stays, and the file that it leads to is replaced.
+        state: what `torch.save` takes, but no string and no path.
 
     Raises:
-        AmpTypeError: `path` is no path.
+        AmpTypeError: `path` is no path; or `state` is a string or a path, as in `torch.save`'s order.
+        AmpValueError: `path` is a folder, a pipe or a device.
         OSError: the file cannot be written. What was there is as it was.
     """
     if not isinstance(path, (str, os.PathLike)) or isinstance(state, (str, os.PathLike)):
         kinds = f"a {type(path).__name__} and a {type(state).__name__}"
         swapped = "; they are in torch.save's order" if isinstance(path, Mapping) else ""
         raise AmpTypeError(f"amp.save takes a path and a state, and got {kinds}{swapped}")
-    target = Path(path)
-    beside = target.with_name(_beside(target.name))
+    target = Path(os.path.realpath(path))
+    last = _status(target)
+    if last is not None and not stat.S_ISREG(last.st_mode):
+        raise AmpValueError(
+            f"amp.save replaces files, and {str(path)!r} is a folder, a pipe or a device: give the "
+            "path of a file, or of none"
+        )
+    beginning = _beginning(target.name)
+    _remove_abandoned(target.parent, beginning)
+    beside = target.with_name(f"{beginning}.{secrets.token_hex(8)}.tmp")
     try:
+        # A private file stays private: nobody opens the new one before it has the last one's mode.
+        beside.touch(0o666 if last is None else 0o600, exist_ok=False)
         with beside.open("wb") as file:
+            _lock(file)
+            if last is not None:
+                _give_permissions(file, last)
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(target)
+            if sys.platform == "win32":  # which renames no open file
+                file.close()
+            beside.replace(target)  # before closing the file ends its lock
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
 
 
-def _beside(name: str) -> str:
-    """Return the name of the file that is written first; file systems take 255 bytes."""
-    beside = f"{name}.tmp"
-    if len(os.fsencode(beside)) <= 255:
-        return beside
-    return f"{hashlib.sha256(os.fsencode(name)).hexdigest()}.tmp"
+def _status(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat()
+    return None
+
+
+def _beginning(name: str) -> str:
+    """Return how names of files begin that are written first; file systems take 255 bytes."""
+    is_short = len(os.fsencode(name)) + len(".0123456789abcdef.tmp") <= 255
+    return name if is_short else hashlib.sha256(os.fsencode(name)).hexdigest()
+
+
+def _give_permissions(file: IO[bytes], last: os.stat_result) -> None:
+    """Give a file the group and the mode of the last one, where the system has them and lets us."""
+    if sys.platform == "win32":
+        return
+    with contextlib.suppress(OSError):
+        os.fchown(file.fileno(), -1, last.st_gid)
+    with contextlib.suppress(OSError):
+        os.fchmod(file.fileno(), stat.S_IMODE(last.st_mode))
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Show that a file is being written. Without locks nobody removes it."""
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_abandoned(folder: Path, beginning: str) -> None:
+    """Remove files that killed processes were writing."""
+    if sys.platform == "win32":
+        return
+    with contextlib.suppress(OSError):  # there is no such folder; writing says so
+        for path in folder.iterdir():
+            if not re.fullmatch(re.escape(beginning) + r"\.[0-9a-f]{16}\.tmp", path.name):
+                continue
+            with contextlib.suppress(OSError), path.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_size:  # the maker of an empty one may be about to lock it
+                    path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
     """Let a new name in a folder be on the disk too, where the system can tell that."""
-    if os.name != "posix":
+    if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -43,6 +43,7 @@ TEXT_LIMIT = 4_000_000
 """How many characters of the standard library are read."""
 
 VOCABULARY_SIZE = 96
+PICTURES = (".png", ".svg", ".pdf")
 
 SETTINGS = (
     "steps",
@@ -480,6 +481,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     suffix = ".pt" if args.parallel == "none" else f"-{args.parallel}"
     args.checkpoint = args.checkpoint or Path(f"outputs/{stem}{suffix}")
     args.plot = args.plot or Path(f"outputs/{stem}.png")
+    if args.plot.suffix.lower() not in PICTURES:
+        parser.error(f"--plot {args.plot}: a picture is a {', '.join(PICTURES)} file")
     return args
 
 

@@ -30,6 +30,7 @@ import amp
 
 REAL, FAKE, GENERATOR = range(3)
 NOISE = 16
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def make_generator() -> nn.Module:
@@ -217,6 +218,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.set_defaults(**blocks.get("train", {}))
         options |= blocks.get("amp", {})
     args = parser.parse_args(argv)
+    if args.plot.suffix.lower() not in PICTURES:
+        parser.error(f"--plot {args.plot}: a picture is a {', '.join(PICTURES)} file")
     if args.opt_level is not None:
         options["opt_level"] = args.opt_level
     args.amp = options

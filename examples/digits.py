@@ -30,6 +30,7 @@ from tqdm import tqdm
 import amp
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class DigitNet(nn.Module):
@@ -168,7 +169,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plot", type=Path, default=Path("outputs/digits.png"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.plot.suffix.lower() not in PICTURES:
+        parser.error(f"--plot {args.plot}: a picture is a {', '.join(PICTURES)} file")
+    return args
 
 
 def main(argv: list[str] | None = None) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import importlib.metadata
 import json
 import platform
 from pathlib import Path
@@ -43,6 +44,35 @@ def test_the_environment_has_what_a_bug_report_needs(
         line.startswith(("accelerators: none", "cuda:0: ", "mps: ", "xpu:0: ")) for line in shown
     )
     assert json.loads(run(capsys, "env", "--json")) == about.environment()
+
+
+FRAMEWORKS = ("lightning", "pytorch-lightning", "transformers", "accelerate", "pytorch-ignite", "timm")
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_each_framework_with_an_integration_is_in_the_report(
+    name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda given: "9.8.7" if given == name else known(given)
+    )
+    assert f"{name}: 9.8.7" in run(capsys, "env").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512", "told"), [(True, True, ", AVX512_BF16, AMX"), (False, None, "")]
+)
+def test_bf16_instructions_of_the_cpu_are_in_the_report(
+    amx: bool, avx512: bool | None, told: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
+    if avx512 is None:  # a release of torch that does not say
+        monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
+    (line,) = (line for line in run(capsys, "env").splitlines() if line.startswith("cpu: "))
+    assert line.endswith(f", {torch.backends.cpu.get_cpu_capability()}{told}")
 
 
 def test_the_environment_names_no_person_machine_or_folder(

@@ -22,6 +22,10 @@ from tests.processes import run_python
 ROOT = Path(__file__).parents[1]
 LANGUAGES = ("json", "pycon", "python", "sh", "text", "toml", "yaml")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
+OWN = re.compile(
+    r"https://(?:github\.com/reamp/reamp/(?:blob|raw|tree)|raw\.githubusercontent\.com/reamp/reamp)/"
+)
 EXAMPLES = [page for page in PAGES if re.search(r"^\s*>>> ", page.read_text(), re.MULTILINE)]
 PROFILES = [
     pytest.param(block, id=f"{page.stem}{i}")
@@ -110,16 +114,28 @@ def test_profiles_load(profile: str, tmp_path: Path) -> None:
     assert amp.load_profile(tmp_path / "profile.yaml").enabled
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in link:
-            continue
-        name, _, anchor = link.partition("#")
-        target = page.parent / name if name else page
-        assert target.exists(), link
-        if anchor:
-            assert anchor in map(slug, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
+        if "://" not in link:
+            check_link(page.parent, link, page)
+
+
+@pytest.mark.parametrize("page", [*LINKING, ROOT / "pyproject.toml"], ids=lambda page: page.stem)
+def test_addresses_of_own_files_lead_to_files_of_this_tree(page: Path) -> None:
+    for address in re.findall(rf"{OWN.pattern}[^\s)\"'>]+", page.read_text()):
+        branch, _, link = OWN.sub("", address).partition("/")
+        assert branch == "main", address
+        check_link(ROOT, link, page)
+
+
+def check_link(folder: Path, link: str, page: Path) -> None:
+    """Check that a link leads to a file, and to a heading of it if it says so."""
+    name, _, anchor = link.partition("#")
+    target = folder / name if name else page
+    assert target.exists(), link
+    if anchor:
+        assert anchor in map(slug, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)

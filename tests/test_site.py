@@ -94,6 +94,17 @@ def test_the_reference_shows_what_users_call(site: Path) -> None:
 
 @needs_mkdocs
 @pytest.mark.slow
+def test_the_lab_leads_to_pages_of_the_site(site: Path) -> None:
+    links = re.findall(r'href="([^"]+)"', (site / "lab.html").read_text(encoding="utf-8"))
+    assert {"index.html", "profiles.html#the-loss-scale", "numerics.html"} <= set(links)
+    for link in links:
+        name, _, anchor = link.partition("#")
+        page = (site / (name or "lab.html")).read_text(encoding="utf-8")  # of github.com there is none
+        assert not anchor or f'id="{anchor}"' in page, link
+
+
+@needs_mkdocs
+@pytest.mark.slow
 def test_search_works_in_files(page: Page) -> None:
     page.wait("return document.readyState == 'complete'")
     box = page.driver.find_element("css selector", "input[data-md-component=search-query]")

@@ -137,7 +137,7 @@ def add_commands(commands: Any) -> None:
         "reamp lab\nreamp lab --out numerics.html\nreamp lab --serve",
         as_json=False,
     )
-    parser.add_argument("--out", default="lab.html", help="where to write it (lab.html)")
+    parser.add_argument("--out", help="where to write it (lab.html)")
     parser.add_argument("--serve", action="store_true", help="serve it, and open it, instead")
     parser.add_argument("--port", type=int, default=0, help="where to serve it (a free one)")
     parser.add_argument("--no-browser", action="store_true", help="serve it, and open nothing")

@@ -89,14 +89,18 @@ def _read(name: str) -> str:
     return (_WEB / name).read_text(encoding="utf-8")
 
 
-def write(path: str | Path) -> Path:
+def write(path: str | Path | None = None) -> Path:
     """Write the page to a file, and return its path.
+
+    Args:
+        path: of the file. None writes `lab.html`, unless there is one that is not a lab.
 
     Raises:
         AmpValueError: there is no such folder, it cannot be written, or another kind of file is there.
     """
-    path = Path(path)
-    check_output(path, ".html")
+    mark = "<title>reamp: the numerics lab</title>" if path is None else ""
+    path = Path("lab.html" if path is None else path)
+    check_output(path, ".html", mark)
     try:
         path.write_text(page(), encoding="utf-8")
     except (OSError, ValueError) as error:

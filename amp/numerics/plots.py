@@ -27,8 +27,6 @@ def _figure(path: str | Path, rows: int = 1) -> tuple[Any, Any, Path]:
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise AmpValueError(f"{path}: a picture is a {' or '.join(SUFFIXES)} file")
-    if "\0" in str(path) or not path.absolute().parent.is_dir():
-        raise AmpValueError(f"{path}: there is no folder {path.absolute().parent}")
     check_output(path, path.suffix.lower())
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What MkDocs does besides: API pages, links that lead out of docs/, and long names in tables."""
+"""What MkDocs does besides: API pages, links out of docs/ and of the lab, and long names in tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-REPOSITORY = "https://github.com/reamp/reamp/blob/main/"
+HOME = "https://github.com/reamp/reamp"
+REPOSITORY = f"{HOME}/blob/main/"
 DOCS = Path(__file__).parents[1]
 
 API = {
@@ -97,12 +98,22 @@ def block(page: str, name: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the API pages."""
+    """Add the API pages, and let the lab's links stay on the site: its file goes about alone, too."""
     for page, (title, names) in API.items():
         blocks = [block(page, name) for name in names.split()]
         text = "\n\n".join([f"# {title}", *blocks]) + "\n"
         files.append(File.generated(config, f"api/{page}.md", content=text))
+    lab = files.get_file_from_path("lab.html")
+    if lab is not None:
+        files.remove(lab)
+        files.append(File.generated(config, "lab.html", content=kept_inside(lab.content_string)))
     return files
+
+
+def kept_inside(page: str) -> str:
+    """Return a page of docs/ whose links to other pages lead to those of the site."""
+    page = re.sub(rf'"{REPOSITORY}docs/([\w/-]+)\.md([#"])', r'"\1.html\2', page)
+    return page.replace(f'"{HOME}"', '"index.html"')
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

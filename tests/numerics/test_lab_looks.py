@@ -1,4 +1,4 @@
-"""How the lab looks: nothing collides or is cut, at two widths and in two colour schemes."""
+"""How the lab looks: nothing collides or is cut, at three widths and in two colour schemes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ for (const e of document.querySelectorAll('body *:not(script, style)')) {
   if (clips && e.type !== 'range' && e.scrollWidth > e.clientWidth + 1) cut.push(e.id || e.className);
   if (letters && (box(e).left < 0 || box(e).right > width + 0.5)) cut.push(e.textContent);
 }
-const told = 'output, svg text, .legend, .story, #bits-formula, #bits-error, #bits-neighbours';
+const told = ['output', 'svg text', '.legend', '.story', '.field > label', '#bits-presets button',
+  '#bits-formula', '#bits-error', '#bits-ulp', '#bits-neighbours', '#memory-table td', '#fp8-table td'];
+const missing = told.filter((selector) => !document.querySelector(selector));
 for (const e of document.querySelectorAll(told)) {
   const copy = e.cloneNode(true);
   copy.querySelectorAll('.caret').forEach((hidden) => hidden.remove());
   if (/\\^|\\d\\s*e[+-]?\\d|-\\d/.test(copy.textContent)) raw.push(copy.textContent);
 }
-return {cut, overlaps, raw, wide: document.scrollingElement.scrollWidth - width};
+return {cut, overlaps, raw, missing, wide: document.scrollingElement.scrollWidth - width};
 """
 
 STATES = [
@@ -58,19 +60,34 @@ STATES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 768, 1280])
 def test_nothing_collides_and_nothing_is_cut(page: Page, width: int, scheme: str) -> None:
     page.look(width, scheme)
     for state in STATES:
         page.open(state)
         found = page.run(SEEN)
-        assert found == {"cut": [], "overlaps": [], "raw": [], "wide": 0}, state
+        assert found == {"cut": [], "overlaps": [], "raw": [], "missing": [], "wide": 0}, state
     paper = page.run("return getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
     page.run(
         "const a = document.querySelectorAll('#sim-chart text'); a[1].replaceWith(a[0].cloneNode(true))"
     )
-    assert page.run(SEEN)["overlaps"]  # or the search would find nothing
+    page.run("document.getElementById('bits-ulp').remove()")
+    found = page.run(SEEN)
+    assert found["overlaps"]  # or the search would find nothing
+    assert found["missing"] == ["#bits-ulp"]
+
+
+@pytest.mark.slow
+def test_tables_fit_at_every_width(page: Page) -> None:
+    """Where they change, above all: at 40 and at 56 times 16 pixels."""
+    for width in (390, 640, 641, 704, 768, 896, 897, 1000):
+        page.look(width, "light")
+        wide = page.run(
+            "return [...document.querySelectorAll('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
+        )
+        assert len(wide) == 2
+        assert max(wide) <= 1, width
 
 
 @pytest.mark.slow
