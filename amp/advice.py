@@ -7,7 +7,22 @@ import torch
 from torch import nn
 
 from amp.dtypes import LOW_PRECISION
+from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
+
+
+def advise_on_float64(models: Sequence[nn.Module], properties: Properties) -> Iterator[str]:
+    """Yield a message for each model that is to be cast, and would stay float64 as a whole."""
+    casts = properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
+    for model in models if casts else ():
+        dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+        if dtypes == {torch.float64}:
+            by_default = torch.get_default_dtype() is torch.float64
+            yield (
+                f"all parameters of this {type(model).__name__} are float64"
+                f"{', the default dtype' if by_default else ''}. No level casts that: it trains in "
+                "float64. For mixed precision call model.float() before amp.initialize"
+            )
 
 
 def advise_on_rules(rules: Sequence[Rule], models: Sequence[nn.Module]) -> Iterator[str]:

@@ -92,8 +92,20 @@ def as_models(models: Any) -> list[nn.Module]:
     return _as_list(models, lambda m: isinstance(m, nn.Module), "models", "a torch.nn.Module")
 
 
+def check_inference_mode(given: Sequence[Any]) -> None:
+    """Raise AmpRuntimeError if anything is to be set up in inference mode."""
+    if given and torch.is_inference_mode_enabled():
+        raise AmpRuntimeError(
+            "torch.inference_mode is on, and weights that are cast in it can never be trained. Call "
+            "amp.initialize before the block; forwards may run in it"
+        )
+
+
 def check_model(model: nn.Module, allow_low_precision: bool) -> None:
-    """Raise AmpRuntimeError for a model that is wrapped, or that holds 16-bit weights unasked."""
+    """Raise AmpRuntimeError for a model that cannot be set up.
+
+    That is one that is wrapped, that holds 16-bit weights unasked, or tensors of inference mode.
+    """
     for module in model.modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise AmpRuntimeError(
@@ -102,13 +114,21 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
                 f"amp.initialize(model, optimizer); model = {type(module).__name__}(model)"
             )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         if tensor.dtype in LOW_PRECISION and not allow_low_precision:
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            makers = ".half() or .bfloat16()"
+            if tensor.dtype is torch.get_default_dtype():
+                makers = f"torch.set_default_dtype({tensor.dtype}), {makers}"
             raise AmpRuntimeError(
                 f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
-                "itself, and starts from FP32: leave out .half() or .bfloat16(), or call "
+                f"itself, and starts from FP32: leave out {makers}, or call "
                 "model.float() first, or close the session that cast it if one did. To "
                 "start from these values, pass allow_incoming_model_not_fp32=True."
+            )
+        if not nn.parameter.is_lazy(tensor) and tensor.is_inference():
+            raise AmpRuntimeError(
+                f"{kind} '{name}' was made in torch.inference_mode, and can never be trained. Make the "
+                "model outside of that block, or take copy.deepcopy(model) and an optimizer of the copy"
             )
 
 

@@ -117,7 +117,8 @@ def initialize(
 
     Raises:
         AmpRuntimeError: an unknown level, properties that do not fit together, a model that is
-            wrapped or 16-bit already, an optimizer of a live session. Nothing was changed.
+            wrapped or 16-bit already, an optimizer of a live session, inference mode. Nothing was
+            changed.
         AmpTypeError: something that is no model or optimizer, or an unknown argument.
         AmpValueError: a value that a property does not take.
     """

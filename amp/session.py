@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar, Unpack, overload
 
+import torch
 from torch import Tensor, nn
 
 from amp import arguments, checkpoint, dcp, distributed
-from amp.advice import advise_on_eps, advise_on_rules
+from amp.advice import advise_on_eps, advise_on_float64, advise_on_rules
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState
@@ -110,9 +111,10 @@ class Session:
         self.closed = False
         arguments.check_environment()
         self._process_groups = distributed.as_process_groups(process_group)
-        self.scalers = [
-            LossScaler(self.properties.loss_scaling, i, self._process_groups) for i in range(count)
-        ]
+        with torch.inference_mode(False):  # what is made in it could not be updated after it
+            self.scalers = [
+                LossScaler(self.properties.loss_scaling, i, self._process_groups) for i in range(count)
+            ]
         self._models: list[weakref.ref[nn.Module]] = []
         kind = self.properties.master_weights
         self.masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
@@ -164,6 +166,7 @@ class Session:
         if self.properties.enabled:
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
+            arguments.check_inference_mode([*model_list, *optimizer_list])
             for model in model_list:
                 self._check_not_cast(model)
                 reshard(model)
@@ -174,6 +177,8 @@ class Session:
             arguments.check_optimizers(
                 optimizer_list, [*known, *model_list], self.properties, self._process_groups
             )
+            for message in advise_on_float64(model_list, self.properties):
+                warnings.warn(message, AmpWarning, stacklevel=3)
             self._set_up(model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
 

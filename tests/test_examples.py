@@ -92,8 +92,8 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 KILLS = int(os.environ.get("AMP_KILLS", "1"))
 """`AMP_KILLS=20 pytest -m slow tests/test_examples.py -k kill` kills each run that often."""
+SEED = os.environ.get("AMP_KILLS_SEED") or str(random.randrange(1_000_000))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # the tensors are too small for more
-chance = random.Random(int(os.environ.get("AMP_KILLS_SEED", "0")))
 
 
 def wait_until(happens: Callable[[], object], process: subprocess.Popen[Any]) -> bool:
@@ -105,48 +105,92 @@ def wait_until(happens: Callable[[], object], process: subprocess.Popen[Any]) ->
     return True
 
 
+class Moments:
+    """When a process is killed: between two saves, and every other time while it saves.
+
+    Args:
+        saved: returns what differs after each save.
+        is_saving: whether a save has begun and not ended.
+    """
+
+    def __init__(
+        self, of: str, saved: Callable[[], object], is_saving: Callable[[], bool], steps: int
+    ) -> None:
+        print(f"AMP_KILLS_SEED={SEED}")
+        self.chance = random.Random(f"{SEED} {of}")
+        self._saved, self._is_saving, self._steps = saved, is_saving, steps
+        self._kills = self._torn = 0
+
+    def wait(self, process: subprocess.Popen[Any]) -> bool:
+        """Wait for the next one, which may be right after a save, right before the next, or between.
+
+        Return False if the process has ended before.
+        """
+        self._kills += 1
+        began = self._time_of_a_save(process)
+        if self._kills % 2 == 0:
+            return wait_until(self._is_saving, process)
+        apart = self._time_of_a_save(process) - began
+        share = self.chance.random()
+        time.sleep(share * apart)
+        print(
+            f"kill {self._kills}: at {share:.0%} of the {1000 * apart:.0f} ms from a save to the next"
+        )
+        return process.poll() is None
+
+    def _time_of_a_save(self, process: subprocess.Popen[Any]) -> float:
+        before = self._saved()
+        wait_until(lambda: self._saved() != before, process)
+        return time.monotonic()
+
+    def note_kill(self) -> None:
+        """Note, once the process has gone, whether it has left a save that it had begun."""
+        self._torn += self._is_saving()
+
+    def tell(self) -> None:
+        print(f"{self._kills} kills, {self._torn} while it saved, of {self._steps} steps")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O2", "O7"] if KILLS > 1 else ["O2"])
+@pytest.mark.parametrize("level", ["O2", "O7"])
 def test_char_gpt_killed_and_resumed_is_the_run_that_went_through(level: str, tmp_path: Path) -> None:
     """It is killed at random moments: between saves, and every other time while it saves."""
     steps = 12 * KILLS + 4
 
-    def command(name: str) -> list[str]:
+    def arguments(name: str) -> list[str]:
         return [
-            *(sys.executable, str(EXAMPLES / "char_gpt.py"), "--opt-level", level),
-            *("--save-every", "3", "--eval-every", str(steps), "--eval-windows", "8", "--sample", "1"),
-            *("--steps", str(steps), "--width", "32", "--checkpoint", str(tmp_path / f"{name}.pt")),
-            *("--plot", str(tmp_path / f"{name}.png")),
+            *("--opt-level", level, "--steps", str(steps), "--width", "32", "--sample", "1"),
+            *("--save-every", "3", "--eval-every", str(steps), "--eval-windows", "8"),
+            *("--checkpoint", str(tmp_path / f"{name}.pt"), "--plot", str(tmp_path / f"{name}.png")),
         ]
 
-    def run(name: str) -> subprocess.Popen[bytes]:
+    def run() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            command(name), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, str(EXAMPLES / "char_gpt.py"), *arguments("killed")],
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
 
-    def is_saving() -> bool:
-        return any(tmp_path.glob("killed.pt.*.tmp"))
-
-    def saved() -> int:
-        return file.stat().st_mtime_ns if file.exists() else 0
-
-    assert run("whole").wait(120 * KILLS) == 0
-    file, torn, reached = tmp_path / "killed.pt", 0, 0
-    for kill in range(KILLS):
-        before, killed = saved(), run("killed")
-        has_saved = wait_until(lambda before=before: saved() > before, killed)
-        assert has_saved, "it ended before it saved anything"
-        if kill % 2:
-            wait_until(is_saving, killed)
-        else:
-            time.sleep(0.1 * chance.random() * (KILLS > 1))
-        killed.kill()
-        killed.wait()
-        torn += is_saving()
-        reached = torch.load(file, weights_only=True)["step"]
-        assert reached < steps, "it ended before it was killed"
-    assert run("killed").wait(120 * KILLS) == 0
-    print(f"{KILLS} kills, {torn} while it saved, the last after step {reached} of {steps}")
+    load("char_gpt").main(arguments("whole"))
+    file = tmp_path / "killed.pt"
+    moments = Moments(
+        level,
+        saved=lambda: file.stat().st_mtime_ns if file.exists() else 0,
+        is_saving=lambda: any(tmp_path.glob("killed.pt.*.tmp")),
+        steps=steps,
+    )
+    for _ in range(KILLS):
+        killed = run()
+        try:
+            assert moments.wait(killed), "it ended before it was killed"
+        finally:
+            killed.kill()
+            killed.wait()
+        moments.note_kill()
+        assert torch.load(file, weights_only=True)["step"] < steps, "it ended before it was killed"
+    assert run().wait(120 * KILLS) == 0
+    moments.tell()
     whole, resumed = weights(tmp_path / "whole.pt"), weights(tmp_path / "killed.pt")
     assert list(whole) == list(resumed)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -191,47 +235,39 @@ def weights_of_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "level"), [("tp", "O5"), ("fsdp2", "O2")][: max(KILLS, 1)])
+@pytest.mark.parametrize(("kind", "level"), [("tp", "O5"), ("fsdp2", "O2")])
 def test_char_gpt_goes_on_after_a_rank_was_killed(kind: str, level: str, tmp_path: Path) -> None:
     """Torchrun starts all ranks again, and the run ends with the weights of one that went through.
 
     A random rank is killed, at random moments: between saves, and every other time while they save.
     """
-    steps = 12 * KILLS
+    steps = 12 * KILLS + 4
     arguments = ["--parallel", kind, "--opt-level", level, "--plot", tmp_path / "plot.png"]
     wait_for(torchrun(2, *arguments, "--checkpoint", tmp_path / "whole", steps=steps))
     folder = tmp_path / "killed"
     killed = torchrun(2, *arguments, "--checkpoint", folder, steps=steps, restarts=KILLS)
     ended = ThreadPoolExecutor().submit(wait_for, killed)  # which reads on, so that no pipe is full
 
-    def saved() -> int:
-        """Return the time of the newest whole checkpoint."""
-        return max((file.stat().st_mtime_ns for file in files("step-*/.metadata")), default=0)
-
     def files(pattern: str) -> list[Path]:
         return [file for file in folder.glob(pattern) if file.exists()]
 
-    def is_saving() -> bool:
-        return len(files("step-*")) > len(files("step-*/.metadata"))
-
-    torn = 0
-    for kill in range(KILLS):
-        before = saved()
-        has_saved = wait_until(lambda before=before: saved() > before, killed)
-        assert has_saved, ended.result()
-        if kill % 2:
-            wait_until(is_saving, killed)
-        else:
-            time.sleep(0.1 * chance.random() * (KILLS > 1))
+    moments = Moments(
+        kind,
+        saved=lambda: max((file.stat().st_mtime_ns for file in files("step-*/.metadata")), default=0),
+        is_saving=lambda: len(files("step-*")) > len(files("step-*/.metadata")),
+        steps=steps,
+    )
+    for _ in range(KILLS):
+        assert moments.wait(killed), ended.result()
         children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
-        os.kill(int(chance.choice(children[-2:])), signal.SIGKILL)
+        os.kill(int(moments.chance.choice(children[-2:])), signal.SIGKILL)
         wait_until(
             lambda old=children: not any(Path("/proc", pid).exists() for pid in old[-2:]), killed
         )
-        torn += is_saving()
+        moments.note_kill()
     printed = ended.result()
     assert printed.count("Going on from step") == KILLS
-    print(f"{KILLS} kills, {torn} while it saved, of {steps} steps")
+    moments.tell()
     whole, resumed = [weights_of_all(tmp_path / name / f"step-{steps}") for name in ("whole", "killed")]
     assert list(whole) == list(resumed)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -26,6 +26,10 @@ from amp.profiles.levels import LEVELS
 QUICK = ("O1", "O2", "O7")
 SOME_QUICK = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
 CYCLES = int(os.environ.get("AMP_LEAKS", "4"))
+LONG = 50
+RUNS = [pytest.param(x, CYCLES, marks=() if x in QUICK else pytest.mark.slow) for x in LEVELS]
+if CYCLES < LONG:
+    RUNS += [pytest.param(x, LONG, marks=pytest.mark.slow) for x in QUICK]
 SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 900, 2500
 """Blocks of memory, however many there are: what torch caches, and a scaler's last 256 transitions."""
 
@@ -85,8 +89,8 @@ def step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("level", SOME_QUICK)
-def test_sessions_leave_nothing(level: str) -> None:
+@pytest.mark.parametrize(("level", "cycles"), RUNS)
+def test_sessions_leave_nothing(level: str, cycles: int) -> None:
     model, optimizer = build()
 
     def cycle() -> None:
@@ -95,11 +99,11 @@ def test_sessions_leave_nothing(level: str) -> None:
         amp.state_dict()
         amp.get_session().close()
 
-    check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, model, optimizer)
+    check_that_nothing_grows(cycle, cycles, SESSIONS_MAY_TAKE, model, optimizer)
 
 
-@pytest.mark.parametrize("level", SOME_QUICK)
-def test_sessions_that_are_dropped_leave_nothing(level: str) -> None:
+@pytest.mark.parametrize(("level", "cycles"), RUNS)
+def test_sessions_that_are_dropped_leave_nothing(level: str, cycles: int) -> None:
     others: Any = build()
 
     def cycle() -> None:
@@ -107,7 +111,7 @@ def test_sessions_that_are_dropped_leave_nothing(level: str) -> None:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         step(model, optimizer)
 
-    check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, *others)
+    check_that_nothing_grows(cycle, cycles, SESSIONS_MAY_TAKE, *others)
 
 
 OPTIMIZERS = [amp.optimizers.FusedAdam, torch.optim.AdamW]
@@ -131,8 +135,8 @@ def test_a_step_leaves_no_object(level: str, make: Any) -> None:
     assert len(gc.get_objects()) - before < 25
 
 
-@pytest.mark.parametrize("level", SOME_QUICK)
-def test_sessions_of_their_own_that_are_dropped_leave_nothing(level: str) -> None:
+@pytest.mark.parametrize(("level", "cycles"), RUNS)
+def test_sessions_of_their_own_that_are_dropped_leave_nothing(level: str, cycles: int) -> None:
     others: Any = build()
 
     def cycle() -> None:
@@ -141,7 +145,7 @@ def test_sessions_of_their_own_that_are_dropped_leave_nothing(level: str) -> Non
         del model, optimizer
         gc.collect()
 
-    check_that_nothing_grows(cycle, CYCLES, SESSIONS_MAY_TAKE, *others)
+    check_that_nothing_grows(cycle, cycles, SESSIONS_MAY_TAKE, *others)
     assert (torch.eye(2) @ torch.eye(2)).dtype is torch.float32
     give_back()
 
@@ -167,8 +171,8 @@ def test_functions_cast_while_the_session_its_model_or_its_optimizer_is_there(ke
     give_back()
 
 
-@pytest.mark.parametrize("level", SOME_QUICK)
-def test_steps_and_evaluations_leave_nothing(level: str) -> None:
+@pytest.mark.parametrize(("level", "cycles"), RUNS)
+def test_steps_and_evaluations_leave_nothing(level: str, cycles: int) -> None:
     model, optimizer = build()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
@@ -178,5 +182,5 @@ def test_steps_and_evaluations_leave_nothing(level: str) -> None:
             model(torch.ones(16, 16))
         model.train()
 
-    for repeat, times in ((lambda: step(model, optimizer), 10 * CYCLES), (evaluate, CYCLES)):
+    for repeat, times in ((lambda: step(model, optimizer), 10 * cycles), (evaluate, cycles)):
         check_that_nothing_grows(repeat, times, STEPS_MAY_TAKE, model, optimizer)

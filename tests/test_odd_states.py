@@ -1,9 +1,11 @@
 """Training at each level is what it always is, in whatever state a script has put torch."""
 
+import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -89,6 +91,77 @@ def test_inference_mode_between_steps_changes_nothing(level: str) -> None:
     plain = train(level, _as_it_is)
     for found, expected in zip(train(level, _as_it_is, evaluates=True), plain, strict=True):
         assert torch.equal(found, expected)
+
+
+def train_in_default_dtype(level: str | None) -> tuple[list[Tensor], list[str]]:
+    """Return the weights of a model that is made in it, and what `initialize` warned of."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if level is not None:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(model(torch.randn(16, 16)), torch.arange(16) % 4)
+        with nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters()), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_is_made_in_float64_trains_in_it_and_initialize_says_so(level: str) -> None:
+    with STATES["default float64"]():
+        plain, _ = train_in_default_dtype(None)
+        found, warned = train_in_default_dtype(level)
+    assert all(map(torch.equal, found, plain))
+    assert plain[0].dtype is torch.float64
+    says_so = [message for message in warned if "float64, the default dtype. No level" in message]
+    assert len(says_so) == (level != "O0")
+    assert all("model.float()" in message for message in says_so)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_is_made_in_bfloat16_is_refused_by_its_cause(level: str) -> None:
+    with STATES["default bfloat16"]():
+        model = nn.Linear(4, 4)
+        before = model.weight.detach().clone()
+        with pytest.raises(amp.AmpError, match=r"out torch.set_default_dtype\(torch.bfloat16\), "):
+            amp.initialize(model, opt_level=level, verbosity=0)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_is_refused_in_inference_mode(level: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        session = amp.Session(level, verbosity=0)
+        with pytest.raises(RuntimeError, match=r"inference_mode is on.* before the block"):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with pytest.raises(RuntimeError, match=r"inference_mode is on"):
+            session.initialize(None, optimizer)
+        amp.initialize(model, optimizer, enabled=False)
+    assert all(map(torch.equal, model.parameters(), weights))
+    session.initialize(model, optimizer)
+    for _ in range(2):
+        with session.scale_loss(model(torch.ones(2, 16)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", NOT_IN_FP8)
+def test_a_model_that_was_made_in_inference_mode_is_refused(level: str) -> None:
+    with torch.inference_mode():
+        weights, buffers = nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)
+    for model, name in ((weights, "parameter 'weight'"), (buffers, "buffer 'running_mean'")):
+        with pytest.raises(RuntimeError, match=f"{name} was made in torch.inference_mode"):
+            amp.initialize(model, opt_level=level, verbosity=0)
+        amp.initialize(copy.deepcopy(model), opt_level=level, verbosity=0)
+    assert weights.weight.dtype is torch.float32
 
 
 def _sums(levels: list[str]) -> list[float]:

@@ -38,6 +38,7 @@ class CastOps(Strategy):
         policy: the rule of each function.
         dtype: of the ops that gain from half precision.
         live: whether functions are patched.
+        is_inherited: whether this process was forked since, and has called no model of the session.
         wrappers: functions as its session's threads see them, by the id of their place and their name.
         device_types: whose tensors functions cast outside of forwards, the models'; empty is all.
     """
@@ -46,7 +47,7 @@ class CastOps(Strategy):
         super().__init__(properties)
         self.policy = policy_of(properties)
         self.dtype = self.policy.dtype
-        self.live = self._is_open = False
+        self.live = self._is_open = self.is_inherited = False
         self.device_types: set[str] = set()
         self._has_begun = False
         self._patches = Patches()

@@ -6,6 +6,7 @@ once, each with the casts of its own.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ class Caster(Protocol):
 
     dtype: torch.dtype
     live: bool
+    is_inherited: bool
     device_types: set[str]
 
 
@@ -45,6 +47,16 @@ class Bystander:
 
     def __init__(self) -> None:
         self.live = True
+
+
+def _inherit() -> None:
+    """Note in a forked process which sessions are of its parent; see `amp.casting.regions.casts`."""
+    for caster in live_casters:
+        caster.is_inherited = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
 
 
 opening = threading.RLock()

@@ -64,12 +64,18 @@ def casts(caster: Caster, device_type: str) -> bool:
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
     is_of_models = not caster.device_types or device_type in caster.device_types
-    return is_of_models and not torch.is_autocast_enabled(_OFF) and not _is_in_worker()
+    return is_of_models and not torch.is_autocast_enabled(_OFF) and not _is_in_worker(caster)
 
 
-def _is_in_worker() -> bool:
-    """Whether this process loads data for another one, which has been forked with its patches."""
-    return not torch.compiler.is_dynamo_compiling() and torch.utils.data.get_worker_info() is not None
+def _is_in_worker(caster: Caster) -> bool:
+    """Whether this process works for the one that trains, and may have been forked with its patches.
+
+    A process that calls a model of the session trains or evaluates it, and casts what comes before the
+    forward and after it. Only a worker of a DataLoader casts nothing there even so.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return caster.is_inherited or torch.utils.data.get_worker_info() is not None
 
 
 def _is_in_op() -> bool:
@@ -241,6 +247,7 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         try:
             try:
                 current.call_model_of(caster)
+                caster.is_inherited = False
                 caster.device_types |= device_types_of(self)
                 _enter_forward(self, caster.dtype)
                 return base.__call__(self, *args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ BOMBS = {
     "many anchors": "a: " + "&x " * 20000,
     "a long key": "a" * 65000 + ": 1",
     "a long tag": "a: !<" + "x" * 60000,
-    "a large file": "x" * 2**20,
+    "a large file": "x" * 2**23,
     "a long number": "loss_scale: " + "9" * 60000,
     "a long path": "extends: " + "a/" * 20000,
     "a long name": "extends: " + "a" * 300 + ".yaml",
@@ -129,8 +130,14 @@ def check_file(path: Path, content: bytes) -> None:
 def test_bombs(bomb: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     check_file(path, BOMBS[bomb].encode())
-    with pytest.raises(AmpError, match="mine.yaml:"):
-        amp.load_profile(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(AmpError, match="mine.yaml:"):
+            amp.load_profile(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * 2**20  # the nodes of 5000 values take half of that
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
