@@ -17,7 +17,8 @@ try:
     from transformers import Trainer, TrainingArguments
 except ImportError as error:
     raise ImportError(
-        "amp.integrations.huggingface needs transformers: pip install 'reamp[huggingface]'"
+        "amp.integrations.huggingface needs transformers: "
+        "pip install 'reamp[huggingface] @ git+https://github.com/reamp/reamp'"
     ) from error
 
 from amp.integrations.accelerate import configure, end, prepare

@@ -6,7 +6,8 @@ try:
     from lightning.pytorch.plugins.precision import Precision
 except ImportError as error:
     raise ImportError(
-        "amp.integrations.lightning needs Lightning: pip install 'reamp[lightning]'"
+        "amp.integrations.lightning needs Lightning: "
+        "pip install 'reamp[lightning] @ git+https://github.com/reamp/reamp'"
     ) from error
 
 from amp.integrations.lightning_precision import AmpPlugin

@@ -77,7 +77,7 @@ def test_a_framework_that_is_missing_is_named_with_its_extra(module: str) -> Non
     done = run_python("-c", code)
     assert done.returncode != 0
     assert f"amp.integrations.{module} needs" in done.stderr
-    assert f"pip install 'reamp[{extra}]'" in done.stderr
+    assert f"pip install 'reamp[{extra}] @ git+https://github.com/reamp/reamp'" in done.stderr
 
 
 def test_lightning_under_its_other_names_is_named_where_both_are_missing() -> None:
