@@ -13,7 +13,13 @@ from typing import Any
 
 
 class AmpError(Exception):
-    """Base of everything this library raises on purpose."""
+    """Base of everything this library raises on purpose.
+
+    Each error is also the builtin type that its name ends in, and whose name the "Raises" sections
+    have: an `AmpRuntimeError` is a `RuntimeError`, and so are `AmpTypeError`, `AmpValueError`,
+    `AmpIndexError`, `AmpAssertionError` and `AmpNotImplementedError` a `TypeError` and so on. Catch
+    `amp.AmpError`, or the builtin type; the classes in between are in `amp.errors`.
+    """
 
 
 class AmpRuntimeError(AmpError, RuntimeError):

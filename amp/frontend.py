@@ -80,11 +80,12 @@ def initialize(
 
     They stay the same objects: models are cast in place, and methods of optimizers are wrapped. Call
     it when models are on their device and not yet in `DistributedDataParallel`. A second call makes
-    another session: functions cast as it says then, and the first one's optimizers go on working.
+    another session: functions cast as it says then, and the first one's optimizers go on working. The
+    host does not wait for the device.
 
     Args:
         models: a module, a list of modules, or None.
-        optimizers: an optimizer, a list of optimizers, or None; then `models` alone is returned.
+        optimizers: an optimizer, a list of optimizers, or None.
         enabled: False makes this and `scale_loss` do nothing.
         opt_level: a level such as `"O2"`, an alias, or a path to a YAML profile. The arguments below,
             up to `cast_model_outputs`, change single keys of it; None leaves a key as the level has it.
@@ -114,6 +115,11 @@ def initialize(
             - `fp8`: linear layers run in FP8, by a recipe.
             - `cast_model_inputs`: whether a cast model casts its inputs, and which of them it leaves.
             - `rules`: the precision of single ops and modules, on top of the profile's.
+
+    Returns:
+        The objects that were passed, as they were passed: `models` alone if `optimizers` is None, else
+        `(models, optimizers)`. A list comes back as the same list, and models that are None as None.
+        With `enabled=False` too, and then nothing has been done to them.
 
     Raises:
         AmpRuntimeError: an unknown level, properties that do not fit together, a model that is
@@ -184,10 +190,13 @@ def scale_loss(
     After the block, gradients are unscaled, and added to those of earlier blocks;
     `amp.master_params(optimizer)` is what to clip. If an inf or nan was among them, the next `step`
     of each of the optimizers is skipped and a dynamic scale goes down. If the block raises, its
-    gradients are dropped. Nothing here makes the host wait for the device. Where gradients are checked,
-    `step` does, once for each block, for 4 bytes; not with torch's fused optimizers, which skip on the
-    device, except in their first step and with a closure. They are checked under dynamic scaling,
-    and at O4 to O7 where that makes no host wait; see `check` in docs/profiles.md.
+    gradients are dropped.
+
+    The block does not make the host wait for the device. If gradients are checked, `step` waits for 4
+    bytes per block. It does not with optimizers that skip on the device, those of `amp.optimizers` and
+    torch's fused ones, except in the first step of torch's SGD with momentum, and with a closure.
+    Gradients are checked under dynamic scaling, and at O4 to O7 where that makes no host wait; see
+    `check` in docs/profiles.md.
 
     Args:
         loss: a floating-point tensor of any shape.
@@ -199,7 +208,8 @@ def scale_loss(
         delay_overflow_check: unscale, and leave the scale to the next block without it.
 
     Yields:
-        The scaled loss, float32 for a 16-bit loss.
+        The scaled loss: a floating-point tensor of the loss's shape and dtype, float32 for a 16-bit
+        loss.
 
     Raises:
         AmpRuntimeError: `initialize` has not been called, or not on these optimizers.
@@ -241,7 +251,12 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield the parameters that an optimizer steps: FP32 masters where there are any.
 
     Their `.grad` is unscaled between `scale_loss` and `step`: clip these. Masters that are kept in 16
-    bits (`split16`, `kahan`) hold NaN outside of a step; `model.state_dict()` has their values.
+    bits (`split16`, `kahan`) hold NaN outside of a step; `model.state_dict()` has their values. Of an
+    optimizer that is in no session these are its own parameters. The host does not wait for the device.
+
+    Raises:
+        AttributeError: what was passed has no `param_groups`. This comes with the first parameter, not
+            with the call.
     """
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -310,7 +325,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     It may come before `initialize` or after: what no `scale_loss` has used is taken over by the next
     `initialize` as well, unless the session that has it is closed before. A different number of losses
-    or another level gets an `AmpWarning` that says what differs.
+    or another level gets an `AmpWarning` that says what differs. The host waits for the device where
+    a scale is there already.
 
     Raises:
         AmpTypeError, AmpValueError, AmpRuntimeError: it is no such state dict, or an entry is not what
