@@ -98,7 +98,7 @@ def compare(
         num_losses: as in `amp.initialize`.
 
     Raises:
-        AmpValueError: a level, `steps` or `reference` is none.
+        AmpValueError: a level, `steps` or `reference` is not valid.
         AmpRuntimeError: a session that casts functions is open, or two runs at O0 differ.
         Exception: whatever the run at O0 raises. What another level raises is in its result.
     """

@@ -76,7 +76,7 @@ class Prescription:
 def doctor(
     step: Callable[[], Any], model: nn.Module | Sequence[nn.Module], optimizer: Any
 ) -> Prescription:
-    """Say what made a step inf or NaN, and the least that cures it, tried out.
+    """Find what made a step inf or NaN, and the smallest change that fixes it, by trying it.
 
         print(amp.doctor(lambda: train_step(model, optimizer, batch), model, optimizer))
 
