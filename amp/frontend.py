@@ -187,10 +187,9 @@ def scale_loss(
             scaled_loss.backward()
         optimizer.step()
 
-    After the block, gradients are unscaled, and added to those of earlier blocks;
-    `amp.master_params(optimizer)` is what to clip. If an inf or nan was among them, the next `step`
-    of each of the optimizers is skipped and a dynamic scale goes down. If the block raises, its
-    gradients are dropped.
+    After the block, gradients are unscaled, and added to those of earlier blocks; clip them then. If
+    one is inf or NaN, the next `step` of each of the optimizers is skipped, and a dynamic scale goes
+    down. If the block raises, its gradients are dropped.
 
     The block does not make the host wait for the device. If gradients are checked, `step` waits for 4
     bytes per block. It does not with optimizers that skip on the device, those of `amp.optimizers` and
@@ -203,9 +202,10 @@ def scale_loss(
         optimizers: the optimizer, or list of optimizers, whose parameters the loss reaches.
         loss_id: which scaler to use, 0 to `num_losses - 1`.
         model: not used; apex had it.
-        delay_unscale: leave the gradients scaled, to accumulate more of them before a block without
-            it: saves work, and is what accumulation under DDP's `no_sync` needs.
-        delay_overflow_check: unscale, and leave the scale to the next block without it.
+        delay_unscale: leave the gradients scaled, and accumulate more of them until a block without
+            this argument. It saves work; a block under DDP's `no_sync` does it without being told.
+        delay_overflow_check: unscale the gradients, but let the next block without this argument
+            update the scale.
 
     Yields:
         The scaled loss: a floating-point tensor of the loss's shape and dtype, float32 for a 16-bit
@@ -214,7 +214,7 @@ def scale_loss(
     Raises:
         AmpRuntimeError: `initialize` has not been called, or not on these optimizers.
         AmpIndexError: there is no such `loss_id`.
-        AmpTypeError: `loss` or `optimizers` is something else.
+        AmpTypeError: `loss` or `optimizers` is of another type.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     attached = next(filter(None, map(AttachedOptimizer.of, given)), None)
@@ -263,9 +263,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def step_was_skipped(optimizer: Any) -> bool:
-    """Tell whether the optimizer's last `step` was skipped for an overflow.
+    """Return whether the optimizer's last `step` was skipped because of an overflow.
 
-    The host waits for the device if the optimizer decided that by itself, as torch's fused ones do.
+    The host waits for the device if the optimizer skips on the device, as torch's fused ones do.
 
     Raises:
         AmpRuntimeError: the optimizer did not come out of `initialize`.
@@ -282,13 +282,13 @@ def history() -> list[Transition]:
         for row in amp.history():
             print(row.step, row.scale, row.overflow, row.bad)
 
-    They are kept all the time, from numbers that reach the host by themselves. The host waits for the
-    device, for those that are under way.
+    They are recorded all the time, without waiting for the device. This call waits, for the updates
+    whose numbers have not reached the host yet.
 
     Returns:
         Rows with `step`, `loss_id`, `scale`, `overflow`, `in_a_row`, `next_scale`, `norm` (of a fused
         optimizer with `max_grad_norm`) and `bad`, the names of the parameters whose gradients were
-        bad then and have not been since.
+        inf or NaN in that step and have not been since.
 
     Raises:
         AmpRuntimeError: `initialize` has not been called.
@@ -302,10 +302,11 @@ def loss_scale(loss_id: int = 0) -> float:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state of the loss scalers of the last `initialize`, in apex's format and more.
+    """Return the state of the loss scalers of the last `initialize`: apex's entries, and a few more.
 
-    With the model's and the optimizer's state dicts it makes a checkpoint from which training
-    resumes bit for bit. It holds plain values only. The host waits for the device.
+    Together with the state dicts of the model and the optimizer it makes a checkpoint from which
+    training resumes bit for bit. It holds plain values, and under `fp8="delayed"` one tensor. The host
+    waits for the device.
 
     Args:
         destination: a dict to put the entries into.
@@ -321,16 +322,16 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Take over what `state_dict` returned, or what apex's did.
+    """Load a state dict that `amp.state_dict` returned, or apex's.
 
-    It may come before `initialize` or after: what no `scale_loss` has used is taken over by the next
-    `initialize` as well, unless the session that has it is closed before. A different number of losses
-    or another level gets an `AmpWarning` that says what differs. The host waits for the device where
-    a scale is there already.
+    Call it before `initialize` or after. A state that no `scale_loss` has used yet is loaded by the
+    next `initialize` as well, unless its session is closed before. A different number of losses or
+    another level gives an `AmpWarning` that says what differs. If a scale is on the device already, the
+    host waits for the device.
 
     Raises:
-        AmpTypeError, AmpValueError, AmpRuntimeError: it is no such state dict, or an entry is not what
-            it should be. Nothing has been changed then.
+        AmpTypeError, AmpValueError, AmpRuntimeError: this is not such a state dict, or an entry of it
+            is not valid. Nothing is changed then.
     """
     saved, session = checkpoint.read(state_dict), _Default.session
     if session is not None and session.closed:
@@ -341,16 +342,17 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 class Stateful:
-    """What puts the loss scalers into a checkpoint of `torch.distributed.checkpoint`.
+    """Puts the loss scalers into a checkpoint of `torch.distributed.checkpoint`.
 
         state = {"model": ..., "optimizer": ..., "amp": amp.Stateful()}
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
 
     Args:
-        session: whose; None is that of the last `initialize` when it is saved or loaded.
+        session: the session whose state is saved and loaded; None is that of the last `initialize` at
+            that time.
 
     Raises:
-        AmpTypeError: it is no session.
+        AmpTypeError: `session` is not an `amp.Session`.
     """
 
     def __init__(self, session: Session | None = None) -> None:
