@@ -15,10 +15,10 @@ from typing import Any
 class AmpError(Exception):
     """Base of everything this library raises on purpose.
 
-    Each error is also the builtin type that its name ends in, and whose name the "Raises" sections
-    have: an `AmpRuntimeError` is a `RuntimeError`, and so are `AmpTypeError`, `AmpValueError`,
-    `AmpIndexError`, `AmpAssertionError` and `AmpNotImplementedError` a `TypeError` and so on. Catch
-    `amp.AmpError`, or the builtin type; the classes in between are in `amp.errors`.
+    Each error is also the builtin type: `AmpRuntimeError` is a `RuntimeError`, `AmpTypeError` a
+    `TypeError`, `AmpValueError` a `ValueError`, `AmpIndexError` an `IndexError`, `AmpAssertionError` an
+    `AssertionError`, `AmpNotImplementedError` a `NotImplementedError`, and `ProfileNotFoundError` a
+    `FileNotFoundError`. Catch `amp.AmpError` or the builtin type, such as `RuntimeError`.
     """
 
 
