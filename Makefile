@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train on real digits at every opt level: one table, one picture
 	$(BIN)/python examples/digits.py
 
-test: $(READY)  ## Run the tests of what users see, in 4 to 9 minutes on 2 cores
+test: $(READY)  ## Run the tests of what users see, in 6 to 9 minutes on 2 cores
 	$(PYTEST) -m "not slow"
 
 test-slow: $(READY) $(OLDEST_TRITON)  ## Run the others: interpreter, compilers, browser, examples, oldest Triton

@@ -25,7 +25,8 @@ def get_state_dict(model: nn.Module, optimizers: Any, **options: Any) -> tuple[A
     """Do `torch.distributed.checkpoint.state_dict.get_state_dict`, under master weights too.
 
     All ranks call this. The optimizers' states are made if there are none yet, as torch's function
-    makes them, by a step of a rate of 0.
+    makes them, by a step of a rate of 0. The host waits for the device where torch's function does, as
+    with `cpu_offload=True`.
 
     Args:
         model: the model, or what wraps it.
@@ -48,7 +49,8 @@ def set_state_dict(
     """Do `torch.distributed.checkpoint.state_dict.set_state_dict`, under master weights too.
 
     What is loaded may be of another number of ranks, another wrapper or another level. All ranks call
-    this.
+    this. The optimizers' state dicts are checked before any of them is loaded into its optimizer, for
+    which the host waits once for each device.
 
     Args:
         model: the model, or what wraps it.

@@ -13,7 +13,13 @@ from typing import Any
 
 
 class AmpError(Exception):
-    """Base of everything this library raises on purpose."""
+    """Base of everything this library raises on purpose.
+
+    Each error is also the builtin type: `AmpRuntimeError` is a `RuntimeError`, `AmpTypeError` a
+    `TypeError`, `AmpValueError` a `ValueError`, `AmpIndexError` an `IndexError`, `AmpAssertionError` an
+    `AssertionError`, `AmpNotImplementedError` a `NotImplementedError`, and `ProfileNotFoundError` a
+    `FileNotFoundError`. Catch `amp.AmpError` or the builtin type, such as `RuntimeError`.
+    """
 
 
 class AmpRuntimeError(AmpError, RuntimeError):

@@ -80,11 +80,12 @@ def initialize(
 
     They stay the same objects: models are cast in place, and methods of optimizers are wrapped. Call
     it when models are on their device and not yet in `DistributedDataParallel`. A second call makes
-    another session: functions cast as it says then, and the first one's optimizers go on working.
+    another session: functions cast as it says then, and the first one's optimizers go on working. The
+    host does not wait for the device.
 
     Args:
         models: a module, a list of modules, or None.
-        optimizers: an optimizer, a list of optimizers, or None; then `models` alone is returned.
+        optimizers: an optimizer, a list of optimizers, or None.
         enabled: False makes this and `scale_loss` do nothing.
         opt_level: a level such as `"O2"`, an alias, or a path to a YAML profile. The arguments below,
             up to `cast_model_outputs`, change single keys of it; None leaves a key as the level has it.
@@ -114,6 +115,11 @@ def initialize(
             - `fp8`: linear layers run in FP8, by a recipe.
             - `cast_model_inputs`: whether a cast model casts its inputs, and which of them it leaves.
             - `rules`: the precision of single ops and modules, on top of the profile's.
+
+    Returns:
+        The objects that were passed, as they were passed: `models` alone if `optimizers` is None, else
+        `(models, optimizers)`. A list comes back as the same list, and models that are None as None.
+        With `enabled=False` too, and then nothing has been done to them.
 
     Raises:
         AmpRuntimeError: an unknown level, properties that do not fit together, a model that is
@@ -182,30 +188,34 @@ def scale_loss(
             scaled_loss.backward()
         optimizer.step()
 
-    After the block, gradients are unscaled, and added to those of earlier blocks;
-    `amp.master_params(optimizer)` is what to clip. If an inf or nan was among them, the next `step`
-    of each of the optimizers is skipped and a dynamic scale goes down. If the block raises, its
-    gradients are dropped. Nothing here makes the host wait for the device. Where gradients are checked,
-    `step` does, once for each block, for 4 bytes; not with torch's fused optimizers, which skip on the
-    device, except in their first step and with a closure. They are checked under dynamic scaling,
-    and at O4 to O7 where that makes no host wait; see `check` in docs/profiles.md.
+    After the block, gradients are unscaled, and added to those of earlier blocks; clip them then. If
+    one is inf or NaN, the next `step` of each of the optimizers is skipped, and a dynamic scale goes
+    down. If the block raises, its gradients are dropped.
+
+    The block does not make the host wait for the device. If gradients are checked, `step` waits for 4
+    bytes per block. It does not with optimizers that skip on the device, those of `amp.optimizers` and
+    torch's fused ones, except in the first step of torch's SGD with momentum, and with a closure.
+    Gradients are checked under dynamic scaling, and at O4 to O7 where that makes no host wait; see
+    `check` in docs/profiles.md.
 
     Args:
         loss: a floating-point tensor of any shape.
         optimizers: the optimizer, or list of optimizers, whose parameters the loss reaches.
         loss_id: which scaler to use, 0 to `num_losses - 1`.
         model: not used; apex had it.
-        delay_unscale: leave the gradients scaled, to accumulate more of them before a block without
-            it: saves work, and is what accumulation under DDP's `no_sync` needs.
-        delay_overflow_check: unscale, and leave the scale to the next block without it.
+        delay_unscale: leave the gradients scaled, and accumulate more of them until a block without
+            this argument. It saves work; a block under DDP's `no_sync` does it without being told.
+        delay_overflow_check: unscale the gradients, but let the next block without this argument
+            update the scale.
 
     Yields:
-        The scaled loss, float32 for a 16-bit loss.
+        The scaled loss: a floating-point tensor of the loss's shape and dtype, float32 for a 16-bit
+        loss.
 
     Raises:
         AmpRuntimeError: `initialize` has not been called, or not on these optimizers.
         AmpIndexError: there is no such `loss_id`.
-        AmpTypeError: `loss` or `optimizers` is something else.
+        AmpTypeError: `loss` or `optimizers` is of another type.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     attached = next(filter(None, map(AttachedOptimizer.of, given)), None)
@@ -242,16 +252,21 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield the parameters that an optimizer steps: FP32 masters where there are any.
 
     Their `.grad` is unscaled between `scale_loss` and `step`: clip these. Masters that are kept in 16
-    bits (`split16`, `kahan`) hold NaN outside of a step; `model.state_dict()` has their values.
+    bits (`split16`, `kahan`) hold NaN outside of a step; `model.state_dict()` has their values. Of an
+    optimizer that is in no session these are its own parameters. The host does not wait for the device.
+
+    Raises:
+        AttributeError: what was passed has no `param_groups`. This comes with the first parameter, not
+            with the call.
     """
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def step_was_skipped(optimizer: Any) -> bool:
-    """Tell whether the optimizer's last `step` was skipped for an overflow.
+    """Return whether the optimizer's last `step` was skipped because of an overflow.
 
-    The host waits for the device if the optimizer decided that by itself, as torch's fused ones do.
+    The host waits for the device if the optimizer skips on the device, as torch's fused ones do.
 
     Raises:
         AmpRuntimeError: the optimizer did not come out of `initialize`.
@@ -268,13 +283,13 @@ def history() -> list[Transition]:
         for row in amp.history():
             print(row.step, row.scale, row.overflow, row.bad)
 
-    They are kept all the time, from numbers that reach the host by themselves. The host waits for the
-    device, for those that are under way.
+    They are recorded all the time, without waiting for the device. This call waits, for the updates
+    whose numbers have not reached the host yet.
 
     Returns:
         Rows with `step`, `loss_id`, `scale`, `overflow`, `in_a_row`, `next_scale`, `norm` (of a fused
         optimizer with `max_grad_norm`) and `bad`, the names of the parameters whose gradients were
-        bad then and have not been since.
+        inf or NaN in that step and have not been since.
 
     Raises:
         AmpRuntimeError: `initialize` has not been called.
@@ -288,10 +303,11 @@ def loss_scale(loss_id: int = 0) -> float:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state of the loss scalers of the last `initialize`, in apex's format and more.
+    """Return the state of the loss scalers of the last `initialize`: apex's entries, and a few more.
 
-    With the model's and the optimizer's state dicts it makes a checkpoint from which training
-    resumes bit for bit. It holds plain values only. The host waits for the device.
+    Together with the state dicts of the model and the optimizer it makes a checkpoint from which
+    training resumes bit for bit. It holds plain values, and under `fp8="delayed"` one tensor. The host
+    waits for the device.
 
     Args:
         destination: a dict to put the entries into.
@@ -307,15 +323,16 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Take over what `state_dict` returned, or what apex's did.
+    """Load a state dict that `amp.state_dict` returned, or apex's.
 
-    It may come before `initialize` or after: what no `scale_loss` has used is taken over by the next
-    `initialize` as well, unless the session that has it is closed before. A different number of losses
-    or another level gets an `AmpWarning` that says what differs.
+    Call it before `initialize` or after. A state that no `scale_loss` has used yet is loaded by the
+    next `initialize` as well, unless its session is closed before. A different number of losses or
+    another level gives an `AmpWarning` that says what differs. If a scale is on the device already, the
+    host waits for the device.
 
     Raises:
-        AmpTypeError, AmpValueError, AmpRuntimeError: it is no such state dict, or an entry is not what
-            it should be. Nothing has been changed then.
+        AmpTypeError, AmpValueError, AmpRuntimeError: this is not such a state dict, or an entry of it
+            is not valid. Nothing is changed then.
     """
     saved, session = checkpoint.read(state_dict), _Default.session
     if session is not None and session.closed:
@@ -326,16 +343,17 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 class Stateful:
-    """What puts the loss scalers into a checkpoint of `torch.distributed.checkpoint`.
+    """Puts the loss scalers into a checkpoint of `torch.distributed.checkpoint`.
 
         state = {"model": ..., "optimizer": ..., "amp": amp.Stateful()}
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
 
     Args:
-        session: whose; None is that of the last `initialize` when it is saved or loaded.
+        session: the session whose state is saved and loaded; None is that of the last `initialize` at
+            that time.
 
     Raises:
-        AmpTypeError: it is no session.
+        AmpTypeError: `session` is not an `amp.Session`.
     """
 
     def __init__(self, session: Session | None = None) -> None:

@@ -180,9 +180,9 @@ class GradScaler(_TorchInternals):
     """A drop-in for `torch.amp.GradScaler` and the older `torch.cuda.amp.GradScaler`.
 
     It takes what torch's takes, in the order of either, and gives the same scales. Besides, gradients
-    may be float16 and bfloat16, what becomes inf by unscaling is noticed, the scale stays within
-    bounds, a hysteresis can bear with single overflows, and `step_was_skipped` tells what became of a
-    step.
+    may be float16 and bfloat16, a gradient that becomes inf by unscaling is noticed, the scale stays
+    within bounds, hysteresis can tolerate single overflows, and `step_was_skipped` tells whether a step
+    was skipped.
 
     Args:
         device: the type of the devices that train; "cuda" without a GPU disables the scaler and warns.

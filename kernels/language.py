@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 OLDEST_TRITON = 3, 6
-MISSING = "Triton is not installed (pip install 'reamp[triton]')"
+MISSING = "Triton is not installed (pip install 'triton>=3.6')"
 """Why `triton` is None, should it be: then `amp.kernels.backend` chooses plain torch."""
 
 try:

@@ -30,6 +30,12 @@ def test_everything_public_is_importable() -> None:
     assert run("import amp; print(all(hasattr(amp, name) for name in amp.__all__))") == "True"
 
 
+def test_classes_of_results_are_importable_by_their_public_names() -> None:
+    code = "import amp; from amp.diagnosis import *; from amp.trials import *; "
+    code += "print({*amp.diagnosis.__all__, *amp.trials.__all__} - set(globals()))"
+    assert run(code) == "set()"
+
+
 def test_packages_are_imported_when_they_are_asked_for() -> None:
     assert run("import amp, sys; print('amp.numerics' in sys.modules)") == "False"
     assert run("import amp; print(amp.numerics.describe('fp16').max)") == "65504.0"

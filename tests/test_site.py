@@ -39,6 +39,8 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     assert set(amp.__all__) <= set(named)
     for package in (amp.optimizers, amp.fp16_utils, amp.compat):
         assert set(package.__all__) <= set(named)
+    assert {f"diagnosis.{name}" for name in amp.diagnosis.__all__} <= set(named)
+    assert {f"trials.{name}" for name in amp.trials.__all__} <= set(named)
 
 
 @needs_mkdocs

@@ -137,7 +137,7 @@ def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
     advice = (
         f"Keep it in FP32:\nrules: [{rule}]\nor take O4 or O5: bfloat16 has the range of FP32."
         if rule
-        else "Scale it before, or compute it in FP32 (x.float()); or take O4 or O5."
+        else "Scale its inputs down, or compute it in FP32 (x.float()); or take O4 or O5."
     )
     if event.phase == "backward":
         advice = f"Make the loss smaller: a mean instead of a sum. {advice}"

@@ -23,7 +23,7 @@ from amp.training.attachment import AttachedOptimizer
 
 @contextmanager
 def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Iterator[Report]:
-    """Watch every op of a step, and say what made a number of it inf or NaN.
+    """Watch every op of a step, and report which one produced an inf or NaN.
 
         with amp.diagnose(model, optimizer) as report:
             with amp.scale_loss(loss_of(model(x), y), optimizer) as scaled_loss:
@@ -31,21 +31,21 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
             optimizer.step()
         print(report)
 
-    The step has the bits that it has without it. A compiled model runs op by op, which may overflow
-    where fused kernels do not. The host waits for the device after each op: that is for one step, and
-    takes about ten times as long. With several processes each must enter and leave the block; each
-    then has the findings of all.
+    The results of the step are the same, bit for bit, as without it. A compiled model runs op by op,
+    which may overflow where fused kernels do not. The host waits for the device after each op, so use
+    it for single steps: they take about ten times as long. With several processes, every process must
+    enter and leave the block, and every report has the findings of all of them.
 
     Args:
         model: the model, or a list of models, wrapped and compiled or not.
-        optimizer: the optimizer of `amp.initialize`, or a list of them: the loss scale is told apart
-            from the gradients.
+        optimizer: the optimizer of `amp.initialize`, or a list of them. With it the loss scale is
+            known, so that a gradient that only the scale makes too large is reported as such.
 
     Yields:
         An `amp.diagnosis.Report`, which is filled when the block ends.
 
     Raises:
-        AmpTypeError: `model` is no module.
+        AmpTypeError: `model` is not a module.
     """
     models = named_models(model, "amp.diagnose")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -19,7 +19,8 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
     raise ImportError(
-        "amp.integrations.accelerate needs Accelerate: pip install 'reamp[huggingface]'"
+        "amp.integrations.accelerate needs Accelerate: "
+        "pip install 'reamp[huggingface] @ git+https://github.com/reamp/reamp'"
     ) from error
 
 import amp

@@ -15,7 +15,8 @@ try:
     from transformers import Trainer, TrainingArguments
 except ImportError as error:
     raise ImportError(
-        "amp.integrations.huggingface needs transformers: pip install 'reamp[huggingface]'"
+        "amp.integrations.huggingface needs transformers: "
+        "pip install 'reamp[huggingface] @ git+https://github.com/reamp/reamp'"
     ) from error
 
 from amp.integrations.accelerate import configure, end, prepare
@@ -23,7 +24,12 @@ from amp.integrations.accelerate import configure, end, prepare
 
 @dataclass
 class AmpTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with an opt level; `--opt_level O2` on a command line."""
+    """`TrainingArguments` with an opt level; `--opt_level O2` on a command line.
+
+    Args:
+        opt_level: a level, an alias, or a path to a YAML profile. The other arguments are those of
+            `transformers.TrainingArguments`.
+    """
 
     opt_level: str = field(default="O1", metadata={"help": "An opt level of amp or a YAML profile."})
 
@@ -73,4 +79,15 @@ class AmpMixin:
 
 
 class AmpTrainer(AmpMixin, Trainer):
-    """transformers' `Trainer` at an opt level."""
+    """transformers' `Trainer` at an opt level: `AmpTrainer(model, args, opt_level="O2", ...)`.
+
+    The model is cast when `train` begins, and FP32 again when it ends; see `AmpMixin`.
+
+    Args:
+        opt_level: a level, an alias, or a path to a YAML profile; None is that of the arguments, or O1.
+        amp_options: what else `amp.initialize` takes, such as `{"loss_scale": 1024.0}`. The other
+            arguments are those of `transformers.Trainer`.
+
+    Raises:
+        AmpRuntimeError: the arguments have `fp16=True` or `bf16=True`, which cast themselves.
+    """

@@ -12,7 +12,10 @@ try:
     from ignite.engine import Engine
     from ignite.utils import convert_tensor
 except ImportError as error:
-    raise ImportError("amp.integrations.ignite needs Ignite: pip install 'reamp[ignite]'") from error
+    raise ImportError(
+        "amp.integrations.ignite needs Ignite: "
+        "pip install 'reamp[ignite] @ git+https://github.com/reamp/reamp'"
+    ) from error
 
 import amp
 from amp.errors import AmpValueError

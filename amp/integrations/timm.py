@@ -10,7 +10,9 @@ from torch import Tensor
 try:
     from timm.utils.clip_grad import dispatch_clip_grad
 except ImportError as error:
-    raise ImportError("amp.integrations.timm needs timm: pip install 'reamp[timm]'") from error
+    raise ImportError(
+        "amp.integrations.timm needs timm: pip install 'reamp[timm] @ git+https://github.com/reamp/reamp'"
+    ) from error
 
 import amp
 from amp.session import Session

@@ -32,7 +32,8 @@ def _figure(path: str | Path, rows: int = 1) -> tuple[Any, Any, Path]:
         from matplotlib.figure import Figure
     except ImportError:
         raise AmpRuntimeError(
-            "a picture needs matplotlib, which is not installed: pip install 'reamp[plot]'"
+            "a picture needs matplotlib, which is not installed: "
+            "pip install 'reamp[plot] @ git+https://github.com/reamp/reamp'"
         ) from None
     figure = Figure(figsize=(8.0, 4.5 if rows == 1 else 3.0 * rows), layout="constrained")
     return figure, figure.subplots(rows), path

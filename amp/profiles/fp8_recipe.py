@@ -99,8 +99,7 @@ class Fp8Recipe:
     power_of_2_scales: bool | None = key(
         None,
         OneOf(True, False, None),
-        "scales are rounded down to powers of 2; false is to the letter of Transformer Engine and "
-        "torchao",
+        "scales are rounded down to powers of 2; false follows Transformer Engine and torchao exactly",
         values="true, false",
         aliases=("round_scales_to_power_of_2", "force_pow_2_scales"),
     )

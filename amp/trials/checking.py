@@ -81,20 +81,20 @@ def check(
     opt_level: Any = None,
     **overrides: Any,
 ) -> Checkup:
-    """Say what can go wrong with a model at a level, from forwards on one batch.
+    """Report what can go wrong with a model at a level, from forwards on one batch.
 
         print(amp.check(model, images, opt_level="O2"))
 
-    The forward runs at the level, and in FP32 to know what the numbers would be. Weights, buffers and
-    random numbers are what they were afterwards; a model that has not been through `initialize` is
-    copied for it. What a backward does is not seen: `amp.diagnose` and `python -m amp doctor` see it.
-    The host waits for the device after each op.
+    The forward runs at the level, and in FP32 to know what the numbers would be. Afterwards weights,
+    buffers and random numbers are what they were; a model that has not been through `initialize` is
+    copied. No backward is run: for that use `amp.diagnose` or `python -m amp doctor`. The host waits
+    for the device after each op.
 
-    Found are: constants that become 0 or inf, integers and masks that a cast changes, numbers within 4
-    times of float16's limit or beyond, rows that are masked throughout, a forward that fails at the
-    level only, weights in 16 bits before `initialize`, a static scale that nobody checks, tied weights
-    whose rules differ. Remarked on are: sizes that tensor cores do not like, casts that undo each
-    other, and too little work in half precision.
+    Findings are: constants that become 0 or inf, integers and masks that a cast changes, numbers larger
+    than a quarter of float16's maximum, rows that are masked entirely, a forward that fails at the
+    level only, weights in 16 bits before `initialize`, a static scale whose gradients are not checked,
+    and tied weights with different rules. Remarks are about speed: sizes that tensor cores do not like,
+    casts that undo each other, and too little work in half precision.
 
     Args:
         model: before `initialize`, or what it returned, wrapped or not.
@@ -104,8 +104,8 @@ def check(
         **overrides: as in `amp.initialize`.
 
     Raises:
-        AmpTypeError: `model` is no module, or does not take the batch.
-        AmpValueError: `opt_level` is missing, or given for a model that has a level.
+        AmpTypeError: `model` is not a module, or does not take the batch.
+        AmpValueError: `opt_level` is missing, or is given for a model that has a level.
         Exception: what the forward raises in FP32 too.
     """
     model = one_model(model, "amp.check")

@@ -65,7 +65,7 @@ def compare(
     *,
     num_losses: int = 1,
 ) -> Comparison:
-    """Train the same model at several levels, and say which of them are as good as FP32.
+    """Train the same model at several levels, and report which of them are as good as FP32.
 
         def build():
             model = Net().to(device)
@@ -81,15 +81,16 @@ def compare(
         print(amp.compare(build, step))
 
     Each run starts from the same seed, so that weights, data and dropout are the same; `step` must take
-    its data from `i`, from random numbers or from what `build` made, not from an iterator that goes on
-    from run to run. Losses, gradients, skipped steps, weights, time and memory are looked at from
-    outside. Random numbers, the default session and dtype are as before when it returns. O0 is always
-    run: its distance from the reference is the noise that other levels are judged by.
+    its data from `i`, from random numbers or from what `build` made, not from an iterator that
+    continues from run to run. Losses, gradients, skipped steps, weights, time and memory are measured
+    from outside. When it returns, random numbers, the default session and the default dtype are as
+    before. O0 is always run: its distance from the reference is the noise that other levels are judged
+    by.
 
     Args:
         build: returns an FP32 model and its optimizer, or lists of them, on their device.
         step: one iteration. It is called until the optimizer has made `steps` steps; what it returns is
-            not looked at.
+            ignored.
         levels: levels, aliases or YAML profiles.
         steps: how many optimizer steps to compare.
         seed: of torch, Python and NumPy.
@@ -98,7 +99,7 @@ def compare(
         num_losses: as in `amp.initialize`.
 
     Raises:
-        AmpValueError: a level, `steps` or `reference` is none.
+        AmpValueError: a level, `steps` or `reference` is not valid.
         AmpRuntimeError: a session that casts functions is open, or two runs at O0 differ.
         Exception: whatever the run at O0 raises. What another level raises is in its result.
     """

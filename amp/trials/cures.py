@@ -76,12 +76,12 @@ class Prescription:
 def doctor(
     step: Callable[[], Any], model: nn.Module | Sequence[nn.Module], optimizer: Any
 ) -> Prescription:
-    """Say what made a step inf or NaN, and the least that cures it, tried out.
+    """Find what made a step inf or NaN, and the smallest change that fixes it, by trying it.
 
         print(amp.doctor(lambda: train_step(model, optimizer, batch), model, optimizer))
 
-    The step is run again and again from the same state: with modules in FP32, the fewest that help, and
-    at lower loss scales. It is never taken: afterwards weights, buffers, gradients, optimizer state,
+    `step` is run repeatedly from the same state: with modules in FP32, as few as possible, and with
+    lower loss scales. Nothing of it remains: afterwards weights, buffers, gradients, optimizer state,
     loss scales and random numbers are what they were. The host waits for the device.
 
     Args:
@@ -94,8 +94,8 @@ def doctor(
         A `Prescription`; `print` it, or look at its `report`, `cure` and `why_not`.
 
     Raises:
-        AmpTypeError: `model` is no module, or `optimizer` an empty list.
-        AmpRuntimeError: the optimizer did not come out of `initialize`.
+        AmpTypeError: `model` is not a module, or `optimizer` is an empty list.
+        AmpRuntimeError: the optimizer is not one of `initialize`.
     """
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers:

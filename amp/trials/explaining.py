@@ -80,24 +80,25 @@ def explain(
     opt_level: Any = None,
     **overrides: Any,
 ) -> Explanation:
-    """Say what dtype each function of torch takes and gives in a forward, and which rule decides.
+    """Report the dtypes of each function of torch in a forward, and which rule applies.
 
         print(amp.explain(model, images, op="softmax", module="blocks.3.attn"))
 
-    Weights, buffers and random numbers are what they were afterwards; a model that has not been through
-    `initialize` is copied for it. The host waits for the device after each op.
+    Afterwards weights, buffers and random numbers are what they were; a model that has not been through
+    `initialize` is copied. The host waits for the device after each op.
 
     Args:
         model: before `initialize`, or what it returned, wrapped or not.
         batch: what the model is called with; see `amp.check`.
-        op: a function by its name, full or not: `softmax`, `torch.softmax`. None is all.
-        module: the name of a module: what it and those inside of it call. None is all.
+        op: the name of a function, full or short: `torch.softmax`, `softmax`. None is all functions.
+        module: the name of a module; calls in it and in the modules inside it are reported. None is
+            all.
         opt_level: a level, an alias or a YAML profile, for a model before `initialize`.
         **overrides: as in `amp.initialize`.
 
     Raises:
-        AmpTypeError: `model` is no module, or does not take the batch.
-        AmpValueError: nothing of that name was called; what was is named.
+        AmpTypeError: `model` is not a module, or does not take the batch.
+        AmpValueError: nothing of that name was called. The message names what was called.
     """
     model = one_model(model, "amp.explain")
     args, kwargs = arguments_of(model, batch)

@@ -19,7 +19,7 @@ class Problem:
     Attributes:
         cause: `not_run`, `loss_not_finite`, `steps_skipped`, `loss_gap`, `module_stands_out`,
             `gradient_error` or `weights_stand_still`. The names are stable.
-        what: it, in words.
+        what: the same in a sentence, with the numbers.
     """
 
     cause: str
@@ -119,12 +119,12 @@ class Comparison:
         levels: each level, O0 first.
         recommended: the cheapest healthy level on this hardware; None if there is none.
         reason: why that one, in a sentence.
-        reference: what all was compared with: `FP64` or `FP32`.
-        reference_losses: its losses.
-        steps: how many there were.
-        seed: of every run.
-        device: where it ran: `cpu`, `cuda`.
-        notes: what a reader must know besides.
+        reference: what the levels were compared with: `FP64` or `FP32`.
+        reference_losses: the losses of the reference.
+        steps: how many steps each run had.
+        seed: the seed of every run.
+        device: where the runs were made: `cpu`, `cuda`.
+        notes: what else a reader should know.
     """
 
     levels: tuple[LevelResult, ...]

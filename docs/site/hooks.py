@@ -28,7 +28,12 @@ API = {
         "register_half_function register_bfloat16_function register_float_function "
         "register_promote_function",
     ),
-    "diagnosis": ("Diagnosis", "diagnose doctor check compare explain"),
+    "diagnosis": (
+        "Diagnosis",
+        "diagnose diagnosis.Report diagnosis.Finding doctor trials.Prescription trials.Cure check "
+        "trials.Checkup compare trials.Comparison trials.LevelResult trials.ModuleError trials.Problem "
+        "explain trials.Explanation trials.Explained",
+    ),
     "grad_scaler": ("GradScaler", "GradScaler"),
     "optimizers": (
         "Fused optimizers",
@@ -66,6 +71,17 @@ ELSEWHERE = {
     "explain": "amp.trials.explaining",
     "scalars": "amp.scalars",
     "crises": "amp.numerics.crises",
+    "diagnosis.Report": "amp.diagnosis.findings",
+    "diagnosis.Finding": "amp.diagnosis.findings",
+    "trials.Prescription": "amp.trials.cures",
+    "trials.Cure": "amp.trials.cures",
+    "trials.Checkup": "amp.trials.checking",
+    "trials.Comparison": "amp.trials.results",
+    "trials.LevelResult": "amp.trials.results",
+    "trials.ModuleError": "amp.trials.results",
+    "trials.Problem": "amp.trials.results",
+    "trials.Explanation": "amp.trials.explaining",
+    "trials.Explained": "amp.trials.explaining",
 }
 """Where names are that mkdocstrings does not find: imported when asked for, or named as a module."""
 
@@ -74,6 +90,7 @@ WITHOUT_SIGNATURE = ("Properties", "LossScaling")
 
 MEMBERS = {
     "fused.FusedOptimizer": "",
+    "trials.Comparison": "is_healthy describe to_json write_html",
     "Session": "initialize scale_loss loss_scale history state_dict load_state_dict close",
     "FP16_Optimizer": "loss_scale overflow add_param_group zero_grad backward update_master_grads step "
     "clip_master_grads inspect_master_grad_data state_dict load_state_dict",
@@ -84,11 +101,12 @@ MEMBERS = {
 def block(page: str, name: str) -> str:
     """Return what tells mkdocstrings to document a name, under the name that users write."""
     package = f"amp.{page}" if page in PACKAGES else "amp"
+    last = name.rpartition(".")[2]
     lines = [
-        f"::: {ELSEWHERE.get(name, package)}.{name}",
+        f"::: {ELSEWHERE[name]}.{last}" if name in ELSEWHERE else f"::: {package}.{name}",
         "    options:",
         f"      heading: {package}.{name}",
-        f"      toc_label: {name.rpartition('.')[2]}",
+        f"      toc_label: {last}",
     ]
     if name in WITHOUT_SIGNATURE:
         lines += ["      show_signature: false", "      separate_signature: false"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
-from torch.nn import functional as F
+import transformers
 from torch.utils.data import DataLoader
 
 import amp
@@ -36,20 +38,27 @@ def _names(section: str) -> dict[str, Any]:
         "loader": DataLoader(rows, batch_size=None),  # type: ignore[arg-type]
         "x": rows[0][0],
         "y": rows[0][1],
-        "cross_entropy": F.cross_entropy,
     }
     if section == "Lightning":
-        names |= {"quiet": QUIET, "module": Classifier()}
+        names |= {"module": Classifier()}
     elif section == "Transformers":
-        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-        names |= {"quiet_arguments": quiet, "tokens": Tokens(), "language_model": gpt2()}
+        names |= {"tokens": Tokens(), "language_model": gpt2()}
     return names
+
+
+def _be_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give classes of frameworks arguments that readers need not see."""
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    monkeypatch.setattr(lightning, "Trainer", partial(lightning.Trainer, **QUIET))
+    arguments = partial(transformers.TrainingArguments, **quiet)
+    monkeypatch.setattr(transformers, "TrainingArguments", arguments)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_snippet_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SECTIONS[section]
     monkeypatch.chdir(tmp_path)
+    _be_quiet(monkeypatch)
     names = _names(section)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -57,7 +66,7 @@ def test_a_snippet_runs(section: str, tmp_path: Path, monkeypatch: pytest.Monkey
         exec(SECTIONS[section], names)
     if section == "Transformers":
         assert (tmp_path / "saved" / "model.safetensors").exists()
-    elif section == "Weights & Biases, TensorBoard":
+    elif section == "Logging":
         assert names["numbers"]["amp/loss_scale"] == 65536
 
 
@@ -77,7 +86,7 @@ def test_a_framework_that_is_missing_is_named_with_its_extra(module: str) -> Non
     done = run_python("-c", code)
     assert done.returncode != 0
     assert f"amp.integrations.{module} needs" in done.stderr
-    assert f"pip install 'reamp[{extra}]'" in done.stderr
+    assert f"pip install 'reamp[{extra}] @ git+https://github.com/reamp/reamp'" in done.stderr
 
 
 def test_lightning_under_its_other_names_is_named_where_both_are_missing() -> None:
