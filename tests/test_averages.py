@@ -241,6 +241,17 @@ def test_a_detached_weight_is_averaged_by_its_master(
         assert torch.equal(part, weight[1:].float())
 
 
+def test_lerp_in_a_forward_is_torchs() -> None:
+    net: Any = net_of()
+    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O5", verbosity=0)
+    weight: Tensor = net[0].weight
+    torch.zeros(weight.shape).lerp(weight, 0.25).sum().backward()
+    assert (weight.grad == 0.25).all()
+    halves = torch.ones(3, 4, dtype=torch.bfloat16)
+    batched = torch.func.vmap(lambda a, b: torch.lerp(a, b, 0.5))(torch.zeros(3, 4), halves)
+    assert torch.equal(batched, torch.full((3, 4), 0.5))
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_an_average_in_16_bits_warns_once(level: str, foreach: bool) -> None:

@@ -197,9 +197,12 @@ def _foreach_lerp(
 def _as_wide_as(start: Any, end: Any, weight: Any) -> Any:
     if not (isinstance(start, Tensor) and isinstance(end, Tensor)) or end.dtype not in LOW_PRECISION:
         return end
+    is_differentiable = torch.is_grad_enabled() and end.requires_grad
+    is_average = not (is_differentiable or start.requires_grad or torch.compiler.is_compiling())
     if start.dtype is torch.float32:
-        return values_of(end)
-    if isinstance(weight, float) and weight < _LOST and _master_of(end) and not _master_of(start):
+        return values_of(end) if is_average else end.float()
+    is_small = isinstance(weight, float) and weight < _LOST
+    if is_average and is_small and _master_of(end) and not _master_of(start):
         _warn_of_narrow_average(start.dtype)
     return end
 

@@ -73,7 +73,10 @@ class MasterWeights:
 
     def master_at(self, values: Tensor) -> Tensor | None:
         """Return the master of the parameter whose memory this is, as that of `p.detach()`."""
-        address = values.data_ptr()
+        try:
+            address = values.data_ptr()
+        except RuntimeError:  # it has no memory of its own: a sparse one, or one under vmap
+            return None
         model = self._model_of.get(self._by_address.get(address, values))
         if model is None or model.data_ptr() != address:
             plain = (pair for pair in self._model_of.items() if are_plain(pair))

@@ -433,8 +433,8 @@ class Gradients:
     def end_step(self, was_skipped: bool = False) -> None:
         """Say that the masters' gradients were stepped on.
 
-        They stay until the next forward, block or step, since a wrapper may look at them after the step it
-        wraps, and pass over parameters that have none. After a skipped step there is nothing to see.
+        They stay until the next forward, block or step: a wrapper may look at them after the step that
+        it wraps, and pass over parameters that have none. After a skipped step there is nothing to see.
         """
         self._were_stepped = True
         is_in_backward = self._open is not None
