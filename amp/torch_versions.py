@@ -52,3 +52,13 @@ def keep_in_thread(key: str, value: object) -> None:
     if _TAKES_NO_REFERENCE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _internals._stash_obj_in_tls(key, value)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the device mesh that a mesh is a part of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh
+
+    older: Any = device_mesh
+    return older._mesh_resources.get_root_mesh(mesh)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amp
+from amp.casting import current
 
 STEPS = int(os.environ.get("AMP_THREAD_STEPS", "4"))
 PAIRS = [("O1", "O4"), ("O1", "O0"), ("O1", "O2"), ("O2", "O5"), ("O4", "O6"), ("O4", "O0")]
@@ -330,3 +331,41 @@ def test_a_model_runs_as_ever_while_another_thread_copies_it() -> None:
             assert type(copy.deepcopy(model)) is type(model)
 
     in_threads(run, copy_it)
+
+
+class BeingOpened:
+    """The casts of a session that another thread opens, and that has patched no function yet."""
+
+    def __init__(self) -> None:
+        self.dtype, self.live, self.is_inherited = torch.float16, True, False
+        self.device_types: set[str] = set()
+        self.wrappers: dict[Any, Any] = {}
+
+
+@pytest.mark.parametrize("line", range(1, 6))
+def test_a_thread_keeps_its_casts_while_another_one_opens_a_session(line: int) -> None:
+    """The session is opened at each line of what decides whose casts apply."""
+    with amp.Session("O1", verbosity=0) as first:  # so that functions ask whose casts apply
+        first.initialize(None)
+        model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+    model(torch.eye(2))
+    lines, opened = 0, BeingOpened()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code is not current.caster_here.__code__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line:
+                in_threads(lambda: current.begin(opened))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        dtype = (torch.eye(2) @ torch.eye(2)).dtype
+    finally:
+        sys.settrace(None)
+        current.end(opened)
+    assert lines
+    assert dtype is torch.bfloat16

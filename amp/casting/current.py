@@ -66,14 +66,18 @@ _bystanders: weakref.WeakSet[Bystander] = weakref.WeakSet()
 
 
 class _Sessions:
-    """Whether there are several sessions, which threads have to be asked about."""
+    """The newest caster, and whether there are several sessions, which threads have to be asked about.
 
-    are_several = False
+    Both change at once: in a thread that read one before and the other after another thread has opened
+    a session, functions would cast as that says, or not at all.
+    """
+
+    now: tuple[Any, bool] = (None, False)
 
     @classmethod
     def count(cls) -> None:
         """Count them anew."""
-        cls.are_several = len(live_casters) + len(_bystanders) > 1
+        cls.now = newest_caster(), len(live_casters) + len(_bystanders) > 1
 
 
 def call_model_of(session: Caster | Bystander) -> None:
@@ -98,17 +102,19 @@ def caster_here() -> Any:
     It is that of the session whose model the thread has called last, or the newest one where it has
     called none. Compiled code has the newest one's casts: Dynamo guards no variable of a thread.
     """
-    if torch.compiler.is_dynamo_compiling() or not _Sessions.are_several:
-        return newest_caster()
+    newest, are_several = _Sessions.now
+    if torch.compiler.is_dynamo_compiling() or not are_several:
+        return newest
     session = _called_last()
     if session is None:
-        return newest_caster()
+        return newest
     return None if isinstance(session, Bystander) else session
 
 
 def applies(caster: Caster) -> bool:
     """Whether this thread has not called a model of another session than the caster's."""
-    if not _Sessions.are_several:
+    _, are_several = _Sessions.now
+    if not are_several:
         return True
     session = _called_last()
     return session is None or session is caster

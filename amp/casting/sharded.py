@@ -29,6 +29,7 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Properties
+from amp.torch_versions import root_mesh
 
 
 def fsdp_policy(opt_level: str = "O5", **overrides: Any) -> Any:
@@ -148,7 +149,7 @@ def fsdp1_groups(models: Iterable[nn.Module]) -> tuple[ProcessGroup, ...]:
     for module in cut:
         groups += filter(None, (module.process_group, getattr(module, "_inter_node_pg", None)))
         if module._fsdp_extension is not None:
-            groups.append(group_of_mesh(module._device_mesh._get_root_mesh()))
+            groups.append(group_of_mesh(root_mesh(module._device_mesh)))
     return tuple(dict.fromkeys(groups))
 
 
