@@ -241,6 +241,30 @@ def test_a_detached_weight_is_averaged_by_its_master(
         assert torch.equal(part, weight[1:].float())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("made_before", [False, True])
+def test_parameters_of_an_average_are_moved_towards_masters(made_before: bool, compiled: bool) -> None:
+    """They require gradients, as those of a deep copy do, and are exactly what the masters hold."""
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    average: Any = copy.deepcopy(net)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
+    average = average if made_before else copy.deepcopy(net)
+    train(amp.get_session(), net, optimizer, 1, lambda: None)
+
+    def move(value: Tensor, towards: Tensor) -> None:
+        value.lerp_(towards, 1.0)
+
+    if compiled:
+        move = torch.compile(move, backend="eager")
+    exact = net.state_dict()
+    for (name, value), weight in zip(average.named_parameters(), net.parameters(), strict=True):
+        assert value.requires_grad
+        with torch.no_grad():
+            move(value, weight)
+        assert torch.equal(value, exact[name])
+
+
 def test_lerp_in_a_forward_is_torchs() -> None:
     net: Any = net_of()
     net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O5", verbosity=0)

@@ -111,7 +111,8 @@ def _widen(module: nn.Module, memo: dict[Any, Any]) -> None:
 def _master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
     for masters in members(_live):
         master: Tensor | None = masters.master(tensor)
-        if master is None and type(tensor) is Tensor and tensor.dtype in LOW_PRECISION:
+        may_be_detached = type(tensor) is Tensor and tensor.dtype in LOW_PRECISION
+        if master is None and may_be_detached and not torch.compiler.is_compiling():
             master = masters.master_at(tensor)
         if master is not None:
             return masters, master
@@ -197,12 +198,12 @@ def _foreach_lerp(
 def _as_wide_as(start: Any, end: Any, weight: Any) -> Any:
     if not (isinstance(start, Tensor) and isinstance(end, Tensor)) or end.dtype not in LOW_PRECISION:
         return end
-    is_differentiable = torch.is_grad_enabled() and end.requires_grad
-    is_average = not (is_differentiable or start.requires_grad or torch.compiler.is_compiling())
+    if torch.is_grad_enabled() and (start.requires_grad or end.requires_grad):  # no average
+        return end.float() if start.dtype is torch.float32 else end
     if start.dtype is torch.float32:
-        return values_of(end) if is_average else end.float()
+        return values_of(end)
     is_small = isinstance(weight, float) and weight < _LOST
-    if is_average and is_small and _master_of(end) and not _master_of(start):
+    if is_small and _master_of(end) and not _master_of(start):
         _warn_of_narrow_average(start.dtype)
     return end
 
