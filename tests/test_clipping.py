@@ -1,5 +1,6 @@
 """What everybody types clips what is stepped: torch's functions find gradients at every level."""
 
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -143,6 +144,21 @@ def test_no_parameters_at_all_warn_where_all_gradients_are_in_masters() -> None:
     with pytest.warns(amp.AmpWarning, match="given 0 parameters, and not the 6 in 16 bits") as seen:
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
     assert seen[0].filename == __file__
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "FusedSGD"])
+def test_gradients_that_were_stepped_on_are_no_reason_to_warn(optimizer: str) -> None:
+    model, made, x = problem("O5", optimizer)
+    backward(model, made, x)
+    made.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.utils.clip_grad_norm_([], 1.0)
+        torch.nn.utils.clip_grad_norm_(
+            [p for p in nn.Linear(2, 2).parameters() if p.grad is not None], 1.0
+        )
+        if hasattr(torch.nn.utils, "get_total_norm"):
+            torch.nn.utils.get_total_norm([])
 
 
 def test_a_norm_of_gradients_that_are_left_scaled_warns() -> None:

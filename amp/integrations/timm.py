@@ -16,6 +16,7 @@ except ImportError as error:
 
 import amp
 from amp.session import Session
+from amp.training.clipping import clip_by_weights
 
 
 class AmpScaler:
@@ -60,12 +61,8 @@ class AmpScaler:
         if not need_update:
             return
         if clip_grad is not None:
-            masters = amp.get_session(optimizer).masters
             given = amp.master_params(optimizer) if parameters is None else parameters
-            found = ((each, masters.master(each)) for each in given)
-            stepped = [each if master is None else master for each, master in found]
-            with masters.as_float32(each for each in stepped if masters.model(each) is not None):
-                dispatch_clip_grad(stepped, clip_grad, mode=clip_mode)
+            clip_by_weights("AmpScaler", dispatch_clip_grad, given, clip_grad, mode=clip_mode)
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:

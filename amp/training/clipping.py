@@ -110,7 +110,9 @@ def _warn_if_chosen_by_gradient(parameters: Sequence[Tensor], name: str) -> None
 
 
 def _are_in_masters(gradients: Gradients) -> bool:
-    """Whether masters have gradients, or get them when somebody looks."""
+    """Whether masters have gradients to step on, or get them when somebody looks."""
+    if gradients.were_stepped:
+        return False
     return gradients.state is State.HELD or bool(_grads_of(gradients.lists.masters))
 
 
@@ -155,10 +157,18 @@ def _total_norm(
     return original(given, *args, **kwargs)
 
 
-def _clip_by_weights(
+def clip_by_weights(
     name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Clip each gradient of what is stepped by a norm of its weight, in FP32."""
+    """Clip the gradients of what is stepped for the parameters, whose weights are FP32 meanwhile.
+
+    Args:
+        name: how messages call the function.
+        original: the function, which may look at weights as well as at gradients.
+        parameters: of a model, or what is stepped for them.
+        *args: what else it takes.
+        **kwargs: likewise.
+    """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _warn_if_chosen_by_gradient(given, name)
     stepped = _stepped_for(given, name)
@@ -194,7 +204,7 @@ _CLIP = dict.fromkeys(("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_n
 _LED: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.nn.utils": {**_CLIP, "get_total_norm": _total_norm},
     "torch.nn.utils.clip_grad": {**_CLIP, "get_total_norm": _total_norm},
-    "timm.utils": {"adaptive_clip_grad": _clip_by_weights},
+    "timm.utils": {"adaptive_clip_grad": clip_by_weights},
     "lightning.pytorch.utilities": {"grad_norm": _norms},
     "pytorch_lightning.utilities": {"grad_norm": _norms},
 }

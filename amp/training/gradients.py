@@ -91,6 +91,7 @@ class Gradients:
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, if one did.
         were_reduced: whether these were reduced over the ranks.
+        were_stepped: whether the masters' gradients are those of the last step, still to be dropped.
         were_scaled: whether a block was ever entered for this optimizer.
         skips_on_device: tells whether the optimizer skips a step without a word from the host.
     """
@@ -121,7 +122,7 @@ class Gradients:
         self._can_hold = False
         self._are_shown = True
         """Whether the masters' gradients are in their `.grad`, as in SETTLED."""
-        self._were_stepped = False
+        self.were_stepped = False
 
     @property
     def state(self) -> State:
@@ -130,7 +131,7 @@ class Gradients:
             return State.OPEN
         if self.delayed is not None:
             return State.DELAYED
-        return State.SETTLED if self._held is None or self._were_stepped else State.HELD
+        return State.SETTLED if self._held is None or self.were_stepped else State.HELD
 
     def look_at_groups(self) -> ParameterLists:
         """Return what the optimizer's groups hold now."""
@@ -436,7 +437,7 @@ class Gradients:
         They stay until the next forward, block or step: a wrapper may look at them after the step that
         it wraps, and pass over parameters that have none. After a skipped step there is nothing to see.
         """
-        self._were_stepped = True
+        self.were_stepped = True
         is_in_backward = self._open is not None
         if was_skipped or is_in_backward or self.masters.any_is_shared(self.lists.masters):
             self.drop_stepped()
@@ -446,12 +447,12 @@ class Gradients:
 
         A script that calls `model.zero_grad()` does not reach them.
         """
-        if self._were_stepped:
+        if self.were_stepped:
             self._held = None
             if self._are_shown:
                 self.masters.drop_grads(self.lists.masters)
                 self._are_shown = not self._can_hold
-            self._were_stepped = False
+            self.were_stepped = False
 
     def forget(self) -> None:
         """Drop what is delayed, set aside or held, and what checks found: the gradients are cleared."""
