@@ -303,9 +303,10 @@ def test_trace_holds_the_casts() -> None:
     assert dtypes(traced(batch())) == [torch.float16, torch.float32]
 
 
-def test_script_says_what_to_do_instead() -> None:
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+def test_script_says_what_to_do_instead(opt_level: str) -> None:
     model = nn.Sequential(Small())
-    amp.initialize(model, opt_level="O1")
+    amp.initialize(model, opt_level=opt_level)
     with pytest.raises(RuntimeError, match=r"cannot compile this Sequential.*torch.jit.trace"):
         torch.jit.script(model)
     scripted = torch.jit.script(nn.Linear(8, 8))  # not the session's: torch's own code does this

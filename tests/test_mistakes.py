@@ -1,6 +1,8 @@
 """What newcomers do: each is right, or is told by name what to do."""
 
+import copy
 import multiprocessing
+import pickle
 from typing import Any
 
 import pytest
@@ -166,3 +168,57 @@ def test_parameters_that_are_assigned_to_groups_are_refused(level: str, make: An
         amp.scale_loss(loss, optimizer) as scaled_loss,
     ):
         scaled_loss.backward()
+
+
+class Table(nn.Module):
+    """A model with a weight of its own, and no layer that would cast what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor, *, more: Any = None) -> Tensor:
+        if more == "fail":
+            raise RuntimeError("the model's own")
+        return x @ self.weight
+
+
+def notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_direct_call_of_forward_says_what_to_call(level: str) -> None:
+    model = amp.initialize(Table(), None, opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model.forward(X)
+    assert any("call model(x), not model.forward(x)" in note for note in notes(raised.value))
+
+    rounded = X.to(model.weight.dtype).float()
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert type(loaded) is Table
+    assert torch.equal(model(X), rounded)
+    assert torch.equal(loaded(X), rounded)
+    assert torch.equal(copied(X), X)
+
+    amp.get_session().close()
+    assert type(model) is Table
+    assert torch.equal(model.forward(X), X)
+
+
+def test_other_errors_of_a_forward_say_nothing_of_it() -> None:
+    model = amp.initialize(Table(), None, opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="own") as raised:
+        model(X, more="fail")
+    assert not notes(raised.value)
+    with pytest.raises(RuntimeError, match="own") as raised:
+        model.forward(X.half(), more="fail")
+    assert not notes(raised.value)
+
+
+def test_what_is_not_to_be_cast_is_no_direct_call() -> None:
+    model = Table()
+    amp.initialize(model, None, opt_level="O2", cast_model_inputs=False, verbosity=0)
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model(X)
+    assert not notes(raised.value)

@@ -7,9 +7,8 @@ pickle, DataParallel and DDP see an ordinary module.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from amp.casting.containers import cast_tensors
+from amp.casting.cast_hooks import cast_inputs, cast_output
+from amp.casting.direct_calls import explain_direct_calls
 from amp.casting.model_inputs import ModelInputs, check_names, matches
+from amp.casting.scripting import script
 from amp.casting.sharded import (
     ShardPolicies,
     casts_by_its_own_policy,
@@ -26,8 +27,9 @@ from amp.casting.sharded import (
     gathered_dtypes,
 )
 from amp.casting.strategy import Strategy
-from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE, dtype_name
+from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError
+from amp.patching import Patches
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -127,6 +129,12 @@ class CastModel(Strategy):
 
         ShardPolicies(model, self.properties, dtypes_to_be(model, self.properties))
 
+    def begin(self, undo: Undo) -> None:
+        """Let `torch.jit.script` refuse models that are cast."""
+        patches = Patches()
+        undo.always(patches.undo)
+        patches.surround(torch.jit, "script", script)
+
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Cast the parameters, buffers and gradients of the model in place, and hook it.
 
@@ -146,6 +154,7 @@ class CastModel(Strategy):
                 module.flatten_parameters()
         for handle in self._hooks(model):
             undo.callback(handle.remove)
+        undo.callback(explain_direct_calls(model))
 
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
         """Make the model cast its inputs and outputs, and its layers what they are given.
@@ -173,7 +182,7 @@ class CastModel(Strategy):
                     yield module.register_forward_pre_hook(hook, with_kwargs=True)
                 elif needed is not None and not matches(which, names[module]):
                     yield module.register_forward_pre_hook(
-                        functools.partial(_cast_inputs, needed), with_kwargs=True
+                        functools.partial(cast_inputs, needed), with_kwargs=True
                     )
                 if needed not in (None, dtype) and module is not model and module not in ruled:
                     yield _cast_outputs(module, dtype)
@@ -203,55 +212,5 @@ def _needed_input_dtype(
     return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
 
 
-def cast_by(hook: Any) -> torch.dtype | None:
-    """Return what a hook casts to, or None for one that is none of ours."""
-    if isinstance(hook, ModelInputs):
-        return hook.dtype
-    is_ours = isinstance(hook, functools.partial) and hook.func in (_cast_inputs, _cast_output)
-    return hook.args[0] if is_ours else None
-
-
-def in_another_dtype(hook: Any, dtype: torch.dtype) -> Any:
-    """Return what casts to another dtype in the place of a hook of ours."""
-    if isinstance(hook, ModelInputs):
-        return hook.in_dtype(dtype)
-    return functools.partial(hook.func, dtype)
-
-
-def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Let a module cast its inputs to this dtype alone, and return what undoes that."""
-    hooks = module._forward_pre_hooks
-    before = dict(hooks)
-    ours = [
-        i
-        for i, hook in hooks.items()
-        if isinstance(hook, ModelInputs) or getattr(hook, "func", None) is _cast_inputs
-    ]
-    for i in ours:
-        hooks[i] = functools.partial(_cast_inputs, dtype)
-    added = None
-    if not ours:
-        hook = functools.partial(_cast_inputs, dtype)
-        added = module.register_forward_pre_hook(hook, with_kwargs=True)
-
-    def undo() -> None:
-        if added is not None:
-            added.remove()
-        for i in ours:
-            hooks[i] = before[i]
-
-    return undo
-
-
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    return module.register_forward_hook(functools.partial(_cast_output, dtype), prepend=True)
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook: floating arguments, float64 included, go in as `dtype`."""
-    return cast_tensors(args, SCALABLE, dtype), cast_tensors(kwargs, SCALABLE, dtype)
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook: float16, bfloat16 and float32 outputs come out as `dtype`."""
-    return cast_tensors(output, CASTABLE, dtype)
+    return module.register_forward_hook(functools.partial(cast_output, dtype), prepend=True)

@@ -23,9 +23,10 @@ from amp.casting.op_names import resolve
 from amp.casting.policy import OpRule, policy_of
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
+from amp.casting.scripting import script
 from amp.casting.strategy import Strategy
 from amp.casting.wrappers import check_rnn_input, make_choosing, make_wrapper
-from amp.errors import AmpRuntimeError, AmpWarning
+from amp.errors import AmpWarning
 from amp.patching import Patches, modules_of_others, show_patched
 from amp.profiles.properties import Properties
 from amp.undo import Undo
@@ -274,13 +275,5 @@ def _forget_compiled() -> None:
 
 def _script(patches: Patches, original: Function, *args: Any, **kwargs: Any) -> Any:
     """Call `torch.jit.script`, which can compile torch's functions and no wrapper of them."""
-    for module in args[0].modules() if args and isinstance(args[0], nn.Module) else ():
-        if regions.is_watched(module):
-            raise AmpRuntimeError(
-                f"torch.jit.script cannot compile this {type(module).__name__}: its functions "
-                "cast as they are called, which its source does not say. Use "
-                "torch.jit.trace, torch.export or torch.compile, or script it after "
-                "amp.get_session().close()."
-            )
     with patches.lifted():
-        return original(*args, _frames_up=kwargs.pop("_frames_up", 0) + 2, **kwargs)
+        return script(original, *args, _frames_up=kwargs.pop("_frames_up", 0) + 1, **kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.casting.by_model import cast_by, in_another_dtype
+from amp.casting.cast_hooks import cast_by, in_another_dtype
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpWarning
 from amp.kernels.grad_mode import without_grad

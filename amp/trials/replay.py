@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp.casting.by_model import CastModel, cast_inputs_to
+from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
+from amp.casting.cast_hooks import cast_inputs_to
 from amp.casting.module_rules import run_in_float32
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import open_scale
