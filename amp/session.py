@@ -29,6 +29,7 @@ from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning, brief
+from amp.masters.averages import average_in_float32
 from amp.masters.copies import copy_in_float32
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.state_dicts import install_state_dict_hooks
@@ -210,6 +211,7 @@ class Session:
             lead_to_masters(undo)
             if self.properties.master_weights or self.properties.cast_model_type in LOW_PRECISION:
                 copy_in_float32(self.masters, undo)
+                average_in_float32(undo)
             if self.properties.master_weights and dcp.is_in_use():
                 patches = Patches()
                 undo.always(patches.undo)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 import amp
-from amp.masters import copies
+from amp.masters import averages
 from tests.covering import covering
 
 DECAY = 0.98
@@ -276,27 +277,120 @@ def test_lerp_in_a_forward_is_torchs() -> None:
     assert torch.equal(batched, torch.full((3, 4), 0.5))
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_average_in_16_bits_warns_once(level: str, foreach: bool) -> None:
-    copies._warn_of_narrow_average.cache_clear()
+def by_lerp_(shadows: list[Tensor], weights: list[Tensor]) -> None:
+    for shadow, weight in zip(shadows, weights, strict=True):
+        shadow.lerp_(weight, 1 - DECAY)
+
+
+def by_mul_and_add_(shadows: list[Tensor], weights: list[Tensor]) -> None:
+    for shadow, weight in zip(shadows, weights, strict=True):
+        shadow.mul_(DECAY).add_(weight.detach(), alpha=1 - DECAY)
+
+
+def by_lerp(shadows: list[Tensor], weights: list[Tensor]) -> None:
+    shadows[:] = [a.lerp(b, 1 - DECAY) for a, b in zip(shadows, weights, strict=True)]
+
+
+def by_foreach_lerp_(shadows: list[Tensor], weights: list[Tensor]) -> None:
+    torch._foreach_lerp_(shadows, [weight.detach() for weight in weights], 1 - DECAY)
+
+
+def by_foreach_add_(shadows: list[Tensor], weights: list[Tensor]) -> None:
+    torch._foreach_mul_(shadows, DECAY)
+    torch._foreach_add_(shadows, weights, alpha=1 - DECAY)
+
+
+def by_stylegans_lerp(shadows: list[Tensor], weights: list[Tensor]) -> None:
+    for shadow, weight in zip(shadows, weights, strict=True):
+        shadow.copy_(weight.lerp(shadow, DECAY))
+
+
+SHADOW_WAYS: dict[str, Callable[[list[Tensor], list[Tensor]], None]] = {
+    "lerp_": by_lerp_,
+    "mul_ and add_": by_mul_and_add_,
+    "lerp": by_lerp,
+    "_foreach_lerp_": by_foreach_lerp_,
+    "_foreach_add_": by_foreach_add_,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", SHADOW_WAYS)
+def test_clones_of_weights_in_16_bits_learn_as_in_fp32(level: str, way: str) -> None:
+    """The first update makes them FP32, and says so once for all of them."""
+    averages._warn_of_narrow_average.cache_clear()
     net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    shadows = [p.detach().clone() for p in net.parameters()]
+    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
+    with session_at(level) as session, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", amp.AmpWarning)
+        net, optimizer = session.initialize(net, optimizer)
+        shadows = [p.detach().clone() for p in net.parameters()]
+        is_narrow = shadows[0].dtype is not torch.float32
+        train(session, net, optimizer, 200, lambda: SHADOW_WAYS[way](shadows, list(net.parameters())))
+        average = dict(zip(dict(net.named_parameters()), shadows, strict=True))
+        plain = net_of()
+        plain.load_state_dict(average)
+        assert {shadow.dtype for shadow in shadows} == {torch.float32}
+        assert loss_of(plain) < 0.005  # 0.6 untrained
+    told = [each for each in seen if "an average in" in str(each.message)]
+    assert len(told) == is_narrow
+    assert all("FP32 from now on" in str(each.message) for each in told)
+    assert all(each.filename == __file__ for each in told)
+
+
+def test_the_lerp_of_stylegan_reads_masters() -> None:
+    net: Any = net_of()
+    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
+    ema = copy.deepcopy(net)
 
     def average() -> None:
-        for _ in range(2):
-            if foreach:
-                torch._foreach_lerp_(shadows, [p.detach() for p in net.parameters()], 0.01)
-            else:
-                for shadow, p in zip(shadows, net.parameters(), strict=True):
-                    shadow.lerp_(p.detach(), 0.01)
+        by_stylegans_lerp(list(ema.parameters()), list(net.parameters()))
 
-    with pytest.warns(amp.AmpWarning, match="an average in .*float16 is moved") as seen:
-        average()
+    train(amp.get_session(), net, optimizer, 200, average)
+    assert loss_of(ema) < 0.005
+
+
+ALIASES: dict[str, Callable[[Tensor], Any]] = {
+    "detached": Tensor.detach,
+    "data": lambda shadow: shadow.data,
+    "a view": lambda shadow: shadow.view(-1).view(shadow.shape),
+    "shared with processes": Tensor.share_memory_,
+}
+
+
+@pytest.mark.parametrize("way", ["lerp_", "mul_ and add_", "_foreach_lerp_", "_foreach_add_"])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_average_whose_memory_is_shared_is_updated_where_it_is(alias: str, way: str) -> None:
+    """It stays in 16 bits, since others see its memory, and a warning says so once."""
+    averages._warn_of_narrow_average.cache_clear()
+    net: Any = net_of()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
+    owners = [torch.zeros_like(p, requires_grad=False) for p in net.parameters()]
+    weights = [p.detach() for p in net.parameters()]
+
+    def average_twice() -> None:
+        for _ in range(2):
+            SHADOW_WAYS[way]([ALIASES[alias](owner) for owner in owners], weights)
+
+    with pytest.warns(amp.AmpWarning, match="an average in bfloat16.*stays so") as seen:
+        average_twice()
     assert len(seen) == 1
-    assert seen[0].filename == __file__
+    for owner, weight in zip(owners, weights, strict=True):
+        assert owner.dtype is torch.bfloat16
+        expected = weight.float() * (1 - DECAY**2)
+        torch.testing.assert_close(owner.float(), expected, rtol=2e-2, atol=1e-6)
+
+
+def test_a_module_in_16_bits_that_is_an_average_stays_so() -> None:
+    averages._warn_of_narrow_average.cache_clear()
+    net: Any = net_of()
+    average = net_of().bfloat16()
+    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O5", verbosity=0)
+    with pytest.warns(amp.AmpWarning, match="stays so"), torch.no_grad():
+        by_lerp_(list(average.parameters()), list(net.parameters()))
+    assert {parameter.dtype for parameter in average.parameters()} == {torch.bfloat16}
 
 
 def test_models_without_masters_are_copied_as_ever() -> None:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.nn import functional as F
 
@@ -313,6 +314,39 @@ def test_script_says_what_to_do_instead(opt_level: str) -> None:
     assert scripted(batch()).dtype is torch.float32
     amp.get_session().close()
     assert torch.jit.script(model)(batch())[0].dtype is torch.float32
+
+
+def scaling(by: float) -> nn.Module:
+    """Return a model of a class of its own."""
+    namespace: dict[str, Any] = {}
+    exec(f"def forward(self, x): return self.linear(x) * {by}", namespace)
+    return cast("nn.Module", type("Scaling", (Small,), namespace)())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, for any input that is no leaf
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+def test_more_models_are_compiled_than_torch_recompiles_one(opt_level: str) -> None:
+    """torch.compile gives up on code after 8 recompilations, and each model has code of its own."""
+    counter = CompileCounter()
+    models = [scaling(0.5 + i) for i in range(torch._dynamo.config.recompile_limit + 2)]
+    amp.initialize(models, opt_level=opt_level, verbosity=0)
+    before = 0
+    for model in models:
+        torch.compile(model, backend=counter)(batch())
+        assert counter.frame_count > before
+        before = counter.frame_count
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, for any input that is no leaf
+def test_models_of_one_class_are_compiled_once() -> None:
+    counter = CompileCounter()
+    models = [scaling(1.0), *(Small() for _ in range(3))]
+    amp.initialize(models, opt_level="O5", verbosity=0)
+    for i, model in enumerate(models):
+        torch.compile(model, backend=counter)(batch())
+        if i == 1:
+            frames = counter.frame_count
+    assert counter.frame_count == frames
 
 
 def test_torch_func_transforms() -> None:

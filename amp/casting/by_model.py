@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from amp.casting.cast_hooks import cast_inputs, cast_output
-from amp.casting.direct_calls import explain_direct_calls
+from amp.casting.direct_calls import DirectCalls
 from amp.casting.model_inputs import ModelInputs, check_names, matches
 from amp.casting.scripting import script
 from amp.casting.sharded import (
@@ -95,6 +95,10 @@ def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch
 class CastModel(Strategy):
     """Weights are cast in place, inputs and outputs by hooks."""
 
+    def __init__(self, properties: Properties) -> None:
+        super().__init__(properties)
+        self._direct_calls = DirectCalls()
+
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
         """Whether a profile casts the model, or its outputs."""
@@ -154,7 +158,7 @@ class CastModel(Strategy):
                 module.flatten_parameters()
         for handle in self._hooks(model):
             undo.callback(handle.remove)
-        undo.callback(explain_direct_calls(model))
+        undo.callback(self._direct_calls.explain(model))
 
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
         """Make the model cast its inputs and outputs, and its layers what they are given.

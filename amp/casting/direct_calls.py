@@ -11,11 +11,26 @@ from amp.casting.subclassing import has_forward_of_its_own, subclass_of, swap_cl
 from amp.dtypes import dtype_name
 
 
-def explain_direct_calls(model: nn.Module) -> Callable[[], None]:
-    """Let an error of a direct call of the model's forward say what to call; return what undoes it."""
-    if has_forward_of_its_own(model):
-        return lambda: None
-    return swap_classes({model: _explaining_class(type(model))})
+class DirectCalls:
+    """Lets errors of direct calls of forwards say what to call, for the models of one session."""
+
+    def __init__(self) -> None:
+        # By the user's class: what torch.compile made for one model serves all of its class.
+        self._classes: dict[type, Any] = {}
+
+    def explain(self, model: nn.Module) -> Callable[[], None]:
+        """Let them do so for a model; return what undoes it.
+
+        The forwards of torch's own containers are left alone: `torch.compile` makes one graph of such a
+        model and its hooks.
+        """
+        cls = type(model)
+        of_torch = (getattr(cls.forward, "__module__", None) or "").startswith("torch.")
+        if of_torch or has_forward_of_its_own(model):
+            return lambda: None
+        if cls not in self._classes:
+            self._classes[cls] = _explaining_class(cls)
+        return swap_classes({model: self._classes[cls]})
 
 
 def _explaining_class(base: Any) -> Any:

@@ -89,8 +89,10 @@ def has_forward_of_its_own(module: nn.Module) -> bool:
     return "forward" in vars(module) or isinstance(module, (ScriptModule, LazyModuleMixin))
 
 
-def subclass_of(base: Any, **methods: Callable[..., Any]) -> Any:
+def subclass_of(base: Any, **methods: Any) -> Any:
     """Return a subclass of a module's class with other methods, of the same name and docs."""
+    for method in methods.values():
+        method.__code__ = method.__code__.replace()  # torch.compile counts recompilations by code
     body = {
         **{name: functools.wraps(getattr(base, name))(method) for name, method in methods.items()},
         "_amp_plain_class": getattr(base, "_amp_plain_class", base),
@@ -111,7 +113,7 @@ def has_forward_of_ours(module: nn.Module) -> bool:
 
 
 def swap_classes(classes: Mapping[nn.Module, Any]) -> Callable[[], None]:
-    """Give modules other classes, made by `subclass_of` for them alone, and return what undoes it.
+    """Give modules other classes, made by `subclass_of` for one session, and return what undoes it.
 
     A class that another one was put on meanwhile goes when that one does.
     """

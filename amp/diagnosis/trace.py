@@ -30,7 +30,7 @@ from amp.diagnosis.places import Place, Places, is_called_by_amp
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
 from amp.dtypes import LOW_PRECISION
 from amp.lazy import kernels
-from amp.masters.copies import largest_in_master
+from amp.masters.values import largest_in_master
 from amp.patching import Patches
 
 _CONSTANTS = {

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.errors import AmpRuntimeError
-from amp.masters.copies import put_values, values_of
+from amp.masters.values import put_values, values_of
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.undo import Contents

@@ -1,0 +1,58 @@
+"""What tensors of a model in 16 bits stand for: the values of their masters, where they have any."""
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.dtypes import LOW_PRECISION
+from amp.kernels.grad_mode import without_grad
+from amp.masters.whole import MasterWeights
+from amp.weak import members
+
+live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+"""The masters of open sessions."""
+
+
+def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
+    """Return the master of a parameter, or of a detached one, and whose it is; None without one."""
+    for masters in members(live):
+        master: Tensor | None = masters.master(tensor)
+        may_be_detached = type(tensor) is Tensor and tensor.dtype in LOW_PRECISION
+        if master is None and may_be_detached and not torch.compiler.is_compiling():
+            master = masters.master_at(tensor)
+        if master is not None:
+            return masters, master
+    return None
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return what a tensor in 16 bits stands for, float32. No host sync."""
+    found = master_of(tensor)
+    if found is None:
+        return tensor.detach().float()
+    masters, master = found
+    with masters.lock:
+        masters.follow(master)
+        return masters.values(master)
+
+
+@without_grad
+def put_values(tensor: Tensor, values: Tensor) -> None:
+    """Make a weight, and its master if it has one, stand for other values. No host sync.
+
+    Args:
+        tensor: of a model; in 16 bits without a master it takes them rounded.
+        values: float32, on any device.
+    """
+    found = master_of(tensor)
+    tensor.copy_(values if found is None else found[0].load(found[1], values))
+
+
+def largest_in_master(tensor: Tensor) -> float:
+    """Return the largest magnitude in a weight's master, NaN if it has none. The host waits."""
+    if master_of(tensor) is None:
+        return math.nan
+    return float(torch.linalg.vector_norm(values_of(tensor), math.inf))
