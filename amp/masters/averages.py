@@ -151,14 +151,18 @@ def _make_wide(average: Any, tensor: Any, weight: Any) -> None:
             average.data = average.detach().float()
 
 
-def _owns_its_memory(tensor: Any) -> bool:
+def _owns_its_memory(tensor: Tensor) -> bool:
     """Whether nobody would see the values of a plain tensor in the memory that it has now."""
-    if type(tensor) is not Tensor or torch.compiler.is_compiling():
+    if (
+        type(tensor) is not Tensor
+        or tensor.layout is not torch.strided
+        or torch.compiler.is_compiling()
+    ):
         return False
-    if tensor.is_inference() or (tensor.device.type == "cpu" and tensor.is_shared()):
-        return False
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users == _ONE_USER
+    storage: Any = tensor.untyped_storage()
+    of_processes = tensor.device.type == "cpu" and storage.is_shared()
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return not (of_processes or tensor.is_inference()) and users == _ONE_USER
 
 
 _ONE_USER = 2
