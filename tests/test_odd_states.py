@@ -1,11 +1,13 @@
 """Training at each level is what it always is, in whatever state a script has put torch."""
 
 import copy
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 import amp
 from tests.levels import FP8
 from tests.levels import LEVELS as NOT_IN_FP8
-from tests.processes import run_python
+from tests.processes import ROOT, run_python
 
 LEVELS = [*NOT_IN_FP8, *FP8]
 
@@ -194,3 +196,33 @@ def test_without_assertions() -> None:
     command = [sys.executable, "-O", "-c", script, *LEVELS]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == str(_sums(LEVELS))
+
+
+def _python(version: str) -> str:
+    """Return a Python of a version that can import torch, from the PATH; skip the test without one."""
+    if sys.version.startswith(f"{version}."):
+        return sys.executable
+    for folder in os.get_exec_path():
+        python = Path(folder, f"python{version}")
+        ready = [str(python), "-c", "import torch, yaml, pytest"]
+        if python.is_file() and not subprocess.run(ready, capture_output=True).returncode:
+            return str(python)
+    pytest.skip(f"no python{version} on the PATH has torch, pyyaml and pytest")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_each_python_trains_at_each_level(version: str) -> None:
+    script = (
+        "import sys, torch; from tests.test_odd_states import _sums\n"
+        "torch.set_num_threads(1)\n"
+        "print(sys.version.split()[0], *_sums(sys.argv[1:]))\n"
+    )
+    command = [_python(version), "-W", "error", "-c", script, *LEVELS]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert ended.returncode == 0, ended.stderr
+    of, *sums = ended.stdout.split()
+    assert of.startswith(f"{version}.")
+    assert list(map(float, sums)) == pytest.approx(_sums(LEVELS), rel=1e-4)
