@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from amp import arguments, checkpoint, dcp, distributed
 from amp.advice import advise_on_eps, advise_on_float64, advise_on_rules
+from amp.casting import direct_calls
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState
@@ -315,7 +316,8 @@ class Session:
         self._check_open()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        direct_calls.explain(error)
         self.close()
 
     # Training.
@@ -340,6 +342,8 @@ class Session:
             return
         scaler = self._scaler(loss_id)
         scaler.check_loss(loss)
+        for strategy in self._strategies:
+            strategy.check_loss(loss)
         # An optimizer may be of another session: its gradients are as good.
         given = arguments.attached_of_a_loss(optimizers)
         for attached in given:

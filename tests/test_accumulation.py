@@ -354,6 +354,7 @@ def test_accumulated_gradients_equal_those_of_one_big_batch(level: str) -> None:
         torch.testing.assert_close(p.grad.double(), q.grad, rtol=tolerance, atol=tolerance / 5)
 
 
+@pytest.mark.filterwarnings("ignore:the loss is in float16")
 def test_gradients_keep_the_precision_that_half_would_lose() -> None:
     """2048 + 1 is 2048 in float16; the masters' gradients know better."""
     model, optimizer = make("O2")

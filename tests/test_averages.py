@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -282,22 +283,8 @@ def by_lerp_(shadows: list[Tensor], weights: list[Tensor]) -> None:
         shadow.lerp_(weight, 1 - DECAY)
 
 
-def by_mul_and_add_(shadows: list[Tensor], weights: list[Tensor]) -> None:
-    for shadow, weight in zip(shadows, weights, strict=True):
-        shadow.mul_(DECAY).add_(weight.detach(), alpha=1 - DECAY)
-
-
-def by_lerp(shadows: list[Tensor], weights: list[Tensor]) -> None:
-    shadows[:] = [a.lerp(b, 1 - DECAY) for a, b in zip(shadows, weights, strict=True)]
-
-
 def by_foreach_lerp_(shadows: list[Tensor], weights: list[Tensor]) -> None:
     torch._foreach_lerp_(shadows, [weight.detach() for weight in weights], 1 - DECAY)
-
-
-def by_foreach_add_(shadows: list[Tensor], weights: list[Tensor]) -> None:
-    torch._foreach_mul_(shadows, DECAY)
-    torch._foreach_add_(shadows, weights, alpha=1 - DECAY)
 
 
 def by_stylegans_lerp(shadows: list[Tensor], weights: list[Tensor]) -> None:
@@ -307,10 +294,7 @@ def by_stylegans_lerp(shadows: list[Tensor], weights: list[Tensor]) -> None:
 
 SHADOW_WAYS: dict[str, Callable[[list[Tensor], list[Tensor]], None]] = {
     "lerp_": by_lerp_,
-    "mul_ and add_": by_mul_and_add_,
-    "lerp": by_lerp,
     "_foreach_lerp_": by_foreach_lerp_,
-    "_foreach_add_": by_foreach_add_,
 }
 
 
@@ -351,46 +335,118 @@ def test_the_lerp_of_stylegan_reads_masters() -> None:
     assert loss_of(ema) < 0.005
 
 
+def pair_at_o2() -> tuple[Tensor, Tensor]:
+    """Return a weight in 16 bits that has a master, detached, and zeros of its shape in FP16."""
+    averages._warn_of_narrow_average.cache_clear()
+    net: Any = net_of()
+    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O2", verbosity=0)
+    weight: Tensor = net[0].weight.detach()
+    return weight, torch.zeros_like(weight)
+
+
 ALIASES: dict[str, Callable[[Tensor], Any]] = {
-    "detached": Tensor.detach,
-    "data": lambda shadow: shadow.data,
-    "a view": lambda shadow: shadow.view(-1).view(shadow.shape),
-    "shared with processes": Tensor.share_memory_,
+    "detached": lambda average: (average.detach(), average),
+    "data": lambda average: (average.data, average),
+    "a view": lambda average: (average.view(-1).view(average.shape), average),
+    "shared with processes": lambda average: (average.share_memory_(), average),
+    "an array's": lambda average: (average, average.numpy()),
+    "of an array": lambda average: (torch.from_numpy(array := average.numpy().copy()), array),
+    "of a capsule": lambda average: (average, numpy.from_dlpack(average)),
+    "a parameter": lambda average: (a := nn.Parameter(average.clone(), requires_grad=False), a),
+    "a gradient": lambda average: (gradient_of(average), average),
+    "saved for a backward": lambda average: (average, average, saved_with(average)),
 }
 
 
-@pytest.mark.parametrize("way", ["lerp_", "mul_ and add_", "_foreach_lerp_", "_foreach_add_"])
+def gradient_of(average: Tensor) -> Tensor:
+    owner = torch.nn.Parameter(torch.zeros_like(average))
+    owner.grad = average
+    kept.append(owner)
+    return average
+
+
+def saved_with(average: Tensor) -> Tensor:
+    return torch.ones(average.shape, dtype=average.dtype, requires_grad=True) * average
+
+
+kept: list[Tensor] = []
+
+
+@pytest.mark.parametrize("way", SHADOW_WAYS)
 @pytest.mark.parametrize("alias", ALIASES)
-def test_an_average_whose_memory_is_shared_is_updated_where_it_is(alias: str, way: str) -> None:
-    """It stays in 16 bits, since others see its memory, and a warning says so once."""
+def test_an_average_that_others_may_see_is_updated_where_it_is(alias: str, way: str) -> None:
+    """It stays in 16 bits, and a warning says so once."""
+    weight, zeros = pair_at_o2()
+    average, seen, *_ = ALIASES[alias](zeros)
+    with pytest.warns(amp.AmpWarning, match="an average in float16.*stays so") as told:
+        SHADOW_WAYS[way]([average], [weight])
+    SHADOW_WAYS[way]([average], [weight])
+    assert len(told) == 1
+    assert average.dtype is torch.float16
+    expected = weight.float() * (1 - DECAY**2)
+    torch.testing.assert_close(torch.as_tensor(seen).float(), expected, rtol=1e-2, atol=1e-4)
+
+
+def test_an_average_that_is_a_buffer_of_the_model_stays_as_it_was_cast() -> None:
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+            self.register_buffer("average", torch.eye(4))
+            self.average: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x @ self.weight + x @ self.average
+            self.average.lerp_(self.weight.detach(), 0.01)
+            return out
+
     averages._warn_of_narrow_average.cache_clear()
-    net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
-    owners = [torch.zeros_like(p, requires_grad=False) for p in net.parameters()]
-    weights = [p.detach() for p in net.parameters()]
-
-    def average_twice() -> None:
-        for _ in range(2):
-            SHADOW_WAYS[way]([ALIASES[alias](owner) for owner in owners], weights)
-
-    with pytest.warns(amp.AmpWarning, match="an average in bfloat16.*stays so") as seen:
-        average_twice()
-    assert len(seen) == 1
-    for owner, weight in zip(owners, weights, strict=True):
-        assert owner.dtype is torch.bfloat16
-        expected = weight.float() * (1 - DECAY**2)
-        torch.testing.assert_close(owner.float(), expected, rtol=2e-2, atol=1e-6)
+    model: Any = Teacher()
+    model, _ = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O5", verbosity=0
+    )
+    with pytest.warns(amp.AmpWarning, match="stays so"):
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.average.dtype is torch.bfloat16
 
 
-def test_a_module_in_16_bits_that_is_an_average_stays_so() -> None:
-    averages._warn_of_narrow_average.cache_clear()
-    net: Any = net_of()
-    average = net_of().bfloat16()
-    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O5", verbosity=0)
-    with pytest.warns(amp.AmpWarning, match="stays so"), torch.no_grad():
-        by_lerp_(list(average.parameters()), list(net.parameters()))
-    assert {parameter.dtype for parameter in average.parameters()} == {torch.bfloat16}
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda average, weight: torch.stack([average] * 2).lerp_(weight, 0.01),
+        lambda average, weight: average.lerp(weight, 0.01),
+        lambda average, weight: torch.lerp(average, weight, 0.01, out=torch.empty_like(average)),
+        lambda average, weight: average.lerp_(weight, 0.5),
+        lambda average, weight: average.add_(weight, alpha=0.01),
+        lambda average, weight: torch.vmap(lambda x: x.lerp_(weight, 0.01))(torch.stack([average] * 2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:an average in", "ignore:There is a performance drop")
+def test_what_is_no_average_keeps_its_dtype(change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weight, average = pair_at_o2()
+    result = change(average, weight)
+    assert average.dtype is result.dtype is torch.float16
+
+
+def test_an_average_in_inference_mode_is_no_inference_tensor() -> None:
+    weight, average = pair_at_o2()
+    with pytest.warns(amp.AmpWarning, match="FP32 from now on"), torch.inference_mode():
+        average.lerp_(weight, 0.01)
+    assert average.dtype is torch.float32
+    assert not average.is_inference()
+
+
+def test_lerp_takes_its_arguments_by_name() -> None:
+    weight, average = pair_at_o2()
+    wide = torch.zeros(weight.shape)
+    exact = torch.lerp(input=wide, end=weight, weight=0.5)
+    assert torch.equal(exact, wide.lerp(end=weight, weight=0.5))
+    assert exact.dtype is torch.float32
+    torch._foreach_lerp_([wide], [weight], weight=0.5)
+    assert torch.equal(wide, exact)
+    torch._foreach_lerp_(self=[average], tensors1=[torch.ones_like(average)], weight=0.5)
+    assert (average == 0.5).all()
 
 
 def test_models_without_masters_are_copied_as_ever() -> None:

@@ -338,18 +338,6 @@ def test_more_models_are_compiled_than_torch_recompiles_one(opt_level: str) -> N
         before = counter.frame_count
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, for any input that is no leaf
-def test_models_of_one_class_are_compiled_once() -> None:
-    counter = CompileCounter()
-    models = [scaling(1.0), *(Small() for _ in range(3))]
-    amp.initialize(models, opt_level="O5", verbosity=0)
-    for i, model in enumerate(models):
-        torch.compile(model, backend=counter)(batch())
-        if i == 1:
-            frames = counter.frame_count
-    assert counter.frame_count == frames
-
-
 def test_torch_func_transforms() -> None:
     from torch.func import functional_call, grad, jvp, vmap
 

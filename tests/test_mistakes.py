@@ -1,8 +1,7 @@
 """What newcomers do: each is right, or is told by name what to do."""
 
-import copy
 import multiprocessing
-import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,6 +169,36 @@ def test_parameters_that_are_assigned_to_groups_are_refused(level: str, make: An
         scaled_loss.backward()
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_loss_of_a_direct_call_of_forward_says_what_to_call(level: str) -> None:
+    """Nothing casts its outputs, so the loss is computed in 16 bits."""
+    model, optimizer = start(level)
+    loss = model.forward(X).mean()
+    with (
+        pytest.warns(amp.AmpWarning, match=r"model\.forward\(x\).*Call model\(x\)") as seen,
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert seen[0].filename == __file__
+    with amp.scale_loss(model.forward(X).mean(), optimizer) as scaled_loss:  # once
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_other_losses_say_nothing_of_it(level: str) -> None:
+    model, optimizer = start(level)
+    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with amp.scale_loss(model.forward(X).float().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def test_outputs_that_are_to_have_16_bits_say_nothing_of_it() -> None:
+    model, optimizer = start("O5", cast_model_outputs="bfloat16")
+    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
 class Table(nn.Module):
     """A model with a weight of its own, and no layer that would cast what it is given."""
 
@@ -177,48 +206,28 @@ class Table(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(8))
 
-    def forward(self, x: Tensor, *, more: Any = None) -> Tensor:
-        if more == "fail":
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        if fails:
             raise RuntimeError("the model's own")
         return x @ self.weight
 
 
-def notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
+def error_of(call: Callable[[Any], object]) -> BaseException:
+    """Return what a call of a model raises in a session at O2, which ends by it."""
+    with pytest.raises(RuntimeError) as raised, amp.Session("O2", verbosity=0) as session:
+        call(session.initialize(Table(), None))
+    return raised.value
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_direct_call_of_forward_says_what_to_call(level: str) -> None:
-    model = amp.initialize(Table(), None, opt_level=level, verbosity=0)
-    with pytest.raises(RuntimeError, match="same dtype") as raised:
-        model.forward(X)
-    assert any("call model(x), not model.forward(x)" in note for note in notes(raised.value))
-
-    rounded = X.to(model.weight.dtype).float()
-    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    assert type(loaded) is Table
-    assert torch.equal(model(X), rounded)
-    assert torch.equal(loaded(X), rounded)
-    assert torch.equal(copied(X), X)
-
-    amp.get_session().close()
-    assert type(model) is Table
-    assert torch.equal(model.forward(X), X)
+def test_an_error_of_a_direct_call_of_forward_says_what_to_call() -> None:
+    error = error_of(lambda model: model.forward(X))
+    assert "same dtype" in str(error)
+    assert ["call model(x)" in note for note in error.__notes__] == [True]
 
 
-def test_other_errors_of_a_forward_say_nothing_of_it() -> None:
-    model = amp.initialize(Table(), None, opt_level="O2", verbosity=0)
-    with pytest.raises(RuntimeError, match="own") as raised:
-        model(X, more="fail")
-    assert not notes(raised.value)
-    with pytest.raises(RuntimeError, match="own") as raised:
-        model.forward(X.half(), more="fail")
-    assert not notes(raised.value)
-
-
-def test_what_is_not_to_be_cast_is_no_direct_call() -> None:
-    model = Table()
-    amp.initialize(model, None, opt_level="O2", cast_model_inputs=False, verbosity=0)
-    with pytest.raises(RuntimeError, match="same dtype") as raised:
-        model(X)
-    assert not notes(raised.value)
+def test_an_error_of_a_model_that_was_called_says_nothing_of_it() -> None:
+    error = error_of(lambda model: model(X, fails=True))
+    assert "own" in str(error)
+    assert not hasattr(error, "__notes__")
+    inner = error_of(lambda model: nn.Sequential(model)(X.double() @ torch.ones(8, 2)))
+    assert not hasattr(inner, "__notes__")

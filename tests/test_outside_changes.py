@@ -401,8 +401,13 @@ def test_a_forward_in_compiled_code_does_not_look_and_says_so() -> None:
     optimizer.step()
     with torch.no_grad():
         next(amp.master_params(optimizer)).mul_(0.5)
-    with pytest.warns(amp.AmpWarning, match="changed outside of optimizer.step"):
-        backward(compiled, x, y, optimizer)
+    loss = loss_of(compiled, x, y)
+    with (
+        pytest.warns(amp.AmpWarning, match="changed outside of optimizer.step") as seen,
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert seen[0].filename == __file__
 
 
 def test_a_graph_stays_valid_while_a_method_changes_nothing() -> None:

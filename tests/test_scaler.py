@@ -339,6 +339,7 @@ def test_a_good_step_resets_the_patience() -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:the loss is in float16")
 def test_loss_dtypes() -> None:
     model = linear()
     model, optimizer = initialize(model, sgd(model), "O2")

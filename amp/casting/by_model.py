@@ -6,6 +6,7 @@ pickle, DataParallel and DDP see an ordinary module.
 """
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -17,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from amp.casting.cast_hooks import cast_inputs, cast_output
-from amp.casting.direct_calls import DirectCalls
 from amp.casting.model_inputs import ModelInputs, check_names, matches
 from amp.casting.scripting import script
 from amp.casting.sharded import (
@@ -28,7 +28,7 @@ from amp.casting.sharded import (
 )
 from amp.casting.strategy import Strategy
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, AmpWarning
 from amp.patching import Patches
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
@@ -97,7 +97,7 @@ class CastModel(Strategy):
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
-        self._direct_calls = DirectCalls()
+        self._has_warned = False
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -158,7 +158,22 @@ class CastModel(Strategy):
                 module.flatten_parameters()
         for handle in self._hooks(model):
             undo.callback(handle.remove)
-        undo.callback(self._direct_calls.explain(model))
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Warn, once, of a loss in 16 bits, where outputs of models are FP32."""
+        properties = self.properties
+        outputs = properties.cast_model_outputs or torch.float32
+        if loss.dtype not in LOW_PRECISION or outputs in LOW_PRECISION or self._has_warned:
+            return
+        if properties.cast_model_type in LOW_PRECISION:
+            self._has_warned = True
+            warnings.warn(
+                f"the loss is in {dtype_name(loss.dtype)}, and outputs of model(x) are in "
+                f"{dtype_name(outputs)}: perhaps it comes of model.forward(x) or of a part of the "
+                "model, whose outputs amp does not cast. Call model(x), or output.float()",
+                AmpWarning,
+                stacklevel=4,
+            )
 
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
         """Make the model cast its inputs and outputs, and its layers what they are given.

@@ -62,20 +62,6 @@ class ModelInputs:
         positional = tuple(self._cast(name, value) for name, value in self._named(args))
         return positional, {name: self._cast(name, value) for name, value in kwargs.items()}
 
-    def would_cast(self, args: Any, kwargs: Any) -> bool:
-        """Whether there is anything to cast in arguments, as there is not once they were cast."""
-        found: list[Tensor] = []
-
-        def look(x: Tensor) -> Tensor:
-            if x.dtype in SCALABLE and x.dtype is not self.dtype:
-                found.append(x)
-            return x
-
-        for name, value in (*self._named(args), *kwargs.items()):
-            if self.which is not False and not matches(self.which, name):
-                map_tensors(look, value)
-        return bool(found)
-
     def _named(self, args: Any) -> list[tuple[str, Any]]:
         names = [*self._names, *(f"argument {i}" for i in range(len(self._names), len(args)))]
         return list(zip(names, args, strict=False))

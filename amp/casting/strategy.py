@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp.profiles.properties import Properties
 from amp.state_checks import StateChecks
@@ -53,6 +53,9 @@ class Strategy:
     def casts_ops(self) -> bool:
         """Whether functions cast their arguments, here and now."""
         return False
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Warn if a loss that is to be scaled cannot have come of models as they were prepared."""
 
     def stop(self) -> None:
         """Give functions back, and leave models as they are."""

@@ -113,7 +113,7 @@ def has_forward_of_ours(module: nn.Module) -> bool:
 
 
 def swap_classes(classes: Mapping[nn.Module, Any]) -> Callable[[], None]:
-    """Give modules other classes, made by `subclass_of` for one session, and return what undoes it.
+    """Give modules other classes, made by `subclass_of` for them alone, and return what undoes it.
 
     A class that another one was put on meanwhile goes when that one does.
     """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpWarning
-from amp.masters.values import master_of, values_of
+from amp.masters.values import is_of_a_model, master_of, values_of
 from amp.patching import Patches
 from amp.undo import Undo
 
@@ -24,7 +24,7 @@ _LITTLE = 0.1
 
 
 def average_in_float32(undo: Undo) -> None:
-    """Let `AveragedModel`, and averages by `lerp` or by `mul_` and `add_`, be in FP32, until `undo`."""
+    """Let `AveragedModel`, and averages by `lerp`, be in FP32, until `undo`."""
     from torch.optim import swa_utils  # brings the schedulers with it
 
     patches = Patches()
@@ -34,8 +34,6 @@ def average_in_float32(undo: Undo) -> None:
         patches.surround(holder, "lerp", _lerp)
     patches.surround(Tensor, "lerp_", _lerp_)
     patches.surround(torch, "_foreach_lerp_", _foreach_lerp_)
-    patches.surround(Tensor, "add_", _add_)
-    patches.surround(torch, "_foreach_add_", _foreach_add_)
 
 
 class _InFloat32:
@@ -67,58 +65,42 @@ def _update_parameters(original: Callable[..., Any], averaged: nn.Module, model:
     return original(averaged, _InFloat32(model))
 
 
-def _lerp(
-    original: Callable[..., Any], start: Any, end: Any, weight: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Return what lies between an average and a weight, in FP32."""
-    if _is_narrow_average(start, end, weight):
-        _warn_of_narrow_average(start.dtype, is_made_wide=True)
-        start = start.float()
-    return original(_as_wide_as(end, start), _as_wide_as(start, end), weight, *args, **kwargs)
+def _lerp(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what lies between two tensors, in FP32 if one of them is."""
+    given = dict(zip(("input", "end", "weight"), args, strict=False)) | kwargs
+    start, end = given.get("input"), given.get("end")
+    if _are_different(start, end):
+        given["input"], given["end"] = _as_wide_as(end, start), _as_wide_as(start, end)
+        return original(given.pop("input"), given.pop("end"), **given)
+    _make_wide(start, end, given.get("weight"), may_change=False)
+    return original(*args, **kwargs)
 
 
-def _lerp_(
-    original: Callable[..., Any], start: Any, end: Any, weight: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _lerp_(original: Callable[..., Any], start: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
     """Move an average towards a weight, both in FP32."""
-    _make_wide(start, end, weight)
-    return original(start, _as_wide_as(start, end), weight, *args, **kwargs)
+    _make_wide(start, end, args[0] if args else kwargs.get("weight"))
+    return original(start, _as_wide_as(start, end), *args, **kwargs)
 
 
-def _foreach_lerp_(
-    original: Callable[..., Any], starts: Any, ends: Any, weight: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _foreach_lerp_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Move averages towards weights, all in FP32."""
+    if len(args) < 2:
+        return original(*args, **kwargs)
+    starts, ends, *rest = args
+    starts, ends = list(starts), list(ends)
     for start, end in zip(starts, ends, strict=False):
-        _make_wide(start, end, weight)
-    return original(starts, _all_as_wide_as(starts, ends), weight, *args, **kwargs)
+        _make_wide(start, end, rest[0] if rest else kwargs.get("weight"))
+    ends[: len(starts)] = map(_as_wide_as, starts, ends)
+    return original(starts, ends, *rest, **kwargs)
 
 
-def _add_(original: Callable[..., Any], start: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add a weight to an average, both in FP32."""
-    if _is_little(kwargs.get("alpha")):
-        _make_wide(start, other, kwargs["alpha"])
-        other = _as_wide_as(start, other)
-    return original(start, other, *args, **kwargs)
-
-
-def _foreach_add_(
-    original: Callable[..., Any], starts: Any, others: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if _is_little(kwargs.get("alpha")) and not isinstance(others, Tensor):
-        for start, other in zip(starts, others, strict=False):
-            _make_wide(start, other, kwargs["alpha"])
-        others = _all_as_wide_as(starts, others)
-    return original(starts, others, *args, **kwargs)
-
-
-def _all_as_wide_as(starts: Any, ends: Any) -> Any:
-    wide = list(map(_as_wide_as, starts, ends))
-    return wide if len(wide) == len(ends) else ends
+def _are_different(start: Any, end: Any) -> bool:
+    return isinstance(start, Tensor) and isinstance(end, Tensor) and start.dtype is not end.dtype
 
 
 def _as_wide_as(other: Any, tensor: Any) -> Any:
     """Return what a tensor in 16 bits stands for, if it is to be averaged with an FP32 tensor."""
-    if not (isinstance(other, Tensor) and isinstance(tensor, Tensor)):
+    if not _are_different(other, tensor):
         return tensor
     if tensor.dtype not in LOW_PRECISION or other.dtype is not torch.float32:
         return tensor
@@ -129,49 +111,50 @@ def _is_differentiated(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _is_little(weight: Any) -> bool:
-    return isinstance(weight, float) and 0 < weight < _LITTLE
+def _make_wide(average: Any, tensor: Any, weight: Any, may_change: bool = True) -> None:
+    """Make an average FP32 that is to be moved a little towards a weight with a master, or warn.
 
-
-def _is_narrow_average(average: Any, tensor: Any, weight: Any) -> bool:
-    """Whether an average in 16 bits is to be moved a little towards a weight that has a master."""
-    if not (_is_little(weight) and isinstance(average, Tensor) and isinstance(tensor, Tensor)):
-        return False
+    It is changed if nobody else could see that.
+    """
+    if not (isinstance(weight, float) and 0 < weight < _LITTLE):
+        return
+    if not (isinstance(average, Tensor) and isinstance(tensor, Tensor)):
+        return
     if average.dtype not in LOW_PRECISION or _is_differentiated(average, tensor):
-        return False
-    return master_of(tensor) is not None and master_of(average) is None
-
-
-def _make_wide(average: Any, tensor: Any, weight: Any) -> None:
-    """Make an average FP32 before it is moved a little towards a weight, if its memory is its own."""
-    if _is_narrow_average(average, tensor, weight):
-        is_made_wide = _owns_its_memory(average)
-        _warn_of_narrow_average(average.dtype, is_made_wide)
-        if is_made_wide:
+        return
+    if master_of(tensor) is None or master_of(average) is not None:
+        return
+    is_made_wide = may_change and average.shape == tensor.shape and _is_alone(average)
+    _warn_of_narrow_average(average.dtype, is_made_wide)
+    if is_made_wide:
+        with torch.inference_mode(False):
             average.data = average.detach().float()
 
 
-def _owns_its_memory(tensor: Tensor) -> bool:
-    """Whether nobody would see the values of a plain tensor in the memory that it has now."""
-    if (
-        type(tensor) is not Tensor
-        or tensor.layout is not torch.strided
-        or torch.compiler.is_compiling()
-    ):
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one whose memory, and dtype, matter to nobody but who holds it."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or is_of_a_model(tensor):
+        return False
+    if torch.compiler.is_compiling() or tensor.is_inference() or _is_transformed():
         return False
     storage: Any = tensor.untyped_storage()
-    of_processes = tensor.device.type == "cpu" and storage.is_shared()
-    users = torch._C._storage_Use_Count(storage._cdata)
-    return not (of_processes or tensor.is_inference()) and users == _ONE_USER
+    if not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
+        return False  # a NumPy array, a mapped file, another process
+    internals: Any = torch._C
+    users = tensor._use_count(), internals._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return bool(users == (1, 2))  # the second user of the storage is its Python object
 
 
-_ONE_USER = 2
-"""A tensor, and the Python object of its storage."""
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode AD, is at work."""
+    internals: Any = torch._C
+    is_dual = torch.autograd.forward_ad._current_level >= 0
+    return is_dual or internals._functorch.peek_interpreter_stack() is not None
 
 
 @functools.cache  # once: a loop over parameters comes here for each of them
 def _warn_of_narrow_average(dtype: torch.dtype, is_made_wide: bool) -> None:
-    why_not = "It stays so: it is a parameter, or shares its memory"
+    why_not = "It stays so, for others may see its memory"
     warnings.warn(
         f"an average in {dtype_name(dtype)} is moved towards a weight a little at a time, most of "
         f"which is rounded away. {'It is FP32 from now on' if is_made_wide else why_not}. Begin "

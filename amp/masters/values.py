@@ -28,6 +28,11 @@ def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
     return None
 
 
+def is_of_a_model(tensor: Tensor) -> bool:
+    """Whether a session has cast this parameter or buffer."""
+    return any(masters.was_cast(tensor) for masters in members(live))
+
+
 def values_of(tensor: Tensor) -> Tensor:
     """Return what a tensor in 16 bits stands for, float32. No host sync."""
     found = master_of(tensor)

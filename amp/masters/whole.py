@@ -104,6 +104,10 @@ class MasterWeights:
         dtypes = {parameter: contents.data.dtype for parameter, contents in before.items()}
         self._dtype_before = WeakIdKeyDictionary({**self._dtype_before, **dtypes})
 
+    def was_cast(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of those that `note_casts` was told of."""
+        return tensor in self._dtype_before
+
     def acquire(
         self, parameter: Tensor, before: Mapping[Tensor, Contents], user: object, takes_scaled: bool
     ) -> nn.Parameter:

@@ -88,7 +88,7 @@ class OutsideChanges:
                 "see it, as in compiled code: it ran on the old weights. Change the model's parameters "
                 "instead, under torch.no_grad(): masters follow them in the next step",
                 AmpWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     @contextmanager

@@ -101,17 +101,21 @@ def test_a_script_ends_as_under_python(tmp_path: Path) -> None:
     check_they_are_python(tmp_path, [*([name] for name in names), *modules])
 
 
-def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import os, sys\nos.chdir('/')\nprint(sys.argv)\nraise ValueError('x')")
-    ended = subprocess.run(
+def run(script: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
+    return subprocess.run(
         [sys.executable, "-m", "amp", "run", "train.py", "--lr", "1"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
+        cwd=script.parent,
         text=True,
         capture_output=True,
         check=False,
     )
+
+
+def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    ended = run(script, "import os, sys\nos.chdir('/')\nprint(sys.argv)\nraise ValueError('x')")
     assert (ended.returncode, ended.stdout) == (1, "['train.py', '--lr', '1']\n")
     assert ended.stderr.splitlines() == [
         "Traceback (most recent call last):",
@@ -119,3 +123,18 @@ def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
         "    raise ValueError('x')",
         "ValueError: x",
     ]
+
+
+def test_a_direct_call_of_forward_is_told_what_to_call(tmp_path: Path) -> None:
+    """It cast in apex, which replaced the forward itself."""
+    ended = run(
+        tmp_path / "train.py",
+        "import torch\nfrom apex import amp\n"
+        "class Table(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return x @ self.weight\n"
+        "model = amp.initialize(Table(4, 4), opt_level='O2', verbosity=0)\n"
+        "model.forward(torch.ones(1, 4))\n",
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].endswith("call model(x)")
