@@ -1,6 +1,8 @@
 """What newcomers do: each is right, or is told by name what to do."""
 
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests.processes import ROOT
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -231,3 +234,27 @@ def test_an_error_of_a_model_that_was_called_says_nothing_of_it() -> None:
     assert not hasattr(error, "__notes__")
     inner = error_of(lambda model: nn.Sequential(model)(X.double() @ torch.ones(8, 2)))
     assert not hasattr(inner, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("last_line", "is_told"), [("model.forward(X)", True), ("model(X, fails=True)", False)]
+)
+def test_a_script_that_ends_by_a_direct_call_is_told_what_to_call(
+    last_line: str, is_told: bool
+) -> None:
+    script = (
+        "import amp; from tests.test_mistakes import Table, X\n"
+        f"model = amp.initialize(Table(), opt_level='O2', verbosity=0); {last_line}"
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].endswith("call model(x)") == is_told, ended.stderr
+
+
+def test_closing_gives_the_hook_of_errors_back() -> None:
+    before = sys.excepthook
+    amp.initialize(Table(), opt_level="O2", verbosity=0)
+    assert sys.excepthook is not before
+    amp.get_session().close()
+    assert sys.excepthook is before

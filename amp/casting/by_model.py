@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
+from amp.casting import direct_calls
 from amp.casting.cast_hooks import cast_inputs, cast_output
 from amp.casting.model_inputs import ModelInputs, check_names, matches
 from amp.casting.scripting import script
@@ -134,10 +135,11 @@ class CastModel(Strategy):
         ShardPolicies(model, self.properties, dtypes_to_be(model, self.properties))
 
     def begin(self, undo: Undo) -> None:
-        """Let `torch.jit.script` refuse models that are cast."""
+        """Let `torch.jit.script` refuse models that are cast, and explain errors of direct calls."""
         patches = Patches()
         undo.always(patches.undo)
         patches.surround(torch.jit, "script", script)
+        direct_calls.explain_uncaught(patches)
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Cast the parameters, buffers and gradients of the model in place, and hook it.

@@ -14,7 +14,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from amp.casting import direct_calls
 from amp.compat.alias import install
 from amp.errors import AmpValueError
 
@@ -66,7 +65,6 @@ def _start(run: Callable[[], object], argv: list[str], folder: Path) -> object:
     try:
         return run()
     except BaseException as error:
-        direct_calls.explain(error)
         _show_without_own_frames(error)
         raise
 
