@@ -33,6 +33,7 @@ from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning,
 from amp.masters.averages import average_in_float32
 from amp.masters.copies import copy_in_float32
 from amp.masters.lean import LeanMasterWeights
+from amp.masters.overwrites import clear_overwritten
 from amp.masters.state_dicts import install_state_dict_hooks
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
@@ -213,6 +214,8 @@ class Session:
             if self.properties.master_weights or self.properties.cast_model_type in LOW_PRECISION:
                 copy_in_float32(self.masters, undo)
                 average_in_float32(undo)
+            if not self.masters.are_whole:
+                clear_overwritten(undo)
             if self.properties.master_weights and dcp.is_in_use():
                 patches = Patches()
                 undo.always(patches.undo)

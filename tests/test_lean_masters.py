@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,46 @@ def test_what_is_written_to_weights_stays(optimizer: str, kind: str) -> None:
     assert torch.equal(model[0].weight, written)
     train(model, opt, first=3)
     assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+OVERWRITES: dict[str, Callable[[Any], Any]] = {
+    "fill_": lambda weight: weight.fill_(1.0),
+    "of detach()": lambda weight: weight.detach().fill_(1.0),
+    "of data": lambda weight: weight.data.fill_(1.0),
+    "normal_": lambda weight: weight.data.normal_(0, 0.02),
+    **{
+        name: getattr(nn.init, name)
+        for name in ("ones_", "xavier_uniform_", "kaiming_normal_", "trunc_normal_")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["split16", "kahan"])
+@pytest.mark.parametrize("overwrite", OVERWRITES)
+def test_a_weight_that_is_overwritten_is_saved_to_the_last_bit(overwrite: str, kind: str) -> None:
+    model, opt = make(kind, "O5", "FusedAdam")
+    train(model, opt, last=3)
+    others = {name: value.clone() for name, value in model.state_dict().items() if name != "0.weight"}
+    weight = model[0].weight
+    with torch.no_grad():
+        OVERWRITES[overwrite](weight)
+    saved = model.state_dict()
+    assert torch.equal(saved["0.weight"], weight.float())
+    assert_equal({name: value for name, value in saved.items() if name != "0.weight"}, others)
+    train(model, opt, first=3)
+
+
+def test_a_weight_that_is_put_back_has_all_its_bits() -> None:
+    """As around an evaluation of an average."""
+    model, opt = make("split16", "O5", "FusedAdam")
+    train(model, opt, last=3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            kept = weight.clone()
+            weight.copy_(torch.randn(weight.shape))
+            weight.copy_(kept)
+    assert_equal(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
