@@ -65,7 +65,7 @@ def test_only_what_was_bad_is_named() -> None:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=LOW, verbosity=0)
     x = torch.ones(1, 2)
     for factor in (math.inf, 1.0):
-        with amp.scale_loss((model["a"](x) + model["b"](x) * factor).sum(), optimizer) as loss:
+        with amp.scale_loss((model["a"](x) + model["b"](x).float() * factor).sum(), optimizer) as loss:
             loss.backward()
         optimizer.step()
     assert amp.history()[0].bad == ("b.weight", "b.bias")

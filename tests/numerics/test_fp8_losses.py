@@ -139,7 +139,7 @@ def test_it_is_the_history_that_trains(fmt: str, entry: int) -> None:
         for scale in scales:
             x = torch.full((4, 16), scale, dtype=torch.bfloat16)
             out = model[0](x)
-            with session.scale_loss(out.sum() * scale, optimizer) as loss:
+            with session.scale_loss(out.float().sum() * scale, optimizer) as loss:
                 factors.append(float(history.factors[entry]))
                 loss.backward()
                 seen.append(float(history.seen[entry]))
