@@ -372,13 +372,36 @@ def saved_with(average: Tensor) -> Tensor:
 kept: list[Tensor] = []
 
 
+def by_add_(averages: list[Tensor], weights: list[Tensor]) -> None:
+    for average, weight in zip(averages, weights, strict=True):
+        average.mul_(DECAY).add_(weight, alpha=1 - DECAY)
+
+
+def by_foreach_add_(averages: list[Tensor], weights: list[Tensor]) -> None:
+    torch._foreach_mul_(averages, DECAY)
+    torch._foreach_add_(averages, weights, alpha=1 - DECAY)
+
+
+@pytest.mark.parametrize("update", [by_add_, by_foreach_add_])
+def test_an_average_by_add_is_left_alone_with_a_warning(update: Any) -> None:
+    weight, average = pair_at_o2()
+    with pytest.warns(amp.AmpWarning, match="rounded away. Begin") as told:
+        update([average], [weight])
+    assert told[0].filename == __file__
+    update([average], [weight])  # once
+    assert average.dtype is torch.float16
+    wide = torch.zeros(weight.shape)
+    update([wide], [weight])
+    torch.testing.assert_close(wide, weight.float() * (1 - DECAY))
+
+
 @pytest.mark.parametrize("way", SHADOW_WAYS)
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_average_that_others_may_see_is_updated_where_it_is(alias: str, way: str) -> None:
     """It stays in 16 bits, and a warning says so once."""
     weight, zeros = pair_at_o2()
     average, seen, *_ = ALIASES[alias](zeros)
-    with pytest.warns(amp.AmpWarning, match="an average in float16.*stays so") as told:
+    with pytest.warns(amp.AmpWarning, match="rounded away. Begin") as told:
         SHADOW_WAYS[way]([average], [weight])
     SHADOW_WAYS[way]([average], [weight])
     assert len(told) == 1
@@ -405,7 +428,7 @@ def test_an_average_that_is_a_buffer_of_the_model_stays_as_it_was_cast() -> None
     model, _ = amp.initialize(
         model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O5", verbosity=0
     )
-    with pytest.warns(amp.AmpWarning, match="stays so"):
+    with pytest.warns(amp.AmpWarning, match="rounded away. Begin"):
         model(torch.ones(2, 4))
     model(torch.ones(2, 4)).sum().backward()
     assert model.average.dtype is torch.bfloat16

@@ -24,7 +24,7 @@ _LITTLE = 0.1
 
 
 def average_in_float32(undo: Undo) -> None:
-    """Let `AveragedModel`, and averages by `lerp`, be in FP32, until `undo`."""
+    """Let `AveragedModel`, and averages by `lerp`, be in FP32, until `undo`; others warn."""
     from torch.optim import swa_utils  # brings the schedulers with it
 
     patches = Patches()
@@ -34,6 +34,8 @@ def average_in_float32(undo: Undo) -> None:
         patches.surround(holder, "lerp", _lerp)
     patches.surround(Tensor, "lerp_", _lerp_)
     patches.surround(torch, "_foreach_lerp_", _foreach_lerp_)
+    patches.surround(Tensor, "add_", _add_)
+    patches.surround(torch, "_foreach_add_", _foreach_add_)
 
 
 class _InFloat32:
@@ -72,13 +74,13 @@ def _lerp(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _are_different(start, end):
         given["input"], given["end"] = _as_wide_as(end, start), _as_wide_as(start, end)
         return original(given.pop("input"), given.pop("end"), **given)
-    _make_wide(start, end, given.get("weight"), may_change=False)
+    _meet_average(start, end, given.get("weight"), may_change=False)
     return original(*args, **kwargs)
 
 
 def _lerp_(original: Callable[..., Any], start: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
     """Move an average towards a weight, both in FP32."""
-    _make_wide(start, end, args[0] if args else kwargs.get("weight"))
+    _meet_average(start, end, args[0] if args else kwargs.get("weight"))
     return original(start, _as_wide_as(start, end), *args, **kwargs)
 
 
@@ -89,9 +91,23 @@ def _foreach_lerp_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     starts, ends, *rest = args
     starts, ends = list(starts), list(ends)
     for start, end in zip(starts, ends, strict=False):
-        _make_wide(start, end, rest[0] if rest else kwargs.get("weight"))
+        _meet_average(start, end, rest[0] if rest else kwargs.get("weight"))
     ends[: len(starts)] = map(_as_wide_as, starts, ends)
     return original(starts, ends, *rest, **kwargs)
+
+
+def _add_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Add to a tensor in place, and warn if that is an average that cannot move."""
+    if "alpha" in kwargs and len(args) == 2:
+        _meet_average(*args, kwargs["alpha"], may_change=False)
+    return original(*args, **kwargs)
+
+
+def _foreach_add_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if "alpha" in kwargs and len(args) == 2 and all(isinstance(x, (list, tuple)) for x in args):
+        for average, tensor in zip(*args, strict=False):
+            _meet_average(average, tensor, kwargs["alpha"], may_change=False)
+    return original(*args, **kwargs)
 
 
 def _are_different(start: Any, end: Any) -> bool:
@@ -111,31 +127,35 @@ def _is_differentiated(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _make_wide(average: Any, tensor: Any, weight: Any, may_change: bool = True) -> None:
-    """Make an average FP32 that is to be moved a little towards a weight with a master, or warn.
-
-    It is changed if nobody else could see that.
-    """
-    if not (isinstance(weight, float) and 0 < weight < _LITTLE):
-        return
-    if not (isinstance(average, Tensor) and isinstance(tensor, Tensor)):
-        return
+def _is_narrow_average(average: Any, tensor: Any, weight: Any) -> bool:
+    """Whether a tensor in 16 bits is to be moved a little towards a weight that has a master."""
+    if not (isinstance(weight, float) and 0 < weight < _LITTLE) or torch.compiler.is_compiling():
+        return False
+    if (
+        not (isinstance(average, Tensor) and isinstance(tensor, Tensor))
+        or average.shape != tensor.shape
+    ):
+        return False
     if average.dtype not in LOW_PRECISION or _is_differentiated(average, tensor):
-        return
-    if master_of(tensor) is None or master_of(average) is not None:
-        return
-    is_made_wide = may_change and average.shape == tensor.shape and _is_alone(average)
-    _warn_of_narrow_average(average.dtype, is_made_wide)
-    if is_made_wide:
-        with torch.inference_mode(False):
-            average.data = average.detach().float()
+        return False
+    return master_of(tensor) is not None and master_of(average) is None
+
+
+def _meet_average(average: Any, tensor: Any, weight: Any, may_change: bool = True) -> None:
+    """Warn of an average in 16 bits, and make it FP32 if it may be changed and nobody else sees it."""
+    if _is_narrow_average(average, tensor, weight):
+        is_made_wide = may_change and _is_alone(average)
+        _warn_of_narrow_average(average.dtype, is_made_wide)
+        if is_made_wide:
+            with torch.inference_mode(False):
+                average.data = average.detach().float()
 
 
 def _is_alone(tensor: Tensor) -> bool:
     """Whether a tensor is a plain one whose memory, and dtype, matter to nobody but who holds it."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or is_of_a_model(tensor):
         return False
-    if torch.compiler.is_compiling() or tensor.is_inference() or _is_transformed():
+    if tensor.is_inference() or _is_transformed():
         return False
     storage: Any = tensor.untyped_storage()
     if not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
@@ -154,12 +174,11 @@ def _is_transformed() -> bool:
 
 @functools.cache  # once: a loop over parameters comes here for each of them
 def _warn_of_narrow_average(dtype: torch.dtype, is_made_wide: bool) -> None:
-    why_not = "It stays so, for others may see its memory"
+    now = "It is FP32 from now on. " if is_made_wide else ""
     warnings.warn(
         f"an average in {dtype_name(dtype)} is moved towards a weight a little at a time, most of "
-        f"which is rounded away. {'It is FP32 from now on' if is_made_wide else why_not}. Begin "
-        "averages with copy.deepcopy(model), or with clones of the tensors of model.state_dict(), "
-        "which are FP32",
+        f"which is rounded away. {now}Begin averages with copy.deepcopy(model), or with clones of the "
+        "tensors of model.state_dict(), which are FP32",
         AmpWarning,
         stacklevel=5,
     )
