@@ -407,7 +407,9 @@ def test_an_average_that_others_may_see_is_updated_where_it_is(alias: str, way: 
     assert len(told) == 1
     assert average.dtype is torch.float16
     expected = weight.float() * (1 - DECAY**2)
-    torch.testing.assert_close(torch.as_tensor(seen).float(), expected, rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(
+        torch.from_numpy(numpy.array(seen)).float(), expected, rtol=1e-2, atol=1e-4
+    )
 
 
 def test_an_average_that_is_a_buffer_of_the_model_stays_as_it_was_cast() -> None:
