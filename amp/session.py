@@ -320,8 +320,10 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        direct_calls.explain(error)
-        self.close()
+        try:
+            direct_calls.explain(error)
+        finally:
+            self.close()
 
     # Training.
 

@@ -310,7 +310,11 @@ def test_script_says_what_to_do_instead(opt_level: str) -> None:
     amp.initialize(model, opt_level=opt_level)
     with pytest.raises(RuntimeError, match=r"cannot compile this Sequential.*torch.jit.trace"):
         torch.jit.script(model)
-    scripted = torch.jit.script(nn.Linear(8, 8))  # not the session's: torch's own code does this
+    with pytest.raises(amp.AmpError, match="cannot compile this Sequential"):
+        torch.jit.script(obj=model)
+    scripted = torch.jit.script(
+        nn.Linear(8, 8), None, 0
+    )  # not the session's: torch's own code does this
     assert scripted(batch()).dtype is torch.float32
     amp.get_session().close()
     assert torch.jit.script(model)(batch())[0].dtype is torch.float32

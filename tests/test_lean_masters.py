@@ -142,6 +142,8 @@ OVERWRITES: dict[str, Callable[[Any], Any]] = {
     "fill_": lambda weight: weight.fill_(1.0),
     "of detach()": lambda weight: weight.detach().fill_(1.0),
     "of data": lambda weight: weight.data.fill_(1.0),
+    "eye_": lambda weight: nn.init.eye_(weight),
+    "of a view": lambda weight: weight.data.view(-1).fill_(1.0),
     "normal_": lambda weight: weight.data.normal_(0, 0.02),
     **{
         name: getattr(nn.init, name)
@@ -163,6 +165,20 @@ def test_a_weight_that_is_overwritten_is_saved_to_the_last_bit(overwrite: str, k
     assert torch.equal(saved["0.weight"], weight.float())
     assert_equal({name: value for name, value in saved.items() if name != "0.weight"}, others)
     train(model, opt, first=3)
+
+
+def test_what_covers_half_of_a_weight_overwrites_none() -> None:
+    """It has the address, the shape and the number of elements of the weight, and other strides."""
+    owner = torch.zeros(8, 8)
+    model: Any = nn.Linear(8, 8, bias=False)
+    model.weight.data = owner
+    model, _ = amp.initialize(
+        model, FusedSGD(model.parameters(), 0.1), opt_level="O5", master_weights="split16", verbosity=0
+    )
+    model.load_state_dict({"weight": torch.full((8, 8), 1.001)})
+    torch.as_strided(model.weight.detach(), (8, 8), (0, 1)).fill_(1.0)  # the first row alone
+    saved = model.state_dict()["weight"]
+    assert (saved[1:] == 1.001).all()
 
 
 def test_a_weight_that_is_put_back_has_all_its_bits() -> None:

@@ -211,14 +211,15 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor, fails: bool = False) -> Tensor:
         if fails:
-            raise RuntimeError("the model's own")
+            raise RuntimeError("a type of the model's own")
         return x @ self.weight
 
 
-def error_of(call: Callable[[Any], object]) -> BaseException:
+def error_of(call: Callable[[Any], object], make: Callable[[], nn.Module] = Table) -> BaseException:
     """Return what a call of a model raises in a session at O2, which ends by it."""
     with pytest.raises(RuntimeError) as raised, amp.Session("O2", verbosity=0) as session:
-        call(session.initialize(Table(), None))
+        call(session.initialize(make(), None))
+    assert session.closed
     return raised.value
 
 
@@ -228,12 +229,57 @@ def test_an_error_of_a_direct_call_of_forward_says_what_to_call() -> None:
     assert ["call model(x)" in note for note in error.__notes__] == [True]
 
 
-def test_an_error_of_a_model_that_was_called_says_nothing_of_it() -> None:
-    error = error_of(lambda model: model(X, fails=True))
-    assert "own" in str(error)
+class Child(Table):
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        return super().forward(x, fails)
+
+
+class Mixed(Table):
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        return super().forward(x.double(), fails)
+
+
+class Decorated(Table):
+    @torch.no_grad()
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        return super().forward(x, fails)
+
+
+@pytest.mark.parametrize("make", [Table, Child, Mixed, Decorated])
+def test_an_error_of_a_model_that_was_called_says_nothing_of_it(make: Callable[[], nn.Module]) -> None:
+    error = error_of(lambda model: model(X, fails=make is not Mixed), make)
+    assert ("same dtype" if make is Mixed else "own") in str(error)
     assert not hasattr(error, "__notes__")
-    inner = error_of(lambda model: nn.Sequential(model)(X.double() @ torch.ones(8, 2)))
-    assert not hasattr(inner, "__notes__")
+
+
+def test_an_error_of_shapes_says_nothing_of_casts() -> None:
+    error = error_of(lambda model: model.forward(X[:, :3]))
+    assert "shape" in str(error)
+    assert not hasattr(error, "__notes__")
+
+
+def test_a_session_ends_whatever_raises_in_it() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            self.forward(X)
+            super().__init__()
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("of a type")
+
+    error = error_of(lambda model: Half())
+    assert str(error) == "of a type"
+    assert amp.Session("O2", verbosity=0).initialize(Table()).weight.dtype is torch.float16
+
+
+def test_nested_sessions_tell_of_it_once() -> None:
+    with (
+        pytest.raises(RuntimeError) as raised,
+        amp.Session("O2", verbosity=0) as session,
+        amp.Session("O5", verbosity=0),
+    ):
+        session.initialize(Table()).forward(X)
+    assert len(raised.value.__notes__) == 1
 
 
 @pytest.mark.parametrize(

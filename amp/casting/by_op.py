@@ -273,7 +273,15 @@ def _forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-def _script(patches: Patches, original: Function, *args: Any, **kwargs: Any) -> Any:
+def _script(
+    patches: Patches,
+    original: Function,
+    obj: Any,
+    optimize: Any = None,
+    _frames_up: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Call `torch.jit.script`, which can compile torch's functions and no wrapper of them."""
     with patches.lifted():
-        return script(original, *args, _frames_up=kwargs.pop("_frames_up", 0) + 1, **kwargs)
+        return script(original, obj, optimize, _frames_up + 1, *args, **kwargs)

@@ -11,16 +11,23 @@ from amp.casting.subclassing import has_forward_of_ours
 from amp.errors import AmpRuntimeError
 
 
-def script(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def script(
+    original: Callable[..., Any],
+    obj: Any,
+    optimize: Any = None,
+    _frames_up: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Call `torch.jit.script`, and raise AmpRuntimeError for a module of a session."""
-    for module in args[0].modules() if args and isinstance(args[0], nn.Module) else ():
+    for module in obj.modules() if isinstance(obj, nn.Module) else ():
         if _is_cast(module):
             raise AmpRuntimeError(
                 f"torch.jit.script cannot compile this {type(module).__name__}: amp casts as it "
                 "runs, which its source does not say. Use torch.jit.trace, torch.export or "
                 "torch.compile, or script it after amp.get_session().close()."
             )
-    return original(*args, _frames_up=kwargs.pop("_frames_up", 0) + 2, **kwargs)
+    return original(obj, optimize, _frames_up + 2, *args, **kwargs)
 
 
 def _is_cast(module: nn.Module) -> bool:

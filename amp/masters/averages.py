@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpWarning
-from amp.masters.values import is_of_a_model, master_of, values_of
+from amp.kernels.grad_mode import without_grad
+from amp.masters.values import master_of, values_of
 from amp.patching import Patches
 from amp.undo import Undo
 
@@ -24,11 +27,12 @@ _LITTLE = 0.1
 
 
 def average_in_float32(undo: Undo) -> None:
-    """Let `AveragedModel`, and averages by `lerp`, be in FP32, until `undo`; others warn."""
+    """Let averages by `AveragedModel` and `lerp` be taken in FP32, until `undo`; others warn."""
     from torch.optim import swa_utils  # brings the schedulers with it
 
     patches = Patches()
     undo.always(patches.undo)
+    undo.always(_exact.clear)
     patches.surround(swa_utils.AveragedModel, "update_parameters", _update_parameters)
     for holder in (Tensor, torch):
         patches.surround(holder, "lerp", _lerp)
@@ -70,17 +74,21 @@ def _update_parameters(original: Callable[..., Any], averaged: nn.Module, model:
 def _lerp(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what lies between two tensors, in FP32 if one of them is."""
     given = dict(zip(("input", "end", "weight"), args, strict=False)) | kwargs
-    start, end = given.get("input"), given.get("end")
+    start: Any = given.get("input")
+    end: Any = given.get("end")
     if _are_different(start, end):
         given["input"], given["end"] = _as_wide_as(end, start), _as_wide_as(start, end)
         return original(given.pop("input"), given.pop("end"), **given)
-    _meet_average(start, end, given.get("weight"), may_change=False)
+    if _is_narrow_average(start, end, given.get("weight")):
+        _warn_of_narrow_average(start.dtype)
     return original(*args, **kwargs)
 
 
 def _lerp_(original: Callable[..., Any], start: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
     """Move an average towards a weight, both in FP32."""
-    _meet_average(start, end, args[0] if args else kwargs.get("weight"))
+    weight: Any = args[0] if args else kwargs.get("weight")
+    if _is_narrow_average(start, end, weight):
+        return _exact.move(original, start, values_of(end), weight)
     return original(start, _as_wide_as(start, end), *args, **kwargs)
 
 
@@ -90,23 +98,28 @@ def _foreach_lerp_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return original(*args, **kwargs)
     starts, ends, *rest = args
     starts, ends = list(starts), list(ends)
-    for start, end in zip(starts, ends, strict=False):
-        _meet_average(start, end, rest[0] if rest else kwargs.get("weight"))
+    weight = rest[0] if rest else kwargs.get("weight")
+    if len(starts) == len(ends) and any(map(_is_narrow_average, starts, ends, repeat(weight))):
+        for start, end in zip(starts, ends, strict=True):
+            start.lerp_(end, weight)
+        return None
     ends[: len(starts)] = map(_as_wide_as, starts, ends)
     return original(starts, ends, *rest, **kwargs)
 
 
 def _add_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Add to a tensor in place, and warn if that is an average that cannot move."""
-    if "alpha" in kwargs and len(args) == 2:
-        _meet_average(*args, kwargs["alpha"], may_change=False)
+    if len(args) == 2 and _is_narrow_average(*args, kwargs.get("alpha")):
+        _warn_of_narrow_average(args[0].dtype)
     return original(*args, **kwargs)
 
 
 def _foreach_add_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if "alpha" in kwargs and len(args) == 2 and all(isinstance(x, (list, tuple)) for x in args):
+    weight = kwargs.get("alpha")
+    if weight is not None and len(args) == 2 and all(isinstance(x, (list, tuple)) for x in args):
         for average, tensor in zip(*args, strict=False):
-            _meet_average(average, tensor, kwargs["alpha"], may_change=False)
+            if _is_narrow_average(average, tensor, weight):
+                _warn_of_narrow_average(average.dtype)
     return original(*args, **kwargs)
 
 
@@ -131,38 +144,13 @@ def _is_narrow_average(average: Any, tensor: Any, weight: Any) -> bool:
     """Whether a tensor in 16 bits is to be moved a little towards a weight that has a master."""
     if not (isinstance(weight, float) and 0 < weight < _LITTLE) or torch.compiler.is_compiling():
         return False
-    if (
-        not (isinstance(average, Tensor) and isinstance(tensor, Tensor))
-        or average.shape != tensor.shape
-    ):
+    if type(average) not in (Tensor, nn.Parameter) or average.dtype not in LOW_PRECISION:
         return False
-    if average.dtype not in LOW_PRECISION or _is_differentiated(average, tensor):
+    if not isinstance(tensor, Tensor) or average.shape != tensor.shape or _is_transformed():
+        return False
+    if average.layout is not torch.strided or _is_differentiated(average, tensor):
         return False
     return master_of(tensor) is not None and master_of(average) is None
-
-
-def _meet_average(average: Any, tensor: Any, weight: Any, may_change: bool = True) -> None:
-    """Warn of an average in 16 bits, and make it FP32 if it may be changed and nobody else sees it."""
-    if _is_narrow_average(average, tensor, weight):
-        is_made_wide = may_change and _is_alone(average)
-        _warn_of_narrow_average(average.dtype, is_made_wide)
-        if is_made_wide:
-            with torch.inference_mode(False):
-                average.data = average.detach().float()
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain one whose memory, and dtype, matter to nobody but who holds it."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or is_of_a_model(tensor):
-        return False
-    if tensor.is_inference() or _is_transformed():
-        return False
-    storage: Any = tensor.untyped_storage()
-    if not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
-        return False  # a NumPy array, a mapped file, another process
-    internals: Any = torch._C
-    users = tensor._use_count(), internals._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-    return bool(users == (1, 2))  # the second user of the storage is its Python object
 
 
 def _is_transformed() -> bool:
@@ -172,13 +160,54 @@ def _is_transformed() -> bool:
     return is_dual or internals._functorch.peek_interpreter_stack() is not None
 
 
+class _Exact:
+    """What averages in 16 bits stand for, as masters do for weights: FP32, while their memory lives."""
+
+    def __init__(self) -> None:
+        self._of: dict[object, tuple[Any, Tensor]] = {}
+        self._next_look = _FEW
+
+    @without_grad
+    def move(
+        self, lerp_: Callable[..., Any], average: Tensor, towards: Tensor, weight: float
+    ) -> Tensor:
+        """Move an average, and round what it stands for to it. No host sync."""
+        with torch.inference_mode(False):
+            exact = self._values(average)
+            is_known = exact.to(average.dtype) == average  # else somebody has written to it
+            exact.copy_(torch.where(is_known, exact, average.float()))
+            lerp_(exact, towards, weight)
+        return average.copy_(exact)
+
+    def _values(self, average: Tensor) -> Tensor:
+        storage: Any = average.untyped_storage()
+        place = (storage._cdata, average.storage_offset(), average.shape, average.stride())
+        known = self._of.get(place)
+        if known is None:  # no other storage gets the place while the reference is kept
+            if len(self._of) >= self._next_look:
+                self._of = {key: value for key, value in self._of.items() if not value[0].expired()}
+                self._next_look = 2 * len(self._of) + _FEW
+            reference: Any = StorageWeakRef
+            known = self._of[place] = reference(storage), average.float()
+        return known[1]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._of.clear()
+
+
+_FEW = 16
+"""How many may be kept of which perhaps none is alive."""
+
+_exact = _Exact()
+
+
 @functools.cache  # once: a loop over parameters comes here for each of them
-def _warn_of_narrow_average(dtype: torch.dtype, is_made_wide: bool) -> None:
-    now = "It is FP32 from now on. " if is_made_wide else ""
+def _warn_of_narrow_average(dtype: torch.dtype) -> None:
     warnings.warn(
         f"an average in {dtype_name(dtype)} is moved towards a weight a little at a time, most of "
-        f"which is rounded away. {now}Begin averages with copy.deepcopy(model), or with clones of the "
-        "tensors of model.state_dict(), which are FP32",
+        "which is rounded away. Move it by average.lerp_(weight, part), which amp computes in FP32, or "
+        "begin it with copy.deepcopy(model) or with clones of the tensors of model.state_dict()",
         AmpWarning,
-        stacklevel=5,
+        stacklevel=4,
     )

@@ -16,21 +16,16 @@ live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 """The masters of open sessions."""
 
 
-def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
+def master_of(tensor: Tensor, in_any_shape: bool = False) -> tuple[MasterWeights, Any] | None:
     """Return the master of a parameter, or of a detached one, and whose it is; None without one."""
     for masters in members(live):
         master: Tensor | None = masters.master(tensor)
         may_be_detached = type(tensor) is Tensor and tensor.dtype in LOW_PRECISION
         if master is None and may_be_detached and not torch.compiler.is_compiling():
-            master = masters.master_at(tensor)
+            master = masters.master_at(tensor, in_any_shape)
         if master is not None:
             return masters, master
     return None
-
-
-def is_of_a_model(tensor: Tensor) -> bool:
-    """Whether a session has cast this parameter or buffer."""
-    return any(masters.was_cast(tensor) for masters in members(live))
 
 
 def values_of(tensor: Tensor) -> Tensor:

@@ -51,7 +51,11 @@ class MasterWeights:
         _alive.add(self)
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
-        self._by_address: dict[int, Tensor] = {}
+        self._plain: list[tuple[Tensor, Tensor]] | None = None
+        """Masters whose parameters have an address, with these; None before somebody asks for one."""
+        self._sizes: set[int] = set()
+        self._addresses: list[int] = []
+        self._by_address: dict[int, tuple[Tensor, Tensor]] = {}
         self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
         self._users: defaultdict[Tensor, set[object]] = defaultdict(set)
         self._shared: set[Tensor] = set()
@@ -71,20 +75,31 @@ class MasterWeights:
         """Return the model's parameter that `master` stands for, if it is a master."""
         return self._model_of.get(master)
 
-    def master_at(self, values: Tensor) -> Tensor | None:
-        """Return the master of the parameter whose memory this is, as that of `p.detach()`."""
+    def master_at(self, values: Tensor, in_any_shape: bool = False) -> Tensor | None:
+        """Return the master of the parameter whose memory this is, as that of `p.detach()`.
+
+        All of its memory, that is, in the parameter's shape or, as `p.data.view(-1)`, in another one.
+        """
+        if self._plain is None:
+            self._plain = [pair for pair in self._model_of.items() if are_plain(pair)]
+            self._sizes = {model.numel() for _, model in self._plain}
+        if values.numel() not in self._sizes:
+            return None
         try:
             address = values.data_ptr()
         except RuntimeError:  # it has no memory of its own: a sparse one, or one under vmap
             return None
-        model = self._model_of.get(self._by_address.get(address, values))
-        if model is None or model.data_ptr() != address:
-            plain = (pair for pair in self._model_of.items() if are_plain(pair))
-            self._by_address = {model.data_ptr(): master for master, model in plain}
-            model = self._model_of.get(self._by_address.get(address, values))
-        if model is None or not address or model.shape != values.shape:
-            return None
-        return self._by_address[address]
+        master, model = self._by_address.get(address, (None, values))
+        if master is None or model.data_ptr() != address:
+            addresses = [model.data_ptr() for _, model in self._plain]
+            if addresses != self._addresses:  # they move when a model does
+                self._addresses = addresses
+                self._by_address = dict(zip(addresses, self._plain, strict=True))
+            master, model = self._by_address.get(address, (None, values))
+        is_as_it_is = values.shape == model.shape and values.stride() == model.stride()
+        is_flat = in_any_shape and values.is_contiguous() and model.is_contiguous()
+        is_whole = values.numel() == model.numel() and (is_as_it_is or is_flat)
+        return master if address and is_whole else None
 
     @property
     def _versions(self) -> dict[int, int]:
@@ -103,10 +118,6 @@ class MasterWeights:
         """Note the dtypes that parameters had before they were cast."""
         dtypes = {parameter: contents.data.dtype for parameter, contents in before.items()}
         self._dtype_before = WeakIdKeyDictionary({**self._dtype_before, **dtypes})
-
-    def was_cast(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of those that `note_casts` was told of."""
-        return tensor in self._dtype_before
 
     def acquire(
         self, parameter: Tensor, before: Mapping[Tensor, Contents], user: object, takes_scaled: bool
@@ -134,6 +145,7 @@ class MasterWeights:
             self._master_of[parameter] = master
             self._model_of[master] = parameter
             self._versions[id(master)] = _UNSEEN
+            self._plain = None
         self._users[master].add(user)
         if len(self._users[master]) > 1:
             self._shared.add(master)
@@ -160,7 +172,7 @@ class MasterWeights:
             Contents.cast(parameter, dtype)._replace(data=self.values(master).to(dtype)).put_into(
                 parameter
             )
-        self._by_address.clear()
+        self._plain, self._addresses, self._by_address = None, [], {}
         self._users[master].discard(user)
         if len(self._users[master]) == 1:
             self._shared.discard(master)
