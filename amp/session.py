@@ -30,6 +30,7 @@ from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning, brief
+from amp.masters import values
 from amp.masters.averages import average_in_float32
 from amp.masters.copies import copy_in_float32
 from amp.masters.lean import LeanMasterWeights
@@ -212,8 +213,9 @@ class Session:
                 undo.callback(handle.remove)
             lead_to_masters(undo)
             if self.properties.master_weights or self.properties.cast_model_type in LOW_PRECISION:
-                copy_in_float32(self.masters, undo)
+                copy_in_float32(undo)
                 average_in_float32(undo)
+                values.find(self.masters, undo)  # undone first: the others ask what is left
             if not self.masters.are_whole:
                 clear_overwritten(undo)
             if self.properties.master_weights and dcp.is_in_use():

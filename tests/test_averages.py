@@ -241,6 +241,16 @@ def test_a_detached_weight_is_averaged_by_its_master(
         assert torch.equal(part, weight[1:].float())
 
 
+def test_a_weight_that_has_moved_is_averaged_by_its_master() -> None:
+    net: Any = net_of()
+    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O2", verbosity=0)
+    exact, kept = net.state_dict()["0.weight"], []
+    for _ in range(2):
+        assert torch.equal(torch.zeros_like(exact).lerp_(net[0].weight.data, 1.0), exact)
+        kept.append(net[0].weight.data)  # nothing else gets its address
+        net[0].weight.data = net[0].weight.data.clone()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("made_before", [False, True])
 def test_parameters_of_an_average_are_moved_towards_masters(made_before: bool, compiled: bool) -> None:
@@ -394,6 +404,35 @@ def test_what_averages_stand_for_goes_with_them() -> None:
         average.lerp_(weight, 0.01)
     amp.get_session().close()
     assert not averages._exact._of
+
+
+@pytest.mark.parametrize("event", ["another session closes", "initialize fails", "it fails elsewhere"])
+def test_averages_go_on_in_fp32_while_their_session_is_open(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("late")
+
+    net: Any = net_of()
+    session = amp.Session("O5", verbosity=0)
+    net, _ = session.initialize(net, torch.optim.SGD(net.parameters(), 0.1))
+    weight = net[0].weight.detach()
+    average, wide = torch.zeros_like(weight), torch.zeros(weight.shape)
+    for i in range(100):
+        average.lerp_(weight, 0.01)
+        wide.lerp_(weight, 0.01)
+        if i == 50:
+            other = amp.Session("O2", verbosity=0)
+            other.initialize(net_of())
+            if event == "another session closes":
+                other.close()
+            else:
+                failing = session if event == "initialize fails" else other
+                monkeypatch.setattr("amp.session.look_before_forwards", fail)
+                with pytest.raises(RuntimeError, match="late"):
+                    failing.initialize(net_of())
+    assert torch.equal(average, wide.bfloat16())
+    assert copy.deepcopy(net)[0].weight.dtype is torch.float32
 
 
 def test_a_forward_computes_what_it_would_without_amp() -> None:

@@ -18,9 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpWarning
 from amp.kernels.grad_mode import without_grad
-from amp.masters.values import master_of, values_of
+from amp.masters.values import live, master_of, values_of
 from amp.patching import Patches
 from amp.undo import Undo
+from amp.weak import members
 
 _LITTLE = 0.1
 """Weights below this move an average in 16 bits by less than its digits can show, for the most part."""
@@ -32,7 +33,7 @@ def average_in_float32(undo: Undo) -> None:
 
     patches = Patches()
     undo.always(patches.undo)
-    undo.always(_exact.clear)
+    undo.always(_forget)
     patches.surround(swa_utils.AveragedModel, "update_parameters", _update_parameters)
     for holder in (Tensor, torch):
         patches.surround(holder, "lerp", _lerp)
@@ -40,6 +41,11 @@ def average_in_float32(undo: Undo) -> None:
     patches.surround(torch, "_foreach_lerp_", _foreach_lerp_)
     patches.surround(Tensor, "add_", _add_)
     patches.surround(torch, "_foreach_add_", _foreach_add_)
+
+
+def _forget() -> None:
+    if not members(live):
+        _exact.clear()
 
 
 class _InFloat32:
@@ -185,7 +191,8 @@ class _Exact:
         known = self._of.get(place)
         if known is None:  # no other storage gets the place while the reference is kept
             if len(self._of) >= self._next_look:
-                self._of = {key: value for key, value in self._of.items() if not value[0].expired()}
+                entries = list(self._of.items())
+                self._of = {place: entry for place, entry in entries if not entry[0].expired()}
                 self._next_look = 2 * len(self._of) + _FEW
             reference: Any = StorageWeakRef
             known = self._of[place] = reference(storage), average.float()

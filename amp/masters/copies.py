@@ -18,7 +18,6 @@ from torch import nn
 from amp.casting.cast_hooks import cast_by, in_another_dtype
 from amp.dtypes import LOW_PRECISION
 from amp.masters.values import live, master_of, values_of
-from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.undo import Undo
 from amp.weak import members
@@ -27,13 +26,11 @@ _SEEN = "amp.masters.copies"
 """The key in a memo of `copy.deepcopy` under which are the ids of modules that were looked at."""
 
 
-def copy_in_float32(masters: MasterWeights, undo: Undo) -> None:
-    """Let models of a session with these masters be copied in FP32, until `undo`."""
+def copy_in_float32(undo: Undo) -> None:
+    """Let models that sessions have cast be copied in FP32, until `undo`."""
     patches = Patches()
     undo.always(patches.undo)
     undo.always(_stop_copying)
-    undo.callback(live.discard, masters)
-    live.add(masters)
     module: Any = nn.Module
     if "__deepcopy__" not in vars(module):
         module.__deepcopy__ = _deepcopy

@@ -10,10 +10,18 @@ from torch import Tensor
 from amp.dtypes import LOW_PRECISION
 from amp.kernels.grad_mode import without_grad
 from amp.masters.whole import MasterWeights
+from amp.undo import Undo
 from amp.weak import members
 
 live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 """The masters of open sessions."""
+
+
+def find(masters: MasterWeights, undo: Undo) -> None:
+    """Let `master_of` find these masters until `undo`, or that of an earlier call for them."""
+    if masters not in live:
+        live.add(masters)
+        undo.callback(live.discard, masters)
 
 
 def master_of(tensor: Tensor, in_any_shape: bool = False) -> tuple[MasterWeights, Any] | None:

@@ -22,8 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp import distributed
 from amp.errors import AmpRuntimeError
 from amp.kernels.grad_mode import without_grad
-from amp.kernels.tensor_lists import are_plain, local
+from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
+from amp.masters.addresses import Addresses
 from amp.masters.parameter import make_master
 from amp.undo import Contents
 
@@ -51,11 +52,7 @@ class MasterWeights:
         _alive.add(self)
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
-        self._plain: list[tuple[Tensor, Tensor]] | None = None
-        """Masters whose parameters have an address, with these; None before somebody asks for one."""
-        self._sizes: set[int] = set()
-        self._addresses: list[int] = []
-        self._by_address: dict[int, tuple[Tensor, Tensor]] = {}
+        self._addresses: Addresses | None = None
         self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
         self._users: defaultdict[Tensor, set[object]] = defaultdict(set)
         self._shared: set[Tensor] = set()
@@ -76,30 +73,11 @@ class MasterWeights:
         return self._model_of.get(master)
 
     def master_at(self, values: Tensor, in_any_shape: bool = False) -> Tensor | None:
-        """Return the master of the parameter whose memory this is, as that of `p.detach()`.
-
-        All of its memory, that is, in the parameter's shape or, as `p.data.view(-1)`, in another one.
-        """
-        if self._plain is None:
-            self._plain = [pair for pair in self._model_of.items() if are_plain(pair)]
-            self._sizes = {model.numel() for _, model in self._plain}
-        if values.numel() not in self._sizes:
-            return None
-        try:
-            address = values.data_ptr()
-        except RuntimeError:  # it has no memory of its own: a sparse one, or one under vmap
-            return None
-        master, model = self._by_address.get(address, (None, values))
-        if master is None or model.data_ptr() != address:
-            addresses = [model.data_ptr() for _, model in self._plain]
-            if addresses != self._addresses:  # they move when a model does
-                self._addresses = addresses
-                self._by_address = dict(zip(addresses, self._plain, strict=True))
-            master, model = self._by_address.get(address, (None, values))
-        is_as_it_is = values.shape == model.shape and values.stride() == model.stride()
-        is_flat = in_any_shape and values.is_contiguous() and model.is_contiguous()
-        is_whole = values.numel() == model.numel() and (is_as_it_is or is_flat)
-        return master if address and is_whole else None
+        """Return the master of the parameter whose memory this is, as that of `p.detach()`."""
+        addresses = self._addresses
+        if addresses is None:
+            addresses = self._addresses = Addresses(list(self._model_of.items()))
+        return addresses.master_at(values, in_any_shape)
 
     @property
     def _versions(self) -> dict[int, int]:
@@ -145,7 +123,7 @@ class MasterWeights:
             self._master_of[parameter] = master
             self._model_of[master] = parameter
             self._versions[id(master)] = _UNSEEN
-            self._plain = None
+            self._addresses = None
         self._users[master].add(user)
         if len(self._users[master]) > 1:
             self._shared.add(master)
@@ -172,7 +150,7 @@ class MasterWeights:
             Contents.cast(parameter, dtype)._replace(data=self.values(master).to(dtype)).put_into(
                 parameter
             )
-        self._plain, self._addresses, self._by_address = None, [], {}
+        self._addresses = None
         self._users[master].discard(user)
         if len(self._users[master]) == 1:
             self._shared.discard(master)
