@@ -147,8 +147,11 @@ def plan(
     Raises:
         ValueError: the lists' lengths, shapes or devices differ.
         UnsupportedTensorError: a dtype other than float16, bfloat16, float32 and float64.
+        ReleasedMemoryError: a tensor with elements has no memory.
     """
     columns = [dense(tensors) for tensors in (lists if numbers is None else (*lists, numbers))]
+    for column in columns:
+        column.check_memory()
     device = columns[0].device
     stream = None if device is None else stream_of(device)
     if device is None or stream is None or any([column.device != device for column in columns]):  # noqa: C419
@@ -208,10 +211,11 @@ def _check(lists: Sequence[TensorList], numbers: Sequence[TensorList]) -> None:
         if len({tensor.device for tensor in tensors}) > 1:
             raise ValueError(f"tensors {i} are on {', '.join(str(t.device) for t in tensors)}")
     for i, (number, tensor) in enumerate(zip(*numbers, lists[0], strict=True) if numbers else ()):
-        if number.dtype is not torch.float32 or number.device != tensor.device:
+        is_right = number.dtype is torch.float32 and number.device == tensor.device
+        if not is_right or number.numel() != 1:
             raise ValueError(
-                f"number {i} is {number.dtype} on {number.device}; it must be float32 on the tensor's "
-                f"device, {tensor.device}"
+                f"number {i} is {number.dtype} of shape {tuple(number.shape)} on {number.device}; it "
+                f"must be one float32 on the tensor's device, {tensor.device}"
             )
 
 

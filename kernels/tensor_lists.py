@@ -37,8 +37,15 @@ kind_of = functools.lru_cache(maxsize=256)(Kind)
 """Equal kinds are one object, so that they are compared and hashed at once."""
 
 
+class ReleasedMemoryError(RuntimeError):
+    """A tensor whose memory has been released, as by `untyped_storage().resize_(0)`."""
+
+
 class TensorList(Sequence[Tensor]):
-    """Dense tensors that stay where and what they are for as long as this list is used.
+    """Dense tensors, and what they are at the moment at which the list is first asked.
+
+    Tensors move: by `.data = ...`, `set_`, a resized storage. Whoever keeps a list asks it by `now`
+    before its tensors go to a kernel again.
 
     Args:
         tensors: dense tensors; see `dense`.
@@ -82,15 +89,34 @@ class TensorList(Sequence[Tensor]):
         return some
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TensorList:
-        """Return tensors that are what these are, where these are, as a list that asks them nothing."""
+        """Return tensors that are taken to be what these are; ask them by `now`."""
         result = TensorList(tensors)
         result.addresses, result.kind, result.device = self.addresses, self.kind, self.device
         return result
 
+    def now(self) -> TensorList:
+        """Return the tensors as they are now: this list, if each is where it was."""
+        here = TensorList(self.tensors)
+        return self if here.addresses == self.addresses else here
+
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Where the elements of each begin; addresses tell devices apart."""
+        """Where the elements of each begin; addresses tell devices apart. 0 is nowhere."""
         return tuple(map(Tensor.data_ptr, self.tensors))
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether each tensor with elements has memory for them."""
+        return all(self.addresses) or not any(map(has_no_memory, self.tensors))
+
+    def check_memory(self) -> None:
+        """Raise ReleasedMemoryError if a tensor with elements has no memory."""
+        if not self.has_memory:
+            shapes = [str(tuple(tensor.shape)) for tensor in self.tensors if has_no_memory(tensor)]
+            raise ReleasedMemoryError(
+                f"a tensor of shape {shapes[0]} has no memory: it was released, as by "
+                "untyped_storage().resize_(0). Bring it back first"
+            )
 
     @cached_property
     def device(self) -> torch.device | None:
@@ -105,6 +131,7 @@ class TensorList(Sequence[Tensor]):
         Raises:
             RuntimeError: a tensor is sparse.
         """
+        _ = self.addresses  # asked at the same moment
         sizes = tuple(map(Tensor.numel, self.tensors))
         dtypes = tuple([tensor.dtype for tensor in self.tensors])
         orders = None
@@ -114,6 +141,12 @@ class TensorList(Sequence[Tensor]):
         if like is not None and (like.sizes, like.dtypes, like.orders) == (sizes, dtypes, orders):
             return like  # `kind_of` would have to hash them to find it
         return kind_of(sizes, dtypes, orders)
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a dense tensor with elements has been released."""
+    is_elsewhere = tensor.is_meta or not _has_own_values(type(tensor))
+    return not is_elsewhere and not tensor.data_ptr() and tensor.numel() > 0
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -210,7 +210,7 @@ def iterate(model: Model, optimizer: Any, blocks: int, questions: Questions) -> 
 
 @pytest.mark.usefixtures("launches_do_nothing")
 @pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize(("blocks", "bound"), [(1, 12), (2, 20)])
+@pytest.mark.parametrize(("blocks", "bound"), [(1, 13), (2, 20)])
 def test_a_fused_step_asks_little_of_what_is_the_users(level: str, blocks: int, bound: int) -> None:
     """Of a parameter and its gradients, which are as many as blocks, together."""
     questions = count(level, FusedAdam, blocks)
@@ -221,8 +221,9 @@ def test_a_fused_step_asks_little_of_what_is_the_users(level: str, blocks: int, 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_and_hardly_anything_of_what_is_its_own(blocks: int) -> None:
     questions = count("O2", FusedAdam, blocks)
-    # Is a gradient there already? Has anybody changed it, before the forward and after the step?
-    assert questions.most("master") <= 3 + blocks, questions.of
+    # Is a gradient there already? Has anybody changed it, before the forward and after the step? Where
+    # is it now?
+    assert questions.most("master") <= 4 + blocks, questions.of
     assert all(questions.most(name) <= 1 for name in ("exp_avg", "exp_avg_sq", "step")), questions.of
 
 

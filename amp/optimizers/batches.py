@@ -76,18 +76,17 @@ class Batch:
     def own_lists(self, lists: Sequence[Sequence[Tensor]]) -> list[TensorList]:
         """Return lists of tensors that belong to the optimizer alone, as its state does.
 
-        The same objects as in the last step are what they were. They are where they were if the first
-        of each list is: state that moves to another device moves as a whole.
+        The same objects as in the last step are what they were, if each is where it was.
         """
         tensors = list(chain.from_iterable(lists))
         if self.cut.groups:
             lists = [list(map(local, tensors)) for tensors in lists]
         if are_same(tensors, list(map(operator.call, self._references))):
-            pairs = list(zip(lists, self._known, strict=True))
-            if all(tensors[0].data_ptr() == known.addresses[0] for tensors, known in pairs):
-                return [known.with_tensors(tensors) for tensors, known in pairs]
-        result = list(map(TensorList, lists))
-        self._references = list(map(weakref.ref, tensors))
+            pairs = zip(self._known, lists, strict=True)
+            result = [known.with_tensors(tensors).now() for known, tensors in pairs]
+        else:
+            result = list(map(TensorList, lists))
+            self._references = list(map(weakref.ref, tensors))
         self._known = [x.with_tensors(()) for x in result]
         return result
 
@@ -95,7 +94,7 @@ class Batch:
 def kinds_of(lists: Sequence[Any]) -> list[Any]:
     """Return what lists of tensors are and where, to compare; nothing if a list cannot tell."""
     try:
-        return [(tensors.kind, tensors.device) for tensors in lists]
+        return [(x.kind, x.device) for x in lists] if all([x.has_memory for x in lists]) else []  # noqa: C419
     except (AttributeError, RuntimeError):  # of a class of their own, or sparse
         return []
 

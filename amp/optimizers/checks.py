@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp.dtypes import SCALABLE
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, shape_of
+from amp.kernels.tensor_lists import has_no_memory, local
 from amp.state_checks import as_float
 
 if TYPE_CHECKING:
@@ -56,12 +57,20 @@ def check_betas(betas: Any) -> None:
         check_range(name, beta, below=1.0)
 
 
-def check_batch(optimizer: FusedOptimizer, batch: Batch, grads: Sequence[Tensor]) -> None:
-    """Raise if a gradient, or the state, is not what a step takes. Nothing has been stepped then."""
+def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise if a gradient, or the state, is not what a step takes. Nothing has been stepped then.
+
+    Args:
+        optimizer: that is about to step.
+        batch: of its parameters.
+        lists: what `Batch.tensors` has returned for it.
+    """
     group = optimizer.param_groups[batch.index]
     kind = type(optimizer).__name__
-    for parameter, grad in zip(batch.stepped, grads, strict=True):
+    for i, (parameter, grad) in enumerate(zip(batch.stepped, lists["grads"], strict=True)):
         called = _called(parameter, batch.index, group)
+        for name, tensors in lists.items():
+            _check_memory(tensors[i], f"{_MEANINGS[name]} of {called}")
         needs_norms = optimizer._goes_by_norms or optimizer.max_grad_norm
         if needs_norms and hasattr(parameter, "_fsdp_flattened"):
             raise AmpTypeError(
@@ -88,10 +97,29 @@ def check_batch(optimizer: FusedOptimizer, batch: Batch, grads: Sequence[Tensor]
         _check_moments(optimizer, parameter, grad, called, group)
 
 
+_MEANINGS = {
+    "params": "what is stepped",
+    "grads": "the gradient",
+    "models": "the model's weight",
+    "lows": "the low half of the master",
+}
+
+
+def _check_memory(tensor: Tensor, called: str) -> None:
+    if tensor.layout is torch.strided and has_no_memory(tensor):
+        raise AmpRuntimeError(
+            f"{called} has no memory: it was released, as by untyped_storage().resize_(0). Bring it "
+            "back before the step"
+        )
+
+
 def _check_moments(
     optimizer: FusedOptimizer, parameter: Tensor, grad: Tensor, called: str, group: Mapping[str, Any]
 ) -> None:
     state = optimizer.state.get(parameter, {})
+    for name in (*optimizer._moments(group), "step"):
+        if isinstance(value := state.get(name), Tensor):
+            _check_memory(local(value), f"the {name} of {called}")
     for name in optimizer._moments(group):
         moment = state.get(name)
         if moment is None:

@@ -67,7 +67,7 @@ def _look_at(
         state = None
     kinds = [] if state is None else kinds_of([*lists.values(), *state])
     if not kinds or kinds != batch.checked:
-        check_batch(optimizer, batch, lists["grads"])
+        check_batch(optimizer, batch, lists)
         batch.checked = kinds
     inv_scale = inputs.own_inv_scale if batch.positions is None else inputs.inv_scale
     return Ready(batch, lists, state, inv_scale)
@@ -130,9 +130,11 @@ def _plan(
         norms_of_all_ranks=functools.partial(reduce_norm, cut=batch.cut) if batch.cut.groups else None,
         changes=changes,
     )
+    if not batch.cut.groups:
+        return
     # Of such a parameter this rank has nothing, and counts its steps as the other ranks do.
     empty = [step for p, step in zip(one.lists["params"], steps, strict=True) if not p.numel()]
-    if batch.cut.groups and empty:
+    if empty:
         taken: Any = 1.0 if found_inf is None else (found_inf == 0).float().reshape(())
         changes.add(functools.partial(torch._foreach_add_, empty, taken))
 

@@ -32,6 +32,10 @@ class Held(NamedTuple):
     inv_scale: Tensor | None
     norms: Norms | None = None
 
+    def now(self) -> Held:
+        """Return the same, asked where each tensor lies now."""
+        return self._replace(of=self.of.now(), grads=self.grads.now())
+
     def checked(
         self, found_inf: Tensor | None, max_norm: float | None, bad_steps: BadSteps | None
     ) -> Held:
@@ -52,7 +56,7 @@ class Held(NamedTuple):
         a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (newest, self)]
         sums = [torch.empty_like(grad, dtype=torch.float32) for grad in newest.grads]
         grads = TensorList(sums, like=newest.grads, dtype=torch.float32)
-        kernels.axpby.axpby(a, newest.grads, b, self.grads, grads, found_inf, bad_steps=bad_steps)
+        kernels.axpby.axpby(a, newest.grads, b, self.grads.now(), grads, found_inf, bad_steps=bad_steps)
         return Held(newest.of, grads, None)
 
     def in_own_memory(self) -> Held:
@@ -61,4 +65,5 @@ class Held(NamedTuple):
 
     def copied(self) -> Held:
         """Return the unscaled gradients in memory of their own, float32. No host sync."""
-        return self._replace(grads=TensorList(unscaled(self.grads, self.inv_scale)), inv_scale=None)
+        grads = TensorList(unscaled(self.grads.now(), self.inv_scale))
+        return self._replace(grads=grads, inv_scale=None)

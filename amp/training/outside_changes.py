@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from amp.errors import AmpWarning
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.masters.parameter import stored_grad
+from amp.masters.parameter import MasterParameter, stored_grad
 from amp.masters.whole import MasterWeights
 from amp.training.gradients import Gradients
 from amp.training.parameter_lists import ParameterLists
@@ -52,7 +52,7 @@ class OutsideChanges:
         masters = self._lists.masters
         values = masters if self._lists.are_plain else list(map(local, masters))
         traces = [value._version for value in values]
-        if self._lists.masters_may_move:
+        if not all([issubclass(cls, MasterParameter) for cls in set(map(type, masters))]):  # noqa: C419
             traces += map(Tensor.data_ptr, values)
         return traces
 

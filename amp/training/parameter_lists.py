@@ -12,7 +12,6 @@ from torch import Tensor
 from amp.distributed import groups_of_meshes
 from amp.errors import AmpRuntimeError
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
-from amp.masters.parameter import MasterParameter
 from amp.masters.whole import MasterWeights
 
 
@@ -25,10 +24,10 @@ class ParameterLists:
         masters, master_ids: the masters.
         models: the model's parameter of each master.
         unmastered: the parameters that are stepped themselves.
-        masters_may_move: whether what a master holds may lie elsewhere later.
         are_plain: whether none is a DTensor, or of another class with its values elsewhere.
         process_groups: whose ranks hold parts or copies of any of `stepped`.
         master_list, model_list, unmastered_list: what they hold, with what a launch must know of them.
+            `now` brings the first two up to date.
     """
 
     def __init__(self, in_groups: Sequence[Sequence[Tensor]], masters: MasterWeights) -> None:
@@ -44,11 +43,9 @@ class ParameterLists:
         self.process_groups = groups_of_meshes(self.stepped)
         self.are_plain = are_plain([*self.stepped, *self.models])
         self.master_list = _values_of(self.masters)
-        self.model_list = self._values_of_models()
-        self.unmastered_list = TensorList(list(map(local, self.unmastered)))
+        self.model_list = _values_of(self.models)
+        self.unmastered_list = _values_of(self.unmastered)
         self.master_ids = list(map(id, self.masters))
-        self.masters_may_move = not all(isinstance(m, MasterParameter) for m in self.masters)
-        _ = self.model_list.addresses  # by which `notice_moved` tells that a parameter has moved
 
     @classmethod
     def of(
@@ -71,21 +68,13 @@ class ParameterLists:
             )
         return lists
 
-    def notice_moved(self) -> bool:
-        """Look where the tensors are; return whether a model's parameter lies elsewhere than before.
-
-        Masters of the class `MasterParameter` do not move, and are not asked.
-        """
-        if self.masters_may_move:
-            self.master_list = _values_of(self.masters)
-        values = self.models if self.are_plain else list(map(local, self.models))
-        if tuple(map(Tensor.data_ptr, values)) == self.model_list.addresses:
-            return False
-        self.model_list = self._values_of_models()
-        return True
-
-    def _values_of_models(self) -> TensorList:
-        return TensorList(self.models if self.are_plain else list(map(local, self.models)))
+    def now(self) -> ParameterLists:
+        """Ask where the masters and the model's parameters lie now, and return these lists."""
+        if self.are_plain:
+            self.master_list, self.model_list = self.master_list.now(), self.model_list.now()
+        else:  # a DTensor may have another shard
+            self.master_list, self.model_list = _values_of(self.masters), _values_of(self.models)
+        return self
 
     def only(self, chosen: Sequence[bool]) -> ParameterLists:
         """Return the lists of the chosen masters alone: the same as the last time if these are."""
@@ -97,9 +86,8 @@ class ParameterLists:
         return self._part
 
 
-def _values_of(masters: Sequence[Tensor]) -> TensorList:
-    """Return plain tensors on masters' memory: autograd counts writes to a subclass half as fast."""
-    return TensorList([local(master).detach() for master in masters])
+def _values_of(tensors: Sequence[Tensor]) -> TensorList:
+    return TensorList(tensors if are_plain(tensors) else list(map(local, tensors)))
 
 
 class KnownDtypes:

@@ -48,8 +48,8 @@ class StepInputs:
 
     @cached_property
     def held(self) -> Held:
-        """The gradients of masters, and the masters."""
-        return self._look_up()
+        """The gradients of masters, and the masters, asked where each lies now."""
+        return self._look_up().now()
 
     @property
     def stepped(self) -> Sequence[Tensor]:

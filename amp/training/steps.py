@@ -90,7 +90,7 @@ class FusedStep(Stepper):
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
         """Show the optimizer what is held for it, and step."""
         lists, of = self.gradients.lists, self.gradients.for_step().of
-        self.gradients.dtypes.check(None if of.notice_moved() else lists.unmastered)
+        self.gradients.dtypes.check()
         versions = [model._version for model in of.models]
         if of is not lists or of is not self._latest or versions != self._versions:
             self.follow_models()
