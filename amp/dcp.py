@@ -10,13 +10,15 @@ What torch keeps to itself of this is touched in this file alone.
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp import distributed
-from amp.patching import Patches
+from amp.masters.parameter import store_grads, stored_grad
+from amp.patching import Patch, Patches, around
 from amp.training.attachment import AttachedOptimizer
 from amp.training.gradients import State
 
@@ -39,7 +41,7 @@ def get_state_dict(model: nn.Module, optimizers: Any, **options: Any) -> tuple[A
     from torch.distributed.checkpoint import state_dict
 
     with Patches() as patches:
-        teach(patches)
+        patches.install(PATCHES)
         return state_dict.get_state_dict(model, optimizers, **options)
 
 
@@ -65,7 +67,7 @@ def set_state_dict(
     from torch.distributed.checkpoint import state_dict
 
     with Patches() as patches:
-        teach(patches)
+        patches.install(PATCHES)
         return state_dict.set_state_dict(
             model,
             optimizers,
@@ -80,39 +82,52 @@ def is_in_use() -> bool:
     return "torch.distributed.checkpoint.state_dict" in sys.modules or distributed.world_size() > 1
 
 
-def teach(patches: Patches) -> None:
-    """Let torch's functions know of masters, where they are called directly too."""
-    from torch.distributed.checkpoint import state_dict
-
-    for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
-        patches.surround(state_dict, name, _with_masters_in_the_model)
-    patches.surround(state_dict, "_init_optim_state", _unless_there_are_gradients)
-
-
-def _unless_there_are_gradients(original: Any, optimizer: Any, *others: Any) -> None:
-    """Make the state of an optimizer that has none, by a step; torch does not where it sees gradients.
-
-    The gradients of a session may be where torch does not look.
-    """
-    attached = AttachedOptimizer.of(optimizer)
-    if attached is None:
-        original(optimizer, *others)
-    elif attached.gradients.state is State.SETTLED:
-        with attached.no_step_of_the_training():
-            original(optimizer, *others)
-
-
 def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any, *others: Any) -> Any:
+    """Run a function of torch while masters stand in the model.
+
+    It makes the state of an optimizer that has none by a step, which is made before: in it the model is
+    to be as it is. Torch makes none where it sees gradients, and those of a session may be elsewhere.
+    """
     from torch.distributed.checkpoint import state_dict
 
     *_, info = others
-    for optimizer in optimizers:
-        state_dict._init_optim_state(optimizer)  # a step, for which the model is to be as it is
-    with _masters_in(model, optimizers) as masters:
-        for parameter, master in masters.items():
-            names = info.fqn_param_mapping[master] = info.fqn_param_mapping[parameter]
-            info.fqn_param_mapping.update(dict.fromkeys(names, master))
-        return original(model, optimizers, *others)
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            attached = AttachedOptimizer.of(optimizer)
+            if attached is not None:
+                stack.enter_context(attached.no_step_of_the_training())
+            if attached is None or attached.gradients.state is State.SETTLED:
+                state_dict._init_optim_state(optimizer)
+            else:
+                stack.enter_context(_some_gradient(attached))
+        with _masters_in(model, optimizers) as masters:
+            for parameter, master in masters.items():
+                names = info.fqn_param_mapping[master] = info.fqn_param_mapping[parameter]
+                info.fqn_param_mapping.update(dict.fromkeys(names, master))
+            return original(model, optimizers, *others)
+
+
+@contextmanager
+def _some_gradient(attached: AttachedOptimizer) -> Iterator[None]:
+    """Let torch see a gradient of an optimizer, so that it makes no state by a step, in the block."""
+    without = [p for p in attached.gradients.lists.stepped if stored_grad(p) is None][:1]
+    store_grads(without, list(map(torch.zeros_like, without)))
+    try:
+        yield
+    finally:
+        store_grads(without)
+
+
+PATCHES = tuple(
+    Patch(
+        ("torch.distributed.checkpoint.state_dict",),
+        name,
+        around(_with_masters_in_the_model),
+        "the state of masters would be saved without names, or not at all",
+    )
+    for name in ("_get_optim_state_dict", "_load_optim_state_dict")
+)
+"""What is replaced in a session with masters where `torch.distributed.checkpoint` is in use."""
 
 
 @contextmanager

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from amp.casting import fp8_history
+from amp import active
+from amp.casting.fp8_history import AmaxHistory
 from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import (
     ProcessGroup,
@@ -272,7 +273,7 @@ class GradScaler(_TorchInternals):
             self._scaler.check_loss(outputs)
             if not self._has_scaled:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            for history in list(fp8_history.live):
+            for history in _histories():
                 history.begin(self._scaler.scale_on_device.clone())
             return self._scaler.scale(outputs)
         if isinstance(outputs, Mapping):
@@ -403,7 +404,7 @@ class GradScaler(_TorchInternals):
             flag = self._scaler.found_inf
             assert flag is not None
             flag.copy_(torch.stack(found).max())
-            for history in list(fp8_history.live):
+            for history in _histories():
                 history.share(self._scaler.process_groups)
                 history.end()
             self._scaler.update()
@@ -473,6 +474,11 @@ def _check_optimizer(method: str, optimizer: Any) -> None:
     """Raise AmpTypeError unless it has what all optimizers have."""
     if not hasattr(optimizer, "param_groups"):
         raise AmpTypeError(f"GradScaler.{method} takes an optimizer, and got {brief(optimizer)}")
+
+
+def _histories() -> list[AmaxHistory]:
+    """Return what FP8 layers of open sessions remember: a GradScaler belongs to no session."""
+    return [each for session in active.open_sessions() if (each := session.amax_history) is not None]
 
 
 def _parameters(optimizer: Any) -> list[Any]:

@@ -1,8 +1,12 @@
-"""Replacing attributes so that they can be given back, in whatever order their owners leave.
+"""Replacing functions so that they can be given back, in whatever order their owners leave.
 
-Several owners may patch the same attribute and close in any order. The first one puts a `_Site` there,
-which remembers the original, and each owner has one layer on it. Callers see the newest layer; when
-the last layer goes, the attribute is the original object again.
+Several owners may patch the same function and close in any order. The first one puts a `_Site` there,
+which remembers the original, and each owner has one layer on it. There are two kinds of layers. Those
+of one kind replace each other; those of owners that are `over` others are put on the newest of these.
+When the last layer goes, the attribute is the original object again.
+
+What is shown in a function's place has its name, module, signature and docstring, pickles as it does,
+and `inspect.unwrap` leads to the original.
 """
 
 from __future__ import annotations
@@ -11,81 +15,166 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 _SITE = "__amp_site__"
 _lock = threading.RLock()
 """Held while a site gets a layer or loses one: two threads may patch the same attribute."""
 
+Make = Callable[[Any], Any]
+"""From a function to what is to be called instead: a function, a bound method or a static method."""
+
+
+class Patch(NamedTuple):
+    """One function of torch, or of a package, that is replaced while a session is open.
+
+    Attributes:
+        places: the full names of the modules or the class that have it; pickle looks in the first.
+        name: its name there.
+        make: what is called instead.
+        why: what would be wrong in silence without it.
+    """
+
+    places: tuple[str, ...]
+    name: str
+    make: Make
+    why: str
+
+    def targets(self) -> list[Any]:
+        """Return the modules or the class, as far as they are loaded and have the function."""
+        found = [_loaded(place) for place in self.places]
+        return [target for target in found if hasattr(target, self.name)]
+
+
+def _loaded(place: str) -> Any:
+    """Return a module or class of this name, or None where nobody has imported it."""
+    module, _, name = place.rpartition(".")
+    return sys.modules.get(place) or getattr(sys.modules.get(module), name, None)
+
+
+class _Layer:
+    """What one owner makes of a function."""
+
+    def __init__(self, owner: Patches, make: Make) -> None:
+        self.owner = owner
+        self._make = make
+        self._below: Any = None
+        self._made: Any = None
+
+    def on(self, below: Any, site: _Site) -> Any:
+        """Return what is called in the place of `below`; it is made anew where that is another one."""
+        if self._made is None or below is not self._below:
+            self._below, self._made = below, site.named(self._make(below))
+        return self._made
+
 
 class _Site:
-    """One patched attribute: its original and the layers on it, oldest first."""
+    """A function that is patched, in one place or under several names."""
 
     def __init__(self, target: Any, name: str) -> None:
-        self.target = target
         self.name = name
         self.original = getattr(target, name)
-        self.inherited = name not in vars(target)
-        self.attribute = vars(target).get(name)  # of a class, perhaps a staticmethod of the original
-        self.layers: list[tuple[Patches, Any]] = []
+        self._places: dict[int, tuple[Any, bool, Any]] = {}
+        self.layers: list[_Layer] = []
+        self.shown: Any = None
+        self._path = _path_of(target, name)
+        self.add_place(target)
 
-    def show(self, layers: Sequence[tuple[Patches, Any]]) -> None:
-        """Put the newest of these layers, or else the original, where callers look."""
-        if layers:
-            setattr(self.target, self.name, layers[-1][1])
-        elif self.inherited:
-            delattr(self.target, self.name)
-        else:
-            setattr(self.target, self.name, self.attribute)
+    def add_place(self, target: Any) -> None:
+        """Let `target` show what the first place shows."""
+        if id(target) not in self._places:
+            attribute = vars(target).get(self.name)  # in a class perhaps a staticmethod of the original
+            self._places[id(target)] = target, self.name not in vars(target), attribute
+
+    def show(self) -> None:
+        """Put what the layers make of the original, or else the original, where callers look."""
+        base = shown = self.original
+        for layer in sorted(self.layers, key=lambda layer: layer.owner.is_over):
+            shown = layer.on(base if layer.owner.is_over else self.original, self)
+            base = base if layer.owner.is_over else shown
+        self.shown = shown if self.layers else None
+        for target, is_inherited, attribute in self._places.values():
+            if self.layers:
+                setattr(target, self.name, shown)
+            elif is_inherited:
+                delattr(target, self.name)
+            else:
+                setattr(target, self.name, attribute)
+
+    def named(self, new: Any) -> Any:
+        """Let what stands for the function be found, described and pickled as the function is."""
+        function = getattr(new, "__func__", new)
+        functools.update_wrapper(function, getattr(self.original, "__func__", self.original))
+        setattr(function, _SITE, self)
+        if self._path is not None:
+            function.__module__, function.__qualname__ = self._path
+        return new
 
     def is_shown(self) -> bool:
         """Whether the attribute is still ours: nobody else has patched it since."""
-        return bool(self.layers) and vars(self.target).get(self.name) is self.layers[-1][1]
+        targets = [target for target, _, _ in self._places.values()]
+        return bool(self.layers) and all(vars(x).get(self.name) is self.shown for x in targets)
+
+
+def _path_of(target: Any, name: str) -> tuple[str, str] | None:
+    """Return the module that has a function, and its name there, which pickle goes by.
+
+    Many functions of torch have other names themselves, which lead nowhere. None for one of an object.
+    """
+    if isinstance(target, type):
+        return target.__module__, f"{target.__qualname__}.{name}"
+    return (target.__name__, name) if isinstance(target, ModuleType) else None
 
 
 class Patches(AbstractContextManager["Patches"]):
-    """The attributes that one owner has replaced. A context manager; `undo` is idempotent."""
+    """The functions that one owner has replaced. A context manager; `undo` is idempotent.
 
-    def __init__(self) -> None:
+    Args:
+        is_over: whether its layers are put on those of owners that are not, instead of the original.
+    """
+
+    def __init__(self, is_over: bool = False) -> None:
+        self.is_over = is_over
         self._sites: list[_Site] = []
 
-    def wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> Any:
-        """Replace `target.name` by `make(original)`, and return the original.
+    def wrap(self, target: Any, name: str, make: Make, *others: Any) -> Any:
+        """Replace `target.name` by what `make` makes of it, and return the original.
 
-        `make` is given the unpatched original, whatever layers are on it already, and returns a
-        function, a bound method or a static method. A layer of this same owner is replaced by the
-        new one.
+        `make` may be called again, when what it is put on has changed. A layer of this same owner is
+        replaced by the new one.
+
+        Args:
+            target: a module, a class or an object.
+            name: of the function in it.
+            make: see `Make`.
+            *others: modules that have the same function under the same name.
         """
         with _lock:
-            return self._wrap(target, name, make)
-
-    def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> Any:
-        shown = vars(target).get(name)
-        site = getattr(getattr(shown, "__func__", shown), _SITE, None)
-        if site is None or not site.is_shown():
-            site = _Site(target, name)
-        new = make(site.original)
-        setattr(getattr(new, "__func__", new), _SITE, site)
-        site.layers = [layer for layer in site.layers if layer[0] is not self]
-        site.layers.append((self, new))
-        site.show(site.layers)
-        self._sites.append(site)
-        return site.original
+            shown = vars(target).get(name)
+            site = getattr(getattr(shown, "__func__", shown), _SITE, None)
+            if site is None or not site.is_shown():
+                site = _Site(target, name)
+            for other in others:
+                if getattr(other, name, None) is getattr(target, name):
+                    site.add_place(other)
+            site.layers = [layer for layer in site.layers if layer.owner is not self]
+            site.layers.append(_Layer(self, make))
+            site.show()
+            self._sites.append(site)
+            return site.original
 
     def surround(self, target: Any, name: str, function: Callable[..., Any]) -> None:
         """Let each call of `target.name` be one of `function(original, *args, **kwargs)`."""
+        self.wrap(target, name, around(function))
 
-        def make(original: Any) -> Any:
-            @functools.wraps(original)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return function(original, *args, **kwargs)
-
-            return wrapper
-
-        self.wrap(target, name, make)
+    def install(self, patches: Iterable[Patch]) -> None:
+        """Make the patches whose places are loaded."""
+        for patch in patches:
+            if targets := patch.targets():
+                self.wrap(targets[0], patch.name, patch.make, *targets[1:])
 
     def undo(self) -> None:
         """Take this owner's layers away, newest first.
@@ -96,26 +185,26 @@ class Patches(AbstractContextManager["Patches"]):
         while self._sites:
             with _lock:
                 site = self._sites[-1]
-                others = [layer for layer in site.layers if layer[0] is not self]
-                if site.is_shown():
-                    site.show(others)
-                site.layers = others
+                is_shown = site.is_shown()
+                site.layers = [layer for layer in site.layers if layer.owner is not self]
+                if is_shown:
+                    site.show()
                 self._sites.pop()  # last: an interrupted `undo` may be repeated
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Run the block with the originals where this owner has patched, whoever else has too."""
-        sites = [site for site in self._sites if site.is_shown()]
-        for site in sites:
-            site.show(())
-        try:
-            yield
-        finally:
-            for site in sites:
-                site.show(site.layers)
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+
+def around(function: Callable[..., Any]) -> Make:
+    """Return what makes of a function one that calls `function(original, *args, **kwargs)`."""
+
+    def make(original: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return wrapper
+
+    return make
 
 
 def unpatched(function: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar, Unpack, overload
@@ -17,47 +17,42 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from amp import arguments, checkpoint, dcp, distributed
+from amp import active, arguments, checkpoint, dcp, distributed
 from amp.advice import advise_on_eps, advise_on_float64, advise_on_rules
-from amp.casting import direct_calls
+from amp.casting.by_op import CastOps
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.casting.strategies import strategies_for
+from amp.casting.weight_casts import forwards
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning, brief
-from amp.masters import values
-from amp.masters.averages import average_in_float32
-from amp.masters.copies import copy_in_float32
+from amp.masters import averages
 from amp.masters.lean import LeanMasterWeights
-from amp.masters.overwrites import clear_overwritten
-from amp.masters.state_dicts import install_state_dict_hooks
+from amp.masters.state_dicts import install_hooks
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.profiles.levels import resolve
 from amp.profiles.overrides import Overrides
 from amp.profiles.properties import Properties
+from amp.training import synchronization
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.clipping import lead_to_masters
-from amp.training.outside_changes import OutsideChanges, look_before_forwards
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
 from amp.training.synchronization import Synchronization
 from amp.undo import Undo
-from amp.weak import members
 
 logger = logging.getLogger("amp")
 
 M = TypeVar("M")
 T = TypeVar("T")
-
-_open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
@@ -88,6 +83,8 @@ class Session:
     Attributes:
         properties: what the profile and the overrides resolved to.
         scalers: one loss scaler per loss.
+        attached: what there is of each of its optimizers.
+        casts: what decides whether functions cast in a thread that has called a model of it last.
         last_report: of the last step that `diagnose="on_overflow"` has watched, or None.
 
     Raises:
@@ -124,9 +121,12 @@ class Session:
         self.masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self._strategies = strategies_for(self.properties)
         self._fp8 = next((x for x in self._strategies if isinstance(x, Fp8Linears)), None)
+        by_op = next((x for x in self._strategies if isinstance(x, CastOps)), None)
+        self.casts: CastOps | active.NoCasts = by_op or active.NoCasts()
+        weakref.finalize(self, self.casts.drop).atexit = False
         self.synchronization = Synchronization(self.properties, self._named_parameters)
         self._running_stats = RunningStatistics()
-        self._outside_changes: list[OutsideChanges] = []
+        self.attached: list[AttachedOptimizer] = []
         self.last_report: Report | None = None
         self._armed = None
         if self.properties.diagnose == "on_overflow":
@@ -136,12 +136,12 @@ class Session:
             self._log(
                 logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
             )
-        _open.add(self)
 
     @staticmethod
     def of(model: nn.Module) -> Session | None:
         """Return the open session that a model went through, or None."""
-        return next((x for x in members(_open) if any(each is model for each in x._alive())), None)
+        sessions: list[Session] = active.open_sessions()
+        return next((x for x in sessions if any(each is model for each in x._alive())), None)
 
     # Set up and tear down.
 
@@ -200,33 +200,24 @@ class Session:
 
     def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Take the strategies' steps, and attach the optimizers; if any of it fails, undo all."""
-        undo, known, known_changes = Undo(), len(self._models), len(self._outside_changes)
+        undo, is_first = Undo(), not self.is_in_use
+        known, known_optimizers = len(self._models), len(self.attached)
         attached: list[AttachedOptimizer] = []
         self._undo.callback(_recast_states, attached)  # once their parameters have their dtype again
         self._undo.callback(undo.close)
         try:
+            active.add(self)
             for strategy in self._strategies:
                 strategy.begin(undo)
                 for model in models:
                     strategy.prepare_model(model, undo)
-            for handle in install_state_dict_hooks(self.masters, models, self.properties):
-                undo.callback(handle.remove)
-            lead_to_masters(undo)
-            if self.properties.master_weights or self.properties.cast_model_type in LOW_PRECISION:
-                copy_in_float32(undo)
-                average_in_float32(undo)
-                values.find(self.masters, undo)  # undone first: the others ask what is left
-            if not self.masters.are_whole:
-                clear_overwritten(undo)
-            if self.properties.master_weights and dcp.is_in_use():
-                patches = Patches()
-                undo.always(patches.undo)
-                dcp.teach(patches)
+            self._patch(undo)
+            if self.has_half:
+                install_hooks(self.masters, models, undo)
             self.masters.note_casts(undo.before)
             new = [self._attach(optimizer, undo) for optimizer in optimizers]
-            for model in models if self.properties.master_weights else ():
-                handle = look_before_forwards(model, self._outside_changes)
-                undo.callback(handle.remove)
+            for model in models:
+                undo.callback(_stay_with(model, self))
             self._models += map(weakref.ref, models)
             self.synchronization.watch(models, undo)
             if self.properties.protect_buffers and self.properties.loss_scaling.check:
@@ -243,20 +234,43 @@ class Session:
                 before = {"process_groups": scaler.process_groups}
                 undo.if_it_fails.append(functools.partial(vars(scaler).update, before))
                 scaler.process_groups += groups
-            self._outside_changes += [one.outside_changes for one in new]
+            self.attached += new
             undo.if_it_fails.append(attached.clear)
             attached += new
             undo.has_succeeded()
         except BaseException:
             if not undo.is_for_close:
+                if is_first:
+                    active.remove(self)
                 undo.roll_back()
-                del self._models[known:], self._outside_changes[known_changes:]
+                del self._models[known:], self.attached[known_optimizers:]
             raise
+
+    @property
+    def has_half(self) -> bool:
+        """Whether there are weights in 16 bits, or masters of such."""
+        properties = self.properties
+        return bool(properties.master_weights) or properties.cast_model_type in LOW_PRECISION
+
+    def _patch(self, undo: Undo) -> None:
+        """Replace functions of torch that would be wrong in silence; see docs/architecture.md."""
+        patches = Patches()
+        undo.always(averages.forget_averages)
+        undo.always(patches.undo)
+        finds_gradients = self.properties.master_weights or not self.scalers[0].is_identity
+        if finds_gradients:
+            lead_to_masters(undo)
+        if finds_gradients or (self.amax_history is not None and self.amax_history.recipe.reduce_amax):
+            patches.install(synchronization.PATCHES)
+        if self.has_half:
+            patches.install(averages.PATCHES)
+        if self.properties.master_weights and dcp.is_in_use():
+            patches.install(dcp.PATCHES)
 
     @property
     def is_in_use(self) -> bool:
         """Whether models or optimizers have been set up."""
-        return bool(self._models or self._outside_changes)
+        return bool(self._models or self.attached)
 
     def _advise(self, models: Sequence[nn.Module], attached: Iterable[AttachedOptimizer]) -> None:
         """Log what has been prepared, and warn of what will not work well."""
@@ -291,8 +305,19 @@ class Session:
 
     def stop_casting_ops(self) -> None:
         """Give torch its functions back, and leave models, optimizers and scalers as they are."""
-        for strategy in self._strategies:
-            strategy.stop()
+        self.casts.stop()
+
+    def after_fork(self) -> None:
+        """Go on in a forked process, which has none of the other threads."""
+        self.masters.renew_lock()
+        self.casts.is_inherited = True
+
+    def before_forward(self) -> None:
+        """Prepare the forward of a model, whose hook calls this. No host sync."""
+        if self.casts.live and not forwards.is_in_one():
+            active.activate(self.casts)
+        for attached in self.attached if self.properties.master_weights else ():
+            attached.outside_changes.before_forward()
 
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were. Idempotent.
@@ -307,13 +332,15 @@ class Session:
         self.closed = True
         before = ThreadState()
         try:
-            _open.discard(self)
+            active.remove(self)
+            self.casts.stop()
             if self._armed is not None:
                 self._armed.close()
             self._undo.close()
         except BaseException:
             before.put_back(after_error=True)
             raise
+        self.attached.clear()
         for scaler in self.scalers:  # last: a warning may be an error
             self._report_overflows(scaler, wait=True)
 
@@ -321,11 +348,8 @@ class Session:
         self._check_open()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            direct_calls.explain(error)
-        finally:
-            self.close()
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     # Training.
 
@@ -479,6 +503,32 @@ class Session:
     def _log(self, level: int, message: str, *args: object) -> None:
         if self.verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)
+
+
+class _BeforeForward:
+    """A forward pre-hook of a model, which keeps the session. That of a copy does nothing."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._session = session
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if self._session is not None and not torch.compiler.is_compiling():
+            self._session.before_forward()
+
+    def __deepcopy__(self, memo: object) -> _BeforeForward:
+        return _BeforeForward()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _BeforeForward, ()
+
+
+def _stay_with(model: nn.Module, session: Session) -> Callable[[], object]:
+    """Let a session stay open for as long as a model lives, and return what ends that."""
+    if isinstance(session.casts, CastOps):  # whose casts begin in the call itself
+        cls: Any = type(model)  # made for this model
+        cls._amp_session = session
+        return functools.partial(setattr, cls, "_amp_session", None)
+    return model.register_forward_pre_hook(_BeforeForward(session), prepend=True).remove
 
 
 def _recast_states(attached: Iterable[AttachedOptimizer]) -> None:

@@ -428,7 +428,7 @@ def test_averages_go_on_in_fp32_while_their_session_is_open(
                 other.close()
             else:
                 failing = session if event == "initialize fails" else other
-                monkeypatch.setattr("amp.session.look_before_forwards", fail)
+                monkeypatch.setattr("amp.session._stay_with", fail)
                 with pytest.raises(RuntimeError, match="late"):
                     failing.initialize(net_of())
     assert torch.equal(average, wide.bfloat16())
@@ -494,21 +494,10 @@ def test_an_average_in_inference_mode() -> None:
     assert torch.equal(average, made)
 
 
-def by_add_(average: Tensor, weight: Tensor) -> None:
-    average.mul_(DECAY).add_(weight, alpha=1 - DECAY)
+def test_an_average_that_stays_in_16_bits_warns_once() -> None:
+    def update(average: Tensor, weight: Tensor) -> None:
+        average.copy_(average.lerp(weight, 1 - DECAY))
 
-
-def by_foreach_add_(average: Tensor, weight: Tensor) -> None:
-    torch._foreach_mul_([average], DECAY)
-    torch._foreach_add_([average], [weight], alpha=1 - DECAY)
-
-
-def by_lerp(average: Tensor, weight: Tensor) -> None:
-    average.copy_(average.lerp(weight, 1 - DECAY))
-
-
-@pytest.mark.parametrize("update", [by_add_, by_foreach_add_, by_lerp])
-def test_an_average_that_stays_in_16_bits_warns_once(update: Any) -> None:
     weight, average = pair_at_o2()
     with pytest.warns(amp.AmpWarning, match="an average in float16 .* rounded away") as told:
         update(average, weight)

@@ -53,7 +53,7 @@ class Calls(nn.Module):
 
 def in_forward(function: Any) -> Any:
     """Call a function inside the forward of a model that was given to the session."""
-    from amp.casting.current import newest_caster
+    from amp.active import newest_caster
     from amp.casting.regions import watch
 
     model = Calls()

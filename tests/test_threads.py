@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amp
-from amp.casting import current
+from amp import active
 
 STEPS = int(os.environ.get("AMP_THREAD_STEPS", "4"))
 PAIRS = [("O1", "O4"), ("O1", "O0"), ("O1", "O2"), ("O2", "O5"), ("O4", "O6"), ("O4", "O0")]
@@ -334,9 +334,10 @@ def test_a_model_runs_as_ever_while_another_thread_copies_it() -> None:
 
 
 class BeingOpened:
-    """The casts of a session that another thread opens, and that has patched no function yet."""
+    """A session that another thread opens, and that has patched no function yet, and its casts."""
 
     def __init__(self) -> None:
+        self.casts = self
         self.dtype, self.live, self.is_inherited = torch.float16, True, False
         self.device_types: set[str] = set()
         self.wrappers: dict[Any, Any] = {}
@@ -353,12 +354,12 @@ def test_a_thread_keeps_its_casts_while_another_one_opens_a_session(line: int) -
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        if frame.f_code is not current.caster_here.__code__:
+        if frame.f_code is not active.caster_here.__code__:
             return None
         if event == "line":
             lines += 1
             if lines == line:
-                in_threads(lambda: current.begin(opened))
+                in_threads(lambda: active.add(opened))
         return trace
 
     sys.settrace(trace)
@@ -366,6 +367,6 @@ def test_a_thread_keeps_its_casts_while_another_one_opens_a_session(line: int) -
         dtype = (torch.eye(2) @ torch.eye(2)).dtype
     finally:
         sys.settrace(None)
-        current.end(opened)
+        active.remove(opened)
     assert lines
     assert dtype is torch.bfloat16

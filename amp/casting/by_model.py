@@ -5,7 +5,6 @@ keep working. Activations are cast by module hooks that can be copied and pickle
 pickle, DataParallel and DDP see an ordinary module.
 """
 
-import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,10 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from amp.casting import direct_calls
-from amp.casting.cast_hooks import cast_inputs, cast_output
+from amp.casting.cast_hooks import CastInputs, CastOutput
 from amp.casting.model_inputs import ModelInputs, check_names, matches
-from amp.casting.scripting import script
+from amp.casting.scripting import NotScriptable
 from amp.casting.sharded import (
     ShardPolicies,
     casts_by_its_own_policy,
@@ -30,7 +28,6 @@ from amp.casting.sharded import (
 from amp.casting.strategy import Strategy
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpWarning
-from amp.patching import Patches
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -134,13 +131,6 @@ class CastModel(Strategy):
 
         ShardPolicies(model, self.properties, dtypes_to_be(model, self.properties))
 
-    def begin(self, undo: Undo) -> None:
-        """Let `torch.jit.script` refuse models that are cast, and explain errors of direct calls."""
-        patches = Patches()
-        undo.always(patches.undo)
-        patches.surround(torch.jit, "script", script)
-        direct_calls.explain_uncaught(patches)
-
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Cast the parameters, buffers and gradients of the model in place, and hook it.
 
@@ -160,6 +150,8 @@ class CastModel(Strategy):
                 module.flatten_parameters()
         for handle in self._hooks(model):
             undo.callback(handle.remove)
+        vars(model)["__prepare_scriptable__"] = NotScriptable(type(model).__name__)
+        undo.callback(vars(model).pop, "__prepare_scriptable__", None)
 
     def check_loss(self, loss: Tensor) -> None:
         """Warn, once, of a loss in 16 bits, where outputs of models are FP32."""
@@ -202,9 +194,7 @@ class CastModel(Strategy):
                     hook = ModelInputs(model, needed or dtype, which)
                     yield module.register_forward_pre_hook(hook, with_kwargs=True)
                 elif needed is not None and not matches(which, names[module]):
-                    yield module.register_forward_pre_hook(
-                        functools.partial(cast_inputs, needed), with_kwargs=True
-                    )
+                    yield module.register_forward_pre_hook(CastInputs(needed), with_kwargs=True)
                 if needed not in (None, dtype) and module is not model and module not in ruled:
                     yield _cast_outputs(module, dtype)
         if outputs is not None:
@@ -234,4 +224,4 @@ def _needed_input_dtype(
 
 
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    return module.register_forward_hook(functools.partial(cast_output, dtype), prepend=True)
+    return module.register_forward_hook(CastOutput(dtype), prepend=True)

@@ -4,7 +4,6 @@ The functions of an `OpPolicy` are replaced by wrappers, process-wide, until the
 every name that a loaded module has for them, and in what modules of the model hold as attributes.
 """
 
-import functools
 import hashlib
 import inspect
 import warnings
@@ -14,20 +13,19 @@ from types import ClassMethodDescriptorType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch import nn
 
-from amp.casting import current, regions
+from amp import active
+from amp.casting import regions, scripting, wrappers
 from amp.casting.module_rules import run_in_float32
 from amp.casting.op_names import resolve
 from amp.casting.policy import OpRule, policy_of
 from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
-from amp.casting.scripting import script
 from amp.casting.strategy import Strategy
-from amp.casting.wrappers import check_rnn_input, make_choosing, make_wrapper
+from amp.casting.wrappers import make_choosing, make_wrapper
 from amp.errors import AmpWarning
-from amp.patching import Patches, modules_of_others, show_patched
+from amp.patching import Patches, modules_of_others, show_patched, unpatched
 from amp.profiles.properties import Properties
 from amp.undo import Undo
 
@@ -51,14 +49,14 @@ class CastOps(Strategy):
         self.live = self._is_open = self.is_inherited = False
         self.device_types: set[str] = set()
         self._has_begun = False
-        self._patches = Patches()
+        self._patches = Patches(is_over=True)
         # Of originals and wrappers, by their ids.
         self._rules: dict[int, OpRule] = {}
         self._places: dict[int, tuple[Any, str, Any]] = {}
         # By where a function is.
         self.wrappers: dict[tuple[int, str], Function] = {}
+        self._shown: list[Function] = []
         self._watched: list[weakref.ref[nn.Module]] = []
-        self._hold: weakref.ref[_Hold] | None = None
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -67,27 +65,24 @@ class CastOps(Strategy):
 
     def begin(self, undo: Undo) -> None:
         """Patch the functions that this torch has, once in a session."""
-        with current.opening:
+        with active.opening:
             _stop_dropped()
-            self._begin(undo)
+            if not self._has_begun:
+                undo.if_it_fails.append(self._begin_anew)
+                undo.callback(self.stop)
+                self._begin()
 
-    def _begin(self, undo: Undo) -> None:
-        if self._has_begun:
-            return
-        undo.if_it_fails.append(self._begin_anew)
+    def _begin(self) -> None:
         missing = self.policy.missing()
-        hold = _Hold(self)
-        self._hold = weakref.ref(hold)
-        undo.callback(hold.release)
-        undo.callback(self.stop)
         self._is_open = self.live = True
         _introduce_dynamo()
-        regions.open_for(self, self._patches)
+        active.look_at_casts()
+        active.activate(None)
+        regions.turn_on()
+        self._patches.install((*regions.PATCHES, *wrappers.PATCHES))
         for rule in self.policy.rules:
             if rule.category != "calls" and rule.op not in missing:
                 self.patch(rule, resolve(rule.place))
-        self._patches.surround(nn.RNNBase, "check_input", check_rnn_input)
-        self._patches.surround(torch.jit, "script", functools.partial(_script, self._patches))
         for rule, target in registered():
             self.patch(rule, target)
         self.replace_names()
@@ -100,7 +95,6 @@ class CastOps(Strategy):
 
     def patch(self, rule: OpRule, target: Any) -> None:
         """Patch one function of `target`, and its in-place form."""
-        shown = getattr(target, rule.name)  # the original, or an older session's wrapper
         attribute = inspect.getattr_static(target, rule.name, None)
 
         def make(function: Function) -> Any:
@@ -108,20 +102,24 @@ class CastOps(Strategy):
             function = getattr(attribute, "__func__", attribute) if is_method else function
             place = id(target), rule.name
             self.wrappers[place] = wrapper = make_wrapper(self, rule, function)
-            if len(current.live_casters) > 1:
+            if active.are_several():
                 wrapper = make_choosing(place, wrapper, function)
+            self._know(rule, target, wrapper)
+            self._shown.append(wrapper)
+            scripting.stand_for(wrapper, unpatched(function))
             if is_method:
                 return classmethod(wrapper)
             return staticmethod(wrapper) if isinstance(attribute, staticmethod) else wrapper
 
-        original = self._patches.wrap(target, rule.name, make)
-        for function in (original, shown, getattr(target, rule.name)):
-            self._rules.setdefault(id(function), rule)
-            self._places.setdefault(id(function), (target, rule.name, function))
-        if target is Tensor and rule.name in vars(FunctionalTensor):
-            self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
+        self._know(rule, target, getattr(target, rule.name))  # or an older session's wrapper
+        self._know(rule, target, self._patches.wrap(target, rule.name, make))
         if rule.in_place is not None and hasattr(target, rule.in_place.name):
             self.patch(rule.in_place, target)
+
+    def _know(self, rule: OpRule, target: Any, function: Any) -> None:
+        """Note what a function is, under whatever name a module has it."""
+        self._rules.setdefault(id(function), rule)
+        self._places.setdefault(id(function), (target, rule.name, function))
 
     def rule_of(self, function: Any) -> OpRule | None:
         """Return the rule for a function of torch, or for a wrapper of it, while it is patched."""
@@ -157,8 +155,6 @@ class CastOps(Strategy):
             )
         undo.callback(run_in_float32(model, self.properties.rules, self))
         undo.callback(regions.watch(model, self))
-        cls: Any = type(model)  # which `watch` has made for this model
-        cls._amp_hold = None if self._hold is None else self._hold()
 
     @property
     def casts_ops(self) -> bool:
@@ -168,13 +164,24 @@ class CastOps(Strategy):
     def stop(self) -> None:
         """Give every function back, also where it was imported by name meanwhile. Idempotent."""
         if self._is_open:
-            with current.opening:
+            with active.opening:
                 self._stop()
                 _stop_dropped()
 
+    def drop(self) -> None:
+        """Cast no more: nobody has the session any longer, nor a model of it.
+
+        Functions are given back when the next session opens or closes. The garbage collector calls
+        this, which may run anywhere, such as while Dynamo compiles: it takes no lock.
+        """
+        if self._is_open:
+            self.live = False
+            active.look_at_casts()
+            _dropped.append(self)
+
     def _stop(self) -> None:
         self.live = False
-        regions.close_for(self)
+        active.look_at_casts()
         self._patches.undo()
         watched = [module for reference in self._watched if (module := reference()) is not None]
         for holder in (*modules_of_others(), *watched):
@@ -182,6 +189,8 @@ class CastOps(Strategy):
         _forget_compiled()
         self._is_open = False
         # A newer session may hold a wrapper of this one, which holds this one, and so on to the first.
+        scripting.forget(self._shown)
+        self._shown.clear()
         self._places.clear()
         self._rules.clear()
 
@@ -190,32 +199,8 @@ class CastOps(Strategy):
         show_patched(holder, self._places)
 
 
-class _Hold:
-    """What a session and its models have: when all of them have gone, functions cast no more.
-
-    Functions are given back when the next session that casts any opens or closes: the garbage
-    collector may run anywhere, such as while Dynamo compiles.
-    """
-
-    def __init__(self, caster: CastOps) -> None:
-        self._end = weakref.finalize(self, _drop, caster)
-        self._end.atexit = False
-
-    def release(self) -> None:
-        """Do nothing then: the session has been closed."""
-        self._end.detach()
-
-
 _dropped: list[CastOps] = []
 """Of sessions that nobody has closed and nobody has any more: what they patched is to be given back."""
-
-
-def _drop(caster: CastOps) -> None:
-    """Let a caster cast no more. It takes no lock: the garbage collector calls it."""
-    if caster._is_open:
-        caster.live = False
-        current.end(caster)
-        _dropped.append(caster)
 
 
 def _stop_dropped() -> None:
@@ -265,23 +250,9 @@ def _forget_compiled() -> None:
 
     Dynamo does not look at what `x @ w` calls: neither its guards nor its cache keys would know.
     """
-    caster = current.newest_caster()
+    caster = active.newest_caster()
     tag, _, _ = torch.compiler.config.cache_key_tag.partition(_TAG)
     if caster is not None:
         tag += _TAG + hashlib.sha256(repr(caster.policy).encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = tag
     torch._dynamo.reset()
-
-
-def _script(
-    patches: Patches,
-    original: Function,
-    obj: Any,
-    optimize: Any = None,
-    _frames_up: int = 0,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call `torch.jit.script`, which can compile torch's functions and no wrapper of them."""
-    with patches.lifted():
-        return script(original, obj, optimize, _frames_up + 1, *args, **kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp.casting.current import caster_here
+from amp.active import caster_here
 from amp.casting.regions import casts
 from amp.casting.sharded import gathered_dtypes
 from amp.casting.strategy import Strategy
@@ -97,7 +97,7 @@ class Fp8Linears(Strategy):
         self._add(reached, prefix, undo)
 
     def _add(self, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
-        from amp.casting.fp8_history import AmaxHistory, live
+        from amp.casting.fp8_history import AmaxHistory
         from amp.casting.fp8_linear import FORMATS, Layer, Switch
 
         recipe = self.properties.fp8
@@ -109,8 +109,6 @@ class Fp8Linears(Strategy):
         if recipe.recipe == "delayed" and names:
             if self.history is None:
                 self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
-                live.add(self.history)
-                undo.callback(live.discard, self.history)
             devices = [_stored(module).device for module in reached.values()]
             if len(set(devices)) > 1:
                 raise AmpRuntimeError(_several_devices(devices))

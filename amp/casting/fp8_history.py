@@ -7,7 +7,6 @@ the backward. Gradients are remembered unscaled: a loss scale that moves does no
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +22,6 @@ from amp.profiles.fp8_recipe import Fp8Recipe
 
 INPUT, WEIGHT, GRADIENT = range(3)
 """The entries of a layer."""
-
-live: "weakref.WeakSet[AmaxHistory]" = weakref.WeakSet()
-"""The histories of open sessions, for `amp.GradScaler`, which belongs to none."""
 
 
 class AmaxHistory:

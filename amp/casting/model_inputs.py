@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp.casting.containers import cast_tensors, map_tensors
+from amp.casting.containers import map_tensors
 from amp.dtypes import SCALABLE, dtype_name
 from amp.errors import AmpTypeError, AmpWarning, brief
 from amp.kernels.grad_mode import without_grad
@@ -32,7 +32,7 @@ _LOOKS = 8
 
 
 class ModelInputs:
-    """A forward pre-hook on a model. It can be copied and pickled.
+    """A forward pre-hook on a model. It can be pickled; that of a deep copy casts to FP32.
 
     Args:
         model: the model, whose forward names its arguments.
@@ -46,20 +46,16 @@ class ModelInputs:
         self._seen: dict[str, set[torch.Size]] = {}
         self._warned: set[str] = set()
 
-    def in_dtype(self, dtype: torch.dtype) -> ModelInputs:
-        """Return a hook that casts to another dtype."""
+    def __deepcopy__(self, memo: object) -> ModelInputs:
         other = copy.copy(self)
-        other.dtype, other._seen, other._warned = dtype, {}, set()
+        other.dtype, other._seen, other._warned = torch.float32, {}, set()
         return other
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast the arguments."""
-        if self.which is True:
-            if not torch.compiler.is_compiling():
-                for name, value in (*self._named(args), *kwargs.items()):
-                    map_tensors(lambda x, name=name: self._look(name, x), value)  # type: ignore[misc]
-            return cast_tensors(args, SCALABLE, self.dtype), cast_tensors(kwargs, SCALABLE, self.dtype)
-        positional = tuple(self._cast(name, value) for name, value in self._named(args))
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments to go in, or None for those that were given."""
+        if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is self.dtype:
+            return None
+        positional = tuple([self._cast(name, value) for name, value in self._named(args)])
         return positional, {name: self._cast(name, value) for name, value in kwargs.items()}
 
     def _named(self, args: Any) -> list[tuple[str, Any]]:
@@ -69,22 +65,29 @@ class ModelInputs:
     def _cast(self, name: str, value: Any) -> Any:
         if self.which is False or matches(self.which, name):
             return value
-        if not torch.compiler.is_compiling():
-            map_tensors(lambda x: self._look(name, x), value)
-        return cast_tensors(value, SCALABLE, self.dtype)
+
+        def cast(x: Tensor) -> Tensor:
+            if x.dtype not in SCALABLE or x.dtype is self.dtype:
+                return x
+            self._look(name, x)
+            return x.to(self.dtype)
+
+        return map_tensors(cast, value)
+
+    def _look(self, name: str, x: Tensor) -> None:
+        """Look at an argument of a shape that is new, and warn if the cast changes what it means."""
+        seen = self._seen.setdefault(name, set())
+        if torch.compiler.is_compiling() or x.shape in seen or len(seen) == _LOOKS:
+            return
+        is_wide = x.dtype in (torch.float32, torch.float64) and x.layout is torch.strided
+        if is_wide and self.dtype in EXACT_INTEGERS and x.numel() and not x.is_meta:
+            seen.add(x.shape)
+            if name not in self._warned:
+                self._warn_if_changed(name, x)
 
     @without_grad
-    def _look(self, name: str, x: Tensor) -> Tensor:
-        """Warn if a cast would change what an argument means, and return it as it is."""
-        limit = EXACT_INTEGERS.get(self.dtype)
-        seen = self._seen.setdefault(name, set())
-        is_wide = x.dtype in (torch.float32, torch.float64) and x.layout is torch.strided
-        if not (limit and is_wide and x.numel()) or name in self._warned or x.is_meta:
-            return x
-        if x.shape in seen or len(seen) == _LOOKS:
-            return x
-        seen.add(x.shape)
-        dtype = dtype_name(self.dtype)
+    def _warn_if_changed(self, name: str, x: Tensor) -> None:
+        limit, dtype = EXACT_INTEGERS[self.dtype], dtype_name(self.dtype)
         found = ""
         with _disable_current_modes():  # what watches the model watches its own ops
             cast = x.to(self.dtype)
@@ -102,7 +105,6 @@ class ModelInputs:
                 AmpWarning,
                 stacklevel=2,
             )
-        return x
 
 
 def _are_integers(x: Tensor) -> bool:

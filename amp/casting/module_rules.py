@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp.active import Caster
 from amp.casting.containers import cast_tensors
-from amp.casting.current import Caster
 from amp.casting.regions import disable_casts
 from amp.casting.subclassing import (
     has_forward_of_its_own,

@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.fx.experimental.proxy_tensor
 import torch.utils.checkpoint
-from torch import nn
-from torch.amp import autocast_mode
-from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+from torch import nn, overrides
 
-from amp.casting import current
-from amp.casting.current import Caster
+from amp import active
+from amp.active import Caster
 from amp.casting.subclassing import subclass_of, swap_classes
 from amp.casting.weight_casts import (
     forget_casts,
@@ -31,7 +30,7 @@ from amp.casting.weight_casts import (
     nesting,
     take_torchs_cache,
 )
-from amp.patching import Patches
+from amp.patching import Patch, around
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
 _OFF = "ipu"
@@ -59,7 +58,9 @@ def casts(caster: Caster, device_type: str) -> bool:
     """Whether the functions of `caster` cast tensors of a device type, here and now."""
     if not caster.live:
         return False
-    if not torch.compiler.is_dynamo_compiling() and (_is_in_op() or not current.applies(caster)):
+    if not torch.compiler.is_dynamo_compiling() and (
+        _is_in_op() or _is_recorded() or not active.applies(caster)
+    ):
         return False
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
@@ -82,6 +83,17 @@ def _is_in_op() -> bool:
     """Whether the caller is inside an op: a decomposition, a meta function, a dispatch mode."""
     key = _internals.DispatchKey.PythonTLSSnapshot
     return bool(_internals._dispatch_tls_is_dispatch_key_excluded(key))
+
+
+def _is_recorded() -> bool:
+    """Whether the caller is in an autocast region that `torch.export` records and does not enter.
+
+    The exported program enters it, and then decides what is cast there.
+    """
+    if not _internals._is_torch_function_mode_enabled():
+        return False
+    modes: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
 
 
 class _Flags:
@@ -246,7 +258,7 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         before = ThreadState()
         try:
             try:
-                current.call_model_of(caster)
+                active.activate(caster)
                 caster.is_inherited = False
                 caster.device_types |= device_types_of(self)
                 _enter_forward(self, caster.dtype)
@@ -275,25 +287,9 @@ def is_watched(module: nn.Module) -> bool:
 # What torch has to be told.
 
 
-def open_for(caster: Caster, patches: Patches) -> None:
-    """Make `caster` the newest, and let torch's own regions know of casts outside of them."""
-    current.begin(caster)
+def turn_on() -> None:
+    """Let functions cast in this thread outside of regions."""
     torch.set_autocast_enabled(_OFF, False)
-    for target, name, function in (
-        (torch.autocast, "__enter__", _enter),
-        (torch.autocast, "__exit__", _exit),
-        (PreDispatchTorchFunctionMode, "__torch_function__", _record),
-        (PreDispatchTorchFunctionMode, "__exit__", _end_recording),
-        (torch.utils.checkpoint, "_get_autocast_kwargs", _autocast_kwargs),
-        (nn.DataParallel, "parallel_apply", _parallel_apply),
-        (torch.autograd.graph.saved_tensors_hooks, "__init__", _make_hooks),
-    ):
-        patches.surround(target, name, function)
-
-
-def close_for(caster: Caster) -> None:
-    """Forget `caster`."""
-    current.end(caster)
 
 
 def _enter(original: Function, region: Any) -> Any:
@@ -304,7 +300,7 @@ def _enter(original: Function, region: Any) -> Any:
     result = original(region)
     if not region._amp_has_cache:
         torch.set_autocast_cache_enabled(False)
-    caster = current.caster_here()
+    caster = active.caster_here()
     if caster is not None:
         ours = region._enabled and region.fast_dtype is caster.dtype
         foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
@@ -335,28 +331,15 @@ def _exit(original: Function, region: Any, *exception: Any) -> Any:
             give_torchs_cache()
 
 
-def _end_recording(original: Function, mode: Any, *exception: Any) -> Any:
-    """End what `_record` is part of: an error may have ended it in a region."""
-    torch.set_autocast_enabled(_OFF, getattr(mode, "_amp_was_off", torch.is_autocast_enabled(_OFF)))
-    return original(mode, *exception)
-
-
-def _record(original: Function, mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record a function for `torch.export.export(strict=True)`, regions among them.
-
-    It does not enter the regions: in them casts are off, and the exported program enters them.
-    """
-    recorded = original(mode, function, *args, **kwargs)
-    if function in (autocast_mode._enter_autocast, autocast_mode._exit_autocast):
-        if not hasattr(mode, "_amp_was_off"):
-            mode._amp_was_off = torch.is_autocast_enabled(_OFF)
-        torch.set_autocast_enabled(_OFF, mode._amp_was_off or bool(mode.enter_autocast_nodes))
-    return recorded
+def _record(original: Function, mode: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a function for `torch.export`; what it calls casts nothing where it would not."""
+    with _Flags({_OFF: bool(mode.enter_autocast_nodes) or torch.is_autocast_enabled(_OFF)}):
+        return original(mode, *args, **kwargs)
 
 
 def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
     """Return what checkpoints keep of autocast's state, so that they recompute as the forward did."""
-    states, caster = original(device_type), current.caster_here()
+    states, caster = original(device_type), active.caster_here()
     for kind, state in zip((device_type, "cpu"), states, strict=True):
         if state is not None and kind in DEVICE_TYPES and caster is not None and casts(caster, kind):
             state |= {"enabled": True, "dtype": caster.dtype}
@@ -374,9 +357,41 @@ def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function
 
 def _parallel_apply(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Run DataParallel's threads, which are told whether this one casts."""
-    caster = current.caster_here()
+    caster = active.caster_here()
     with ExitStack() as regions:
         for kind in DEVICE_TYPES:
             if _is_available(kind) and caster is not None and casts(caster, kind):
                 regions.enter_context(torch.autocast(kind, caster.dtype))
         return original(*args, **kwargs)
+
+
+_UNSEEN = "functions would cast where a region says no, or not cast where it says yes"
+PATCHES = (
+    Patch(("torch.amp.autocast_mode.autocast",), "__enter__", around(_enter), _UNSEEN),
+    Patch(("torch.amp.autocast_mode.autocast",), "__exit__", around(_exit), _UNSEEN),
+    Patch(
+        ("torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode",),
+        "__torch_function__",
+        around(_record),
+        "an exported program would have other casts than the model",
+    ),
+    Patch(
+        ("torch.utils.checkpoint",),
+        "_get_autocast_kwargs",
+        around(_autocast_kwargs),
+        "a checkpoint would recompute without the casts of the forward",
+    ),
+    Patch(
+        ("torch.nn.parallel.data_parallel.DataParallel",),
+        "parallel_apply",
+        around(_parallel_apply),
+        "threads of DataParallel would not cast",
+    ),
+    Patch(
+        ("torch.autograd.graph.saved_tensors_hooks",),
+        "__init__",
+        around(_make_hooks),
+        "what a backward needs would come back in another dtype",
+    ),
+)
+"""What is replaced in a session that casts functions, besides those functions."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from amp.casting import current
+from amp import active
 from amp.casting.op_names import is_immutable, is_of_python, is_pythons_own
 from amp.casting.policy import Category, OpRule
 from amp.casting.wrappers import call_with_casts
@@ -131,8 +131,8 @@ def _register(module: Any, name: Any, category: Category, dtype: torch.dtype | N
         place = f"{module.__module__}.{module.__qualname__}"
     rule = OpRule(category, place, name, dtype, closed=category == "cast", source="registered")
     _registered[id(module), name] = (rule, module)
-    with current.opening:
-        for caster in list(current.live_casters):
+    with active.opening:
+        for caster in active.casters():
             caster.patch(rule, module)
             caster.replace_names()
 
@@ -160,7 +160,7 @@ def _decorate(function: F, category: Category, dtype: torch.dtype | None) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        caster = current.caster_here()
+        caster = active.caster_here()
         if caster is None:
             return function(*args, **kwargs)
         return call_with_casts(caster, rule, function, args, kwargs)

@@ -1,36 +1,48 @@
-"""`torch.jit.script` compiles the source of a module, which does not say what a session casts."""
+"""What `torch.jit.script` finds in a session: torch's own functions, and no module that is cast.
 
-from collections.abc import Callable
-from typing import Any
+It compiles source, which does not say what a session casts. Both are told it in ways that torch has for
+that, so that `torch.jit.script` itself is left alone.
+"""
 
-from torch import nn
+from __future__ import annotations
 
-from amp.casting import regions
-from amp.casting.cast_hooks import cast_by
-from amp.casting.subclassing import has_forward_of_ours
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import _jit_internal
+from torch.jit import _builtins
+
 from amp.errors import AmpRuntimeError
 
-
-def script(
-    original: Callable[..., Any],
-    obj: Any,
-    optimize: Any = None,
-    _frames_up: int = 0,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call `torch.jit.script`, and raise AmpRuntimeError for a module of a session."""
-    for module in obj.modules() if isinstance(obj, nn.Module) else ():
-        if _is_cast(module):
-            raise AmpRuntimeError(
-                f"torch.jit.script cannot compile this {type(module).__name__}: amp casts as it "
-                "runs, which its source does not say. Use torch.jit.trace, torch.export or "
-                "torch.compile, or script it after amp.get_session().close()."
-            )
-    return original(obj, optimize, _frames_up + 2, *args, **kwargs)
+_table_of_builtins: Any = _builtins._get_builtin_table  # which has no types
 
 
-def _is_cast(module: nn.Module) -> bool:
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    has_casts = any(cast_by(hook) is not None for hook in hooks)
-    return has_casts or has_forward_of_ours(module) or regions.is_watched(module)
+class NotScriptable:
+    """The `__prepare_scriptable__` of a module that a session casts."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self) -> NoReturn:
+        """Raise AmpRuntimeError."""
+        raise AmpRuntimeError(
+            f"torch.jit.script cannot compile this {self._name}: amp casts as it runs, and its source "
+            "does not say so. Use torch.jit.trace, torch.export or torch.compile, or script it after "
+            "amp.get_session().close()."
+        )
+
+
+def stand_for(wrapper: Any, original: Any) -> None:
+    """Let compiled code that calls a wrapper call the original, until `forget`."""
+    wrapper.__prepare_scriptable__ = lambda: original
+    table = _table_of_builtins()
+    if id(original) in table:
+        table[id(wrapper)] = table[id(original)]
+    if original in _jit_internal.boolean_dispatched:
+        _jit_internal.boolean_dispatched[wrapper] = _jit_internal.boolean_dispatched[original]
+
+
+def forget(wrappers: Iterable[Any]) -> None:
+    """Take back what `stand_for` did: another function may get the id of one."""
+    for wrapper in wrappers:
+        _table_of_builtins().pop(id(wrapper), None)

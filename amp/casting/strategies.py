@@ -2,12 +2,11 @@
 
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
-from amp.casting.cast_nothing import CastNoOps
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.strategy import Strategy
 from amp.profiles.properties import Properties
 
-STRATEGIES: tuple[type[Strategy], ...] = (CastModel, CastOps, CastNoOps, Fp8Linears)
+STRATEGIES: tuple[type[Strategy], ...] = (CastModel, CastOps, Fp8Linears)
 
 
 def strategies_for(properties: Properties) -> list[Strategy]:

@@ -8,11 +8,13 @@ import copy
 import copyreg
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
+
+from amp.casting.scripting import NotScriptable
 
 _OWN = "_amp_"
 """What the names of attributes of ours begin with."""
@@ -27,6 +29,9 @@ class _OfAmp:
     """The class that this one is put on: the user's own, or another subclass of ours."""
     _amp_is_over = False
     """Whether it was given up while another one was on top of it."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        NotScriptable(type(self).__name__)()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Call no `__init_subclass__` of the user's: the subclass is none of theirs."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.casting import current
-from amp.casting.current import Caster
+from amp import active
+from amp.active import Caster
 from amp.casting.policy import OpRule
 from amp.casting.regions import (
     DEVICE_TYPES,
@@ -27,6 +27,7 @@ from amp.casting.regions import (
 from amp.casting.weight_casts import forwards
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpNotImplementedError
+from amp.patching import Patch, around
 
 _SCALARS = frozenset({type(None), bool, int, float, str, torch.Size})
 """Arguments in which there is nothing to cast."""
@@ -105,7 +106,7 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
         wrapper = float_along_dim
     else:
         wrapper = nothing_to_cast
-    return _named(wrapper, rule, original)
+    return wrapper
 
 
 def make_choosing(place: tuple[int, str], newest: Function, original: Function) -> Function:
@@ -120,21 +121,11 @@ def make_choosing(place: tuple[int, str], newest: Function, original: Function) 
     def choosing(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return newest(*args, **kwargs)
-        caster = current.caster_here()
+        caster = active.caster_here()
         wrapper = original if caster is None else caster.wrappers.get(place, original)
         return wrapper(*args, **kwargs)
 
-    return functools.update_wrapper(choosing, newest)
-
-
-def _named(wrapper: Function, rule: OpRule, original: Function) -> Function:
-    """Let a wrapper be found where the original is, as pickle does."""
-    functools.update_wrapper(wrapper, original)
-    place, _, cls = rule.place.rpartition(".")
-    in_class = rule.place == "torch.Tensor"
-    wrapper.__module__ = place if in_class else rule.place
-    wrapper.__qualname__ = f"{cls}.{rule.name}" if in_class else rule.name
-    return wrapper
+    return choosing
 
 
 def _convert(
@@ -246,9 +237,20 @@ def check_rnn_input(
     original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
 ) -> None:
     """Check an input whose dtype need not be the weights': both are cast."""
-    weight, caster = module._flat_weights[0], current.caster_here()
+    weight, caster = module._flat_weights[0], active.caster_here()
     is_cast = caster is not None and casts(caster, input.device.type)
     if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
         input = torch.empty_like(input, dtype=weight.dtype, device="meta")
     with plain_torch():
         original(module, input, batch_sizes)
+
+
+PATCHES = (
+    Patch(
+        ("torch.nn.modules.rnn.RNNBase",),
+        "check_input",
+        around(check_rnn_input),
+        "not silent: it would refuse an input whose dtype is not the weights', though both are cast",
+    ),
+)
+"""What is replaced in a session that casts functions, besides those and `regions.PATCHES`."""

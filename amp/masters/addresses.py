@@ -20,11 +20,8 @@ class Addresses:
         self._addresses: list[int] = []
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def master_at(self, values: Tensor, in_any_shape: bool) -> Tensor | None:
-        """Return the master of the parameter that has all of the memory of `values`.
-
-        It has it in the same shape or, as `p.data.view(-1)`, in any.
-        """
+    def master_at(self, values: Tensor) -> Tensor | None:
+        """Return the master of the parameter that has the memory of `values`, in the same shape."""
         if values.numel() not in self._sizes:
             return None
         try:
@@ -39,6 +36,4 @@ class Addresses:
                 self._known = dict(zip(addresses, self._pairs, strict=True))
             master, parameter = self._known.get(address, (None, values))
         is_as_it_is = values.shape == parameter.shape and values.stride() == parameter.stride()
-        is_flat = in_any_shape and values.is_contiguous() and parameter.is_contiguous()
-        is_whole = values.numel() == parameter.numel() and (is_as_it_is or is_flat)
-        return master if address and is_whole else None
+        return master if address and is_as_it_is else None

@@ -15,37 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from amp import active
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpWarning
 from amp.kernels.grad_mode import without_grad
-from amp.masters.values import live, master_of, values_of
-from amp.patching import Patches
-from amp.undo import Undo
-from amp.weak import members
+from amp.masters.values import master_of, values_of
+from amp.patching import Patch
 
 _LITTLE = 0.1
 """Weights below this move an average in 16 bits by less than its digits can show, for the most part."""
-
-
-def average_in_float32(undo: Undo) -> None:
-    """Let averages by `AveragedModel` and `lerp` be taken in FP32, until `undo`; others warn."""
-    from torch.optim import swa_utils  # brings the schedulers with it
-
-    patches = Patches()
-    undo.always(patches.undo)
-    undo.always(_forget)
-    patches.surround(swa_utils.AveragedModel, "update_parameters", _update_parameters)
-    for holder in (Tensor, torch):
-        patches.surround(holder, "lerp", _lerp)
-    patches.surround(Tensor, "lerp_", _lerp_)
-    patches.surround(torch, "_foreach_lerp_", _foreach_lerp_)
-    patches.surround(Tensor, "add_", _add_)
-    patches.surround(torch, "_foreach_add_", _foreach_add_)
-
-
-def _forget() -> None:
-    if not members(live):
-        _exact.clear()
 
 
 class _InFloat32:
@@ -72,61 +50,69 @@ def _in_float32(tensor: Tensor) -> Tensor:
     return values_of(tensor) if tensor.dtype in LOW_PRECISION else tensor
 
 
-def _update_parameters(original: Callable[..., Any], averaged: nn.Module, model: nn.Module) -> Any:
-    """Run `AveragedModel.update_parameters` on the values of the masters."""
-    return original(averaged, _InFloat32(model))
+def _make_update_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `AveragedModel.update_parameters` run on the values of the masters."""
+
+    def update_parameters(self: nn.Module, model: nn.Module) -> Any:
+        return original(self, _InFloat32(model))
+
+    return update_parameters
 
 
-def _lerp(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what lies between two tensors, in FP32 if one of them is."""
-    given = dict(zip(("input", "end", "weight"), args, strict=False)) | kwargs
-    start: Any = given.get("input")
-    end: Any = given.get("end")
-    if _are_different(start, end):
-        given["input"], given["end"] = _as_wide_as(end, start), _as_wide_as(start, end)
-        return original(given.pop("input"), given.pop("end"), **given)
-    if _is_narrow_average(start, end, given.get("weight")):
-        _warn_of_narrow_average(start.dtype)
-    return original(*args, **kwargs)
+_FLOAT32 = torch.float32
 
 
-def _lerp_(original: Callable[..., Any], start: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
-    """Move an average towards a weight, both in FP32."""
-    weight: Any = args[0] if args else kwargs.get("weight")
-    if _is_narrow_average(start, end, weight):
-        return _exact.move(original, start, values_of(end), weight)
-    return original(start, _as_wide_as(start, end), *args, **kwargs)
+def _make_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what lies between two tensors be in FP32 if one of them is."""
+
+    def lerp(input: Any, end: Any, weight: Any, **kwargs: Any) -> Any:
+        try:
+            is_wide = input.dtype is end.dtype is _FLOAT32
+        except AttributeError:  # no tensors, of which torch will tell
+            is_wide = False
+        if is_wide and not kwargs:
+            return original(input, end, weight)
+        if _are_different(input, end):
+            input, end = _as_wide_as(end, input), _as_wide_as(input, end)
+        elif _is_narrow_average(input, end, weight):
+            _warn_of_narrow_average(input.dtype)
+        return original(input, end, weight, **kwargs)
+
+    return lerp
 
 
-def _foreach_lerp_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Move averages towards weights, all in FP32."""
-    if len(args) < 2:
-        return original(*args, **kwargs)
-    starts, ends, *rest = args
-    starts, ends = list(starts), list(ends)
-    weight = rest[0] if rest else kwargs.get("weight")
-    if len(starts) == len(ends) and any(map(_is_narrow_average, starts, ends, repeat(weight))):
-        for start, end in zip(starts, ends, strict=True):
-            start.lerp_(end, weight)
-        return None
-    ends[: len(starts)] = map(_as_wide_as, starts, ends)
-    return original(starts, ends, *rest, **kwargs)
+def _make_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an average move towards a weight, both in FP32."""
+
+    def lerp_(self: Any, end: Any, weight: Any) -> Any:
+        if getattr(end, "dtype", None) is _FLOAT32:
+            return original(self, end, weight)
+        if _is_narrow_average(self, end, weight):
+            return _exact.move(original, self, values_of(end), weight)
+        return original(self, _as_wide_as(self, end), weight)
+
+    return lerp_
 
 
-def _add_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Add to a tensor in place, and warn if that is an average that cannot move."""
-    if len(args) == 2 and _is_narrow_average(*args, kwargs.get("alpha")):
-        _warn_of_narrow_average(args[0].dtype)
-    return original(*args, **kwargs)
+def _make_foreach_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let averages move towards weights, all in FP32."""
 
+    def _foreach_lerp_(self: Any, tensors1: Any, weight: Any = None, *, weights: Any = None) -> Any:
+        weight = weights if weight is None else weight
+        for end in tensors1:
+            if getattr(end, "dtype", None) is not _FLOAT32:
+                break
+        else:
+            return original(self, tensors1, weight)
+        starts, ends = list(self), list(tensors1)
+        if len(starts) == len(ends) and any(map(_is_narrow_average, starts, ends, repeat(weight))):
+            for start, end in zip(starts, ends, strict=True):
+                start.lerp_(end, weight)
+            return None
+        ends[: len(starts)] = map(_as_wide_as, starts, ends)
+        return original(starts, ends, weight)
 
-def _foreach_add_(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    weight = kwargs.get("alpha")
-    if weight is not None and len(args) == 2 and all(isinstance(x, (list, tuple)) for x in args):
-        for average, tensor in zip(*args, strict=False):
-            if _is_narrow_average(average, tensor, weight):
-                _warn_of_narrow_average(average.dtype)
-    return original(*args, **kwargs)
+    return _foreach_lerp_
 
 
 def _are_different(start: Any, end: Any) -> bool:
@@ -218,3 +204,22 @@ def _warn_of_narrow_average(dtype: torch.dtype) -> None:
         AmpWarning,
         stacklevel=4,
     )
+
+
+_LOST = "an average in 16 bits does not move, and one in FP32 learns rounded weights"
+PATCHES = (
+    Patch(
+        ("torch.optim.swa_utils.AveragedModel",), "update_parameters", _make_update_parameters, _LOST
+    ),
+    Patch(("torch",), "lerp", _make_lerp, _LOST),
+    Patch(("torch.Tensor",), "lerp", _make_lerp, _LOST),
+    Patch(("torch.Tensor",), "lerp_", _make_lerp_, _LOST),
+    Patch(("torch",), "_foreach_lerp_", _make_foreach_lerp_, _LOST),
+)
+"""What is replaced in a session with masters, or with weights in 16 bits."""
+
+
+def forget_averages() -> None:
+    """Forget what averages in 16 bits stand for, once no session is left that may move them."""
+    if not any(session.has_half for session in active.open_sessions()):
+        _exact.clear()

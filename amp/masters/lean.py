@@ -119,11 +119,6 @@ class LeanMasterWeights(MasterWeights):
         """Return the low halves of masters."""
         return [self._low_of[master] for master in masters]
 
-    @without_grad
-    def clear_low_half(self, master: Tensor) -> None:
-        """Let a master be its weight, to the last bit. No host sync."""
-        local(self._low_of[master]).zero_()
-
     def write_back(self, masters: Iterable[Tensor]) -> None:
         """Round those masters to their weights that hold FP32 values now. No host sync."""
         sources = list(masters)

@@ -1,7 +1,9 @@
 """The class of masters whose optimizer takes scaled gradients."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +105,11 @@ def make_master(memory: Tensor, requires_grad: bool, takes_scaled: bool) -> nn.P
 def stored_grad(parameter: Tensor) -> Tensor | None:
     """Return what is in `.grad`, and let nobody put anything there first."""
     return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def have_grads(parameters: Iterable[Tensor]) -> bool:
+    """Whether there is something in the `.grad` of any of some parameters."""
+    return any(map(operator.is_not, map(_GRAD.__get__, parameters), itertools.repeat(None)))
 
 
 def store_grads(parameters: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None) -> None:

@@ -1,66 +1,114 @@
-"""The model's state dict under master weights: FP32 values out, and into the masters."""
+"""Under master weights a model is saved, loaded and copied in FP32, with the values of its masters.
 
+Hooks on each module that is cast do it. A copy in 16 bits could not take part in an average: see
+`amp.masters.averages`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
 from amp.kernels.changes import Changes
+from amp.masters.values import master_of, values_of
 from amp.masters.whole import MasterWeights
-from amp.profiles.properties import Properties
+from amp.undo import Undo
 
 
-def install_state_dict_hooks(
-    masters: MasterWeights, models: Iterable[nn.Module], properties: Properties
-) -> Iterator[RemovableHandle]:
-    """Make `model.state_dict()` hold FP32 and `load_state_dict()` refresh the masters."""
-    if properties.cast_model_type in LOW_PRECISION or properties.master_weights:
-        for module in chain.from_iterable(model.modules() for model in models):
-            yield module.register_state_dict_post_hook(_Widen(masters))  # type: ignore[no-untyped-call]
-            yield module.register_load_state_dict_pre_hook(_Refresh(masters))  # type: ignore[no-untyped-call]
+def install_hooks(masters: MasterWeights, models: Iterable[nn.Module], undo: Undo) -> None:
+    """Let `state_dict()` and deep copies hold FP32, and `load_state_dict()` refresh the masters."""
+    for module in chain.from_iterable(model.modules() for model in models):
+        register_saving: Any = module.register_state_dict_post_hook
+        register_loading: Any = module.register_load_state_dict_pre_hook
+        undo.callback(register_saving(_Widen(masters, module)).remove)
+        undo.callback(register_loading(_Refresh(masters)).remove)
+        if _is_pretrained(module):
+            vars(module)["save_pretrained"] = functools.partial(_save_pretrained, module)
+            undo.callback(vars(module).pop, "save_pretrained", None)
 
 
-class _StateDictHook:
-    """A hook on one module of a cast model, for the module's own tensors.
+class _Widen:
+    """A hook on one module: after `state_dict` its 16-bit entries are FP32 masters, or FP32 copies.
 
-    In a copy or a pickle of the model it has no masters: the state dict holds its own weights, widened.
+    It is copied with the module, after the module's own tensors, and widens their copies. The copy has
+    no masters, and saves what it holds.
     """
 
-    def __init__(self, masters: MasterWeights) -> None:
-        self.masters = masters
-
-
-class _Widen(_StateDictHook):
-    """After `state_dict`: 16-bit entries become the FP32 master, or an FP32 copy without one."""
+    def __init__(self, masters: MasterWeights | None = None, module: nn.Module | None = None) -> None:
+        self._masters = MasterWeights() if masters is None else masters
+        self._module = None if module is None else weakref.ref(module)
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
+        masters = self._masters
         for name, tensor in _own_tensors(module):
             entry = state_dict.get(prefix + name)
-            master = self.masters.master(tensor)
+            master = masters.master(tensor)
             if master is not None and isinstance(entry, Tensor):
-                with self.masters.lock:
-                    self.masters.follow_requires_grad([master], [tensor])
-                    self.masters.follow(master)
-                    state_dict[prefix + name] = self.masters.values(master)
+                with masters.lock:
+                    masters.follow_requires_grad([master], [tensor])
+                    masters.follow(master)
+                    state_dict[prefix + name] = masters.values(master)
             elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
                 state_dict[prefix + name] = entry.float()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Widen:
+        module = None if self._module is None else self._module()
+        for name, tensor in () if module is None else _own_tensors(module):
+            _widen_copy(module, name, tensor, memo)
+        return _Widen()
 
-class _Refresh(_StateDictHook):
-    """Before `load_state_dict`: masters take the values to be loaded, before those are rounded."""
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Widen, ()
+
+
+def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) -> None:
+    """Let the copy of a tensor in 16 bits be in FP32, in the memo of `copy.deepcopy`.
+
+    The optimizer's copy, made before this one or after it, steps the model's.
+    """
+    copied = memo.get(id(tensor))
+    if copied is None or copied.dtype not in LOW_PRECISION:  # shared, and done already
+        return
+    values, found = values_of(tensor).clone(), master_of(tensor)
+    stepped = None if found is None else memo.setdefault(id(found[1]), copied)
+    if stepped is None or stepped is copied:
+        set_values(copied, values)
+    else:
+        stepped.detach().copy_(values)
+        memo[id(tensor)] = memo[id(module._parameters)][name] = stepped
+
+
+class _Refresh:
+    """A hook on one module: before it loads, masters take the values, before those are rounded."""
+
+    def __init__(self, masters: MasterWeights | None = None) -> None:
+        self._masters = MasterWeights() if masters is None else masters
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, tensor in _own_tensors(module):
             value = state_dict.get(prefix + name)
-            master = self.masters.master(tensor)
+            master = self._masters.master(tensor)
             if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
-                with self.masters.lock:
-                    state_dict[prefix + name] = _load(self.masters, master, tensor, value)
+                with self._masters.lock:
+                    state_dict[prefix + name] = _load(self._masters, master, tensor, value)
+
+    def __deepcopy__(self, memo: object) -> _Refresh:
+        return _Refresh()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Refresh, ()
 
 
 def _load(masters: MasterWeights, master: Tensor, tensor: Tensor, value: Tensor) -> Tensor:
@@ -73,6 +121,28 @@ def _load(masters: MasterWeights, master: Tensor, tensor: Tensor, value: Tensor)
     return weights[-1]
 
 
-def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+# Models of transformers.
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return isinstance(module, getattr(transformers, "PreTrainedModel", ()))
+
+
+def _save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a configuration that has the dtype of the weights beside it: `from_pretrained` goes by it.
+
+    The weights are those of `state_dict()`, in FP32; else the configuration has the model's dtype.
+    """
+    result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if (Path(save_directory) / "config.json").is_file():
+        weights = kwargs.get("state_dict") or {}
+        dtypes = (value.dtype for value in weights.values() if value.is_floating_point())
+        model.config.dtype = next(dtypes, torch.float32)
+        model.config.save_pretrained(save_directory)
+    return result

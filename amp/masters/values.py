@@ -1,36 +1,25 @@
 """What tensors of a model in 16 bits stand for: the values of their masters, where they have any."""
 
 import math
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp import active
 from amp.dtypes import LOW_PRECISION
 from amp.kernels.grad_mode import without_grad
 from amp.masters.whole import MasterWeights
-from amp.undo import Undo
-from amp.weak import members
-
-live: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
-"""The masters of open sessions."""
 
 
-def find(masters: MasterWeights, undo: Undo) -> None:
-    """Let `master_of` find these masters until `undo`, or that of an earlier call for them."""
-    if masters not in live:
-        live.add(masters)
-        undo.callback(live.discard, masters)
-
-
-def master_of(tensor: Tensor, in_any_shape: bool = False) -> tuple[MasterWeights, Any] | None:
+def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
     """Return the master of a parameter, or of a detached one, and whose it is; None without one."""
-    for masters in members(live):
+    for session in active.open_sessions():
+        masters: MasterWeights = session.masters
         master: Tensor | None = masters.master(tensor)
         may_be_detached = type(tensor) is Tensor and tensor.dtype in LOW_PRECISION
         if master is None and may_be_detached and not torch.compiler.is_compiling():
-            master = masters.master_at(tensor, in_any_shape)
+            master = masters.master_at(tensor)
         if master is not None:
             return masters, master
     return None

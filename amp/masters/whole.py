@@ -7,9 +7,7 @@ model had before it was cast, so no bit is lost on the way (in one process; see 
 exist as soon as `initialize` returns.
 """
 
-import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -40,8 +38,7 @@ class MasterWeights:
 
     Attributes:
         lock: held by a step, and by whoever compares masters with weights, perhaps in another thread
-            that saves the model meanwhile. In a step the two do not agree. A forked process gets a
-            lock of its own: in it nobody would release one that another thread held.
+            that saves the model meanwhile. In a step the two do not agree.
     """
 
     are_whole = True
@@ -49,7 +46,6 @@ class MasterWeights:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        _alive.add(self)
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._addresses: Addresses | None = None
@@ -64,6 +60,10 @@ class MasterWeights:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return MasterWeights, ()
 
+    def renew_lock(self) -> None:
+        """Take a new lock, in a forked process: nobody in it would release that of another thread."""
+        self.lock = threading.RLock()
+
     def master(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the master of a model's parameter, if it has one."""
         return self._master_of.get(parameter)
@@ -72,12 +72,12 @@ class MasterWeights:
         """Return the model's parameter that `master` stands for, if it is a master."""
         return self._model_of.get(master)
 
-    def master_at(self, values: Tensor, in_any_shape: bool = False) -> Tensor | None:
+    def master_at(self, values: Tensor) -> Tensor | None:
         """Return the master of the parameter whose memory this is, as that of `p.detach()`."""
         addresses = self._addresses
         if addresses is None:
             addresses = self._addresses = Addresses(list(self._model_of.items()))
-        return addresses.master_at(values, in_any_shape)
+        return addresses.master_at(values)
 
     @property
     def _versions(self) -> dict[int, int]:
@@ -283,18 +283,6 @@ class MasterWeights:
         """
         master.data.copy_(values.detach())
         return values
-
-
-_alive: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for masters in list(_alive):
-        masters.lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def check_device(master: Tensor, parameter: Tensor) -> None:

@@ -25,7 +25,7 @@ from amp.errors import AmpError, AmpValueError, AmpWarning
 from amp.masters.parameter import MasterParameter, stored_grad
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
-from amp.training import clipping, optimizer_states
+from amp.training import optimizer_states
 from amp.training.gradients import Gradients, State
 from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
 from amp.training.outside_changes import OutsideChanges
@@ -130,7 +130,6 @@ class AttachedOptimizer:
             before: what parameters held before they were cast.
         """
         self._is_attached = True
-        clipping.watch(self.gradients)
         setattr(self.optimizer, _ATTRIBUTE, self)
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
@@ -180,7 +179,6 @@ class AttachedOptimizer:
             self.gradients.show()
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self.gradients.clear()
-        clipping.let_go(self.gradients)
         self._patches.undo()
         forget_inputs(self.optimizer)
         for group in self.optimizer.param_groups:

@@ -6,35 +6,34 @@ Between a block and the step, the gradient of a 16-bit parameter with a master i
 
 from __future__ import annotations
 
-import functools
-import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from amp import active
 from amp.errors import AmpWarning
-from amp.masters.parameter import stored_grad
-from amp.patching import Patches, modules_of_others, show_patched
+from amp.masters.parameter import have_grads, stored_grad
+from amp.patching import Patch, Patches, around, modules_of_others, show_patched
 from amp.training.gradients import Gradients, State
 from amp.undo import Undo
-from amp.weak import members
-
-_live: weakref.WeakSet[Gradients] = weakref.WeakSet()
-"""The gradients of all optimizers that are in a session."""
 
 
-def watch(gradients: Gradients) -> None:
-    """Let torch's functions find these gradients."""
-    _live.add(gradients)
+def _gradients_of(parameters: Sequence[Tensor]) -> list[Gradients]:
+    """Return the gradients of the optimizers in open sessions that have one of some parameters.
 
-
-def let_go(gradients: Gradients) -> None:
-    """Forget what `watch` was told."""
-    _live.discard(gradients)
+    Those of all optimizers, where no parameters are given: they may have been chosen by `.grad`.
+    """
+    ids = set(map(id, parameters))
+    return [
+        attached.gradients
+        for session in active.open_sessions()
+        for attached in session.attached
+        if not ids or not ids.isdisjoint(attached.gradients.lists.ids)
+    ]
 
 
 def lead_to_masters(undo: Undo) -> None:
@@ -55,33 +54,30 @@ def lead_to_masters(undo: Undo) -> None:
         show()
 
     undo.always(take_back)
-    for place, names in _LED.items():
-        module = sys.modules.get(place)
-        for name, lead in names.items():
-            if hasattr(module, name):
-                before = getattr(module, name)
-                called = f"{place.removesuffix('.clip_grad')}.{name}"
-                patches.surround(module, name, functools.partial(lead, called))
-                for each in (before, getattr(module, name)):
-                    shown.setdefault(id(each), (module, name, each))
+    for patch in PATCHES:
+        for target in patch.targets()[:1]:
+            before = getattr(target, patch.name)
+            patches.install([patch])
+            for each in (before, getattr(target, patch.name)):
+                shown.setdefault(id(each), (target, patch.name, each))
     show()
 
 
 def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Clip the gradients of what is stepped for the parameters."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _warn_if_chosen_by_gradient(given, name)
     return original(_stepped_for(given, name) or parameters, *args, **kwargs)
 
 
-def _stepped_for(parameters: Sequence[Tensor], name: str) -> list[Tensor]:
+def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
     """Return masters in place of parameters that have one, whose gradients are unscaled then."""
-    ids = set(map(id, parameters))
+    found = _gradients_of(parameters)
+    if not found:
+        return parameters
+    _warn_if_chosen_by_gradient(parameters, found, name)
     master_of: dict[int, Tensor] = {}
-    for gradients in members(_live):
+    for gradients in found if parameters else ():
         lists = gradients.lists
-        if ids.isdisjoint(map(id, lists.stepped)) and ids.isdisjoint(map(id, lists.models)):
-            continue
         if gradients.state is State.OPEN:
             _warn_in_block(gradients, name)
             continue
@@ -91,10 +87,12 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> list[Tensor]:
     return [master_of.get(id(parameter), parameter) for parameter in parameters]
 
 
-def _warn_if_chosen_by_gradient(parameters: Sequence[Tensor], name: str) -> None:
+def _warn_if_chosen_by_gradient(
+    parameters: Sequence[Tensor], found: Iterable[Gradients], name: str
+) -> None:
     """Warn of `[p for p in model.parameters() if p.grad is not None]`, which leaves out all masters."""
     ids = set(map(id, parameters))
-    for gradients in members(_live):
+    for gradients in found:
         lists = gradients.lists
         have_grads = {id(p) for p in lists.unmastered if p.grad is not None}
         left_out = {*map(id, lists.models), *map(id, lists.masters)}
@@ -105,7 +103,7 @@ def _warn_if_chosen_by_gradient(parameters: Sequence[Tensor], name: str) -> None
                 f"{len(lists.masters)} in 16 bits, whose own .grad is None between a block and the "
                 "step. Do not choose parameters by `p.grad is not None`: pass model.parameters()",
                 AmpWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -113,7 +111,7 @@ def _are_in_masters(gradients: Gradients) -> bool:
     """Whether masters have gradients to step on, or get them when somebody looks."""
     if gradients.were_stepped:
         return False
-    return gradients.state is State.HELD or bool(_grads_of(gradients.lists.masters))
+    return gradients.state is State.HELD or have_grads(gradients.lists.masters)
 
 
 def _warn_in_block(gradients: Gradients, name: str) -> None:
@@ -133,9 +131,10 @@ def _total_norm(
 ) -> Any:
     """Warn where a norm is asked of gradients that are scaled, or without those of masters."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    ids = set(map(id, given))
-    for gradients in members(_live):
-        lists = gradients.lists
+    for gradients in _gradients_of(()):
+        if gradients.state is not State.DELAYED and not _are_in_masters(gradients):
+            continue
+        lists, ids = gradients.lists, set(map(id, given))
         own, theirs = ({id(g) for g in _grads_of(p)} for p in (lists.unmastered, lists.masters))
         is_about_them = not ids or not ids.isdisjoint(own)
         if gradients.state is State.DELAYED and (is_about_them or not ids.isdisjoint(theirs)):
@@ -146,7 +145,7 @@ def _total_norm(
                 AmpWarning,
                 stacklevel=3,
             )
-        elif is_about_them and ids.isdisjoint(theirs) and _are_in_masters(gradients):
+        elif is_about_them and ids.isdisjoint(theirs):
             warnings.warn(
                 f"{name} was given {len(given)} gradients, and not those of "
                 f"{len(lists.masters)} parameters whose gradients are in their FP32 masters. Pass "
@@ -170,10 +169,9 @@ def clip_by_weights(
         **kwargs: likewise.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _warn_if_chosen_by_gradient(given, name)
     stepped = _stepped_for(given, name)
     with ExitStack() as in_float32:
-        for masters in {gradients.masters for gradients in members(_live)}:
+        for masters in {gradients.masters for gradients in _gradients_of(stepped)}:
             own = [each for each in stepped if masters.model(each) is not None]
             in_float32.enter_context(masters.as_float32(own))
         return original(stepped, *args, **kwargs)
@@ -196,16 +194,35 @@ def _norms(name: str, original: Callable[..., Any], module: Any, *args: Any, **k
     return original(_AsStepped(module, name), *args, **kwargs)
 
 
-def _grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [grad for p in parameters if (grad := stored_grad(p)) is not None]
+def _grads_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (grad for p in parameters if (grad := stored_grad(p)) is not None)
 
 
-_CLIP = dict.fromkeys(("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"), _clip)
-_LED: dict[str, dict[str, Callable[..., Any]]] = {
-    "torch.nn.utils": {**_CLIP, "get_total_norm": _total_norm},
-    "torch.nn.utils.clip_grad": {**_CLIP, "get_total_norm": _total_norm},
-    "timm.utils": {"adaptive_clip_grad": clip_by_weights},
-    "lightning.pytorch.utilities": {"grad_norm": _norms},
-    "pytorch_lightning.utilities": {"grad_norm": _norms},
-}
-"""What is called instead of a function: by the module that has it, and by its name there."""
+_LOST = "gradients of masters would be passed over, and nothing be clipped"
+_TORCH = "torch.nn.utils.clip_grad", "torch.nn.utils"
+PATCHES = (
+    *(
+        Patch(_TORCH, name, around(partial(_clip, f"torch.nn.utils.{name}")), _LOST)
+        for name in ("clip_grad_norm_", "clip_grad_value_")
+    ),
+    *(
+        Patch(_TORCH[1:], name, around(partial(function, f"torch.nn.utils.{name}")), _LOST)
+        for name, function in (("clip_grads_with_norm_", _clip), ("get_total_norm", _total_norm))
+    ),
+    Patch(
+        ("timm.utils",),
+        "adaptive_clip_grad",
+        around(partial(clip_by_weights, "timm.utils.adaptive_clip_grad")),
+        _LOST,
+    ),
+    *(
+        Patch(
+            (f"{package}.utilities.grads", f"{package}.utilities"),
+            "grad_norm",
+            around(partial(_norms, f"{package}.utilities.grad_norm")),
+            _LOST,
+        )
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
+)
+"""What is replaced in a session with masters, or with a loss scale."""

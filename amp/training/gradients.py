@@ -54,7 +54,7 @@ from amp.errors import AmpRuntimeError
 from amp.kernels.changes import Change, Changes
 from amp.kernels.tensor_lists import dense, local
 from amp.lazy import kernels
-from amp.masters.parameter import MasterParameter, store_grad, store_grads, stored_grad
+from amp.masters.parameter import MasterParameter, have_grads, store_grad, store_grads, stored_grad
 from amp.masters.whole import MasterWeights, check_device
 from amp.training.held import Held
 from amp.training.newest import Newest, Notes, look_at_newest
@@ -152,7 +152,7 @@ class Gradients:
     @property
     def are_whole_in_block(self) -> bool:
         """Whether what backward adds to in the open block is all that will be stepped."""
-        there = self._held is not None or any(stored_grad(m) is not None for m in self.lists.masters)
+        there = self._held is not None or have_grads(self.lists.masters)
         return self._open is not None and self._open.scaler.is_identity and not there
 
     @property
@@ -167,7 +167,7 @@ class Gradients:
         self.were_scaled = True
         lists = self.look_at_groups()
         every = (*lists.stepped, *lists.models) if self.verdicts else ()
-        if self._held is None and not self._aside and all(stored_grad(p) is None for p in every):
+        if self._held is None and not self._aside and not have_grads(every):
             self.verdicts = []  # what overflowed, if anything did, was cleared by hand
         self.drop_stepped()
         self.masters.drop_stepped_grads(lists.masters)
@@ -270,7 +270,7 @@ class Gradients:
             self._can_hold
             and newest.are_dense
             and (self._held is None or not newest.grads or self._held.of is newest.of_masters)
-            and not (self._are_shown and any(stored_grad(m) is not None for m in masters))
+            and not (self._are_shown and have_grads(masters))
             and not self.masters.any_is_shared(masters)
         )
 
@@ -399,7 +399,7 @@ class Gradients:
 
     def are_none(self) -> bool:
         """Whether there is no gradient to step on."""
-        return self._held is None and all(stored_grad(p) is None for p in self.lists.stepped)
+        return self._held is None and not have_grads(self.lists.stepped)
 
     @property
     def norm(self) -> Tensor | None:

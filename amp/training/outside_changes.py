@@ -12,9 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from amp.errors import AmpWarning
 from amp.kernels.tensor_lists import local
@@ -139,26 +137,3 @@ class OutsideChanges:
             if master not in changed and (model.requires_grad or stored_grad(master) is not None)
         ]
         kernels.master_copy.master_copy([a for a, _ in rest], [b for _, b in rest])
-
-
-class _BeforeForward:
-    """A forward pre-hook of a model: changes of its masters reach it. A copy of the model has none."""
-
-    def __init__(self, optimizers: Sequence[OutsideChanges] = ()) -> None:
-        self._optimizers = optimizers
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        if not torch.compiler.is_compiling():
-            for each in self._optimizers:
-                each.before_forward()
-
-    def __deepcopy__(self, memo: object) -> _BeforeForward:
-        return _BeforeForward()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return (_BeforeForward, ())
-
-
-def look_before_forwards(model: nn.Module, optimizers: Sequence[OutsideChanges]) -> RemovableHandle:
-    """Let changes of masters reach a model before each of its forwards."""
-    return model.register_forward_pre_hook(_BeforeForward(optimizers), prepend=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import chain, compress
 from typing import Any
 
@@ -46,6 +47,11 @@ class ParameterLists:
         self.model_list = _values_of(self.models)
         self.unmastered_list = _values_of(self.unmastered)
         self.master_ids = list(map(id, self.masters))
+
+    @cached_property
+    def ids(self) -> frozenset[int]:
+        """The ids of all of them, masters and the model's."""
+        return frozenset(map(id, (*self.stepped, *self.models)))
 
     @classmethod
     def of(

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from amp import frontend
-from amp.casting import current
+from amp import active, frontend
 from amp.errors import (
     AmpError,
     AmpRuntimeError,
@@ -103,7 +102,7 @@ def compare(
         AmpRuntimeError: a session that casts functions is open, or two runs at O0 differ.
         Exception: whatever the run at O0 raises. What another level raises is in its result.
     """
-    if current.newest_caster() is not None:
+    if active.newest_caster() is not None:
         raise AmpRuntimeError(
             "a session that casts torch's functions is open, at O0 too: close it before amp.compare, "
             "by amp.get_session().close()"

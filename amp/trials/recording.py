@@ -1,6 +1,4 @@
-"""What ran in a forward: ops with their shapes, dtypes and magnitudes, and the functions of torch that
-were called.
-"""
+"""What ran in a forward: ops with shapes, dtypes and magnitudes, and the functions of torch called."""
 
 from __future__ import annotations
 

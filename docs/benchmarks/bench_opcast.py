@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,21 @@ def loop(call: Call) -> float:
     return (time.perf_counter() - start) / LOOP * 1e6
 
 
-def without_amp(session: amp.Session) -> AbstractContextManager[None]:
+@contextmanager
+def without_amp(session: amp.Session) -> Iterator[None]:
     """Give torch its functions back for the block."""
-    by_op = next(strategy for strategy in session._strategies if isinstance(strategy, CastOps))
-    lifted: AbstractContextManager[None] = by_op._patches.lifted()
-    return lifted
+    assert isinstance(session.casts, CastOps)
+    sites = list(dict.fromkeys(session.casts._patches._sites))
+    layers = [site.layers for site in sites]
+    for site in sites:
+        site.layers = []
+        site.show()
+    try:
+        yield
+    finally:
+        for site, own in zip(sites, layers, strict=True):
+            site.layers = own
+            site.show()
 
 
 class Contenders:

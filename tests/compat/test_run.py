@@ -123,18 +123,3 @@ def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
         "    raise ValueError('x')",
         "ValueError: x",
     ]
-
-
-def test_a_direct_call_of_forward_is_told_what_to_call(tmp_path: Path) -> None:
-    """It cast in apex, which replaced the forward itself."""
-    ended = run(
-        tmp_path / "train.py",
-        "import torch\nfrom apex import amp\n"
-        "class Table(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        return x @ self.weight\n"
-        "model = amp.initialize(Table(4, 4), opt_level='O2', verbosity=0)\n"
-        "model.forward(torch.ones(1, 4))\n",
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].endswith("call model(x)")
