@@ -14,7 +14,8 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
 from amp.lazy import kernels
 from amp.profiles.properties import Properties
-from amp.training.attachment import AttachedOptimizer, declares, keeps_moments
+from amp.training.attachment import AttachedOptimizer, keeps_moments
+from amp.training.optimizer_step import declares
 from amp.training.optimizer_wrappers import innermost, is_optimizer
 
 _MOST_LOSSES = 10_000

@@ -13,7 +13,8 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from amp.casting import strategies
-from amp.errors import AmpRuntimeError, brief, first_few, name_of
+from amp.casting.strategy import Strategy
+from amp.errors import AmpRuntimeError, brief, first_few, name_of, warn
 from amp.state_checks import StateChecks, as_dict
 from amp.training.scaler import LossScaler, ScalerState, read_state
 
@@ -21,12 +22,17 @@ _SCALER_KEY = re.compile(r"loss_scaler([0-9]{1,9})")
 _LEVEL_KEY = "opt_level"
 
 
-def save(scalers: Sequence[LossScaler], opt_level: str | None) -> OrderedDict[str, Any]:
-    """Return the state of the scalers. The host waits for the device."""
+def save(
+    scalers: Sequence[LossScaler], own: Sequence[Strategy], opt_level: str | None
+) -> OrderedDict[str, Any]:
+    """Return the state of a session's scalers and strategies. The host waits for the device."""
     state: OrderedDict[str, Any] = OrderedDict(
         (f"loss_scaler{i}", scaler.state_dict()) for i, scaler in enumerate(scalers)
     )
     state[_LEVEL_KEY] = opt_level
+    for strategy in own:
+        if strategy.state_key and (of_strategy := strategy.state_dict()):
+            state[strategy.state_key] = of_strategy
     return state
 
 
@@ -104,3 +110,19 @@ def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterato
             f"{opt_level}; weights and optimizer state carry over, and a loss scale does where both "
             "levels scale dynamically"
         )
+
+
+def restore(
+    saved: SavedState, scalers: Sequence[LossScaler], own: Sequence[Strategy], opt_level: str | None
+) -> None:
+    """Let scalers and strategies go on from a saved state, after warnings of what differs."""
+    pairs = [(x, saved.strategies.get(x.state_key)) for x in own if x.state_key]
+    of_strategies = [strategy.differences(state) for strategy, state in pairs]
+    for message in (*differences(saved, len(scalers), opt_level), *of_strategies):
+        if message:  # before anything is changed: a warning may be an error
+            warn(message)
+    for i, scaler in enumerate(scalers):
+        if i in saved.scalers:
+            scaler.restore(saved.scalers[i])
+    for strategy, state in pairs:
+        strategy.load_state_dict(state)

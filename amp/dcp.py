@@ -95,7 +95,7 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
         for optimizer in optimizers:
             attached = AttachedOptimizer.of(optimizer)
             if attached is not None:
-                stack.enter_context(attached.no_step_of_the_training())
+                stack.enter_context(attached.step.none_of_the_training())
             if attached is None or attached.gradients.state is State.SETTLED:
                 state_dict._init_optim_state(optimizer)
             else:

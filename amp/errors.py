@@ -5,10 +5,15 @@ situation, so that a script written for apex still catches it. Every message say
 was passed, what is allowed, and what to do.
 """
 
+import contextlib
 import difflib
 import math
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -52,6 +57,19 @@ class ProfileNotFoundError(AmpError, FileNotFoundError):
 
 class AmpWarning(UserWarning):
     """Training goes on, but something deserves a look."""
+
+
+_AMP = f"{Path(__file__).parent}{os.sep}"
+
+
+def warn(message: str) -> None:
+    """Warn with an AmpWarning at the user's line: the nearest call from outside of amp and of torch."""
+    torch = f"{Path(sys.modules['torch'].__file__ or '').parent}{os.sep}"
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith((_AMP, torch, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, AmpWarning, stacklevel=level if frame is not None else 2)
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

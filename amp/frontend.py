@@ -16,6 +16,7 @@ from amp import checkpoint
 from amp.arguments import as_flag, attached_to
 from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError, AmpTypeError, brief, did_you_mean
+from amp.interrupts import followed_by
 from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.overrides import SessionOptions
 from amp.profiles.properties import OVERRIDE_KEYS
@@ -140,17 +141,16 @@ def initialize(
     if _Default.loaded_into is not None and _Default.loaded_into.closed:
         _Default.waiting_state = None
     if _Default.waiting_state is not None:
-        session.take_over(_Default.waiting_state)
-    try:
+        session.restore(_Default.waiting_state)
+
+    def set_up() -> Any:
         result = session.initialize(
             models, optimizers, allow_incoming_model_not_fp32=allow_incoming_model_not_fp32
         )
         _make_default(session)
-    except BaseException:
-        if session.is_in_use:  # an interrupt, after all is set up
-            _make_default(session)
-        raise
-    return result
+        return result
+
+    return followed_by(set_up, lambda: _make_default(session) if session.is_in_use else None)
 
 
 def _make_default(session: Session) -> None:
@@ -274,7 +274,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     disabled = _Default.session is not None and not _Default.session.properties.enabled
     if disabled and AttachedOptimizer.of(optimizer) is None:
         return False
-    return attached_to(optimizer).step_was_skipped
+    return attached_to(optimizer).step.was_skipped
 
 
 def history() -> list[Transition]:
@@ -338,7 +338,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if session is not None and session.closed:
         session = None
     if session is not None:
-        session.take_over(saved)
+        session.restore(saved)
     _Default.waiting_state, _Default.loaded_into = saved, session
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,12 +35,13 @@ from amp.errors import (
     AmpRuntimeError,
     AmpTypeError,
     AmpValueError,
-    AmpWarning,
     brief,
     first_few,
     truth_of,
+    warn,
 )
 from amp.lazy import kernels
+from amp.observers import watching
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks, as_dict, as_plain
@@ -117,6 +117,7 @@ class _TorchInternals(torch.amp.GradScaler):
             return {}
         flag = found_inf.reshape(1)
         if grads:
+            _tell(grads, inv_scale)
             kernels.unscale.unscale(grads, grads, inv_scale.reshape(1), flag)
         reduce_largest([flag], groups)
         return {found_inf.device: found_inf}
@@ -128,7 +129,9 @@ class _TorchInternals(torch.amp.GradScaler):
         if grads or groups:
             flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
             if grads:
-                kernels.unscale.check(grads, self._scaler.snapshot().inv_scale, flag)
+                inv_scale = self._scaler.scale_now().inv_scale
+                _tell(grads, inv_scale)
+                kernels.unscale.check(grads, inv_scale, flag)
             reduce_largest([flag], groups)
             found = {flag.device: flag.reshape(())}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
@@ -219,11 +222,9 @@ class GradScaler(_TorchInternals):
         self._device = torch.device(device).type  # type: ignore[arg-type]
         self._enabled = truth_of("enabled", enabled)
         if self._enabled and self._device == "cuda" and not torch.cuda.is_available():
-            warnings.warn(
+            warn(
                 "GradScaler is for CUDA, and there is no GPU: it is disabled. On a CPU, "
-                "GradScaler('cpu') scales.",
-                AmpWarning,
-                stacklevel=3,
+                "GradScaler('cpu') scales."
             )
             self._enabled = False
         config = LossScaling()
@@ -408,8 +409,8 @@ class GradScaler(_TorchInternals):
                 history.share(self._scaler.process_groups)
                 history.end()
             self._scaler.update()
-            self._scaler.learn()
-            self._scaler.warn_if_endless()
+            self._scaler.recorder.learn()
+            self._scaler.recorder.warn_if_endless()
         self._begin_iteration()
 
     # Saving.
@@ -458,6 +459,11 @@ class GradScaler(_TorchInternals):
         self._scaler.config = config
         loaded = self._scaler.state_dict()
         self._init_scale, self._init_growth_tracker = loaded["loss_scale"], loaded["unskipped"]
+
+
+def _tell(grads: Sequence[Tensor], inv_scale: Tensor) -> None:
+    for observer in watching():
+        observer.unscaling(grads, inv_scale)
 
 
 def _configured(config: LossScaling, **changes: Any) -> LossScaling:

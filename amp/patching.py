@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -95,14 +96,16 @@ class _Site:
         for layer in sorted(self.layers, key=lambda layer: layer.owner.is_over):
             shown = layer.on(base if layer.owner.is_over else self.original, self)
             base = base if layer.owner.is_over else shown
-        self.shown = shown if self.layers else None
+        changes = []
         for target, is_inherited, attribute in self._places.values():
             if self.layers:
-                setattr(target, self.name, shown)
+                changes.append(functools.partial(setattr, target, self.name, shown))
             elif is_inherited:
-                delattr(target, self.name)
+                changes.append(functools.partial(delattr, target, self.name))
             else:
-                setattr(target, self.name, attribute)
+                changes.append(functools.partial(setattr, target, self.name, attribute))
+        changes.append(functools.partial(setattr, self, "shown", shown if self.layers else None))
+        tuple(map(operator.call, changes))  # by one call: an interrupt finds all of it done, or none
 
     def named(self, new: Any) -> Any:
         """Let what stands for the function be found, described and pickled as the function is."""
@@ -116,7 +119,7 @@ class _Site:
     def is_shown(self) -> bool:
         """Whether the attribute is still ours: nobody else has patched it since."""
         targets = [target for target, _, _ in self._places.values()]
-        return bool(self.layers) and all(vars(x).get(self.name) is self.shown for x in targets)
+        return self.shown is not None and all(vars(x).get(self.name) is self.shown for x in targets)
 
 
 def _path_of(target: Any, name: str) -> tuple[str, str] | None:
@@ -162,8 +165,8 @@ class Patches(AbstractContextManager["Patches"]):
                     site.add_place(other)
             site.layers = [layer for layer in site.layers if layer.owner is not self]
             site.layers.append(_Layer(self, make))
-            site.show()
             self._sites.append(site)
+            site.show()
             return site.original
 
     def surround(self, target: Any, name: str, function: Callable[..., Any]) -> None:

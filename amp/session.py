@@ -1,48 +1,43 @@
-"""A session: everything that one `initialize` set up, and the way to undo it."""
+"""A session: what one `initialize` set up, in use: its forwards, losses, checkpoints, and its end."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 import os
-import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
-from amp import active, arguments, checkpoint, dcp, distributed
-from amp.advice import advise_on_eps, advise_on_float64, advise_on_rules
+from amp import active, arguments, checkpoint, distributed
+from amp.advice import advise_on_float64
 from amp.casting.by_op import CastOps
+from amp.casting.cast_cache import forwards
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState
-from amp.casting.sharded import fsdp1_groups, reshard
+from amp.casting.sharded import reshard
 from amp.casting.strategies import strategies_for
-from amp.casting.weight_casts import forwards
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpWarning, brief
-from amp.masters import averages
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, brief, warn
 from amp.masters.lean import LeanMasterWeights
-from amp.masters.state_dicts import install_hooks
 from amp.masters.whole import MasterWeights
-from amp.patching import Patches
+from amp.observers import Observer, watching
+from amp.overflow_log import OverflowLog
 from amp.profiles.levels import resolve
 from amp.profiles.overrides import Overrides
 from amp.profiles.properties import Properties
-from amp.training import synchronization
+from amp.setup import Setup
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
-from amp.training.clipping import lead_to_masters
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
@@ -83,8 +78,12 @@ class Session:
     Attributes:
         properties: what the profile and the overrides resolved to.
         scalers: one loss scaler per loss.
+        observers: who is told what happens in it; see `amp.observers`.
         attached: what there is of each of its optimizers.
+        strategies: the ways in which its models get their precision.
+        masters: the master weights.
         casts: what decides whether functions cast in a thread that has called a model of it last.
+        is_rehearsal: whether blocks drop their gradients and optimizers do not step, as in a trial.
         last_report: of the last step that `diagnose="on_overflow"` has watched, or None.
 
     Raises:
@@ -102,38 +101,38 @@ class Session:
         **overrides: Unpack[Overrides],
     ) -> None:
         count = arguments.as_count(num_losses)
-        self.properties = (
-            Properties(enabled=False)
-            if enabled is False
-            else resolve(opt_level, {"enabled": enabled, **overrides})
-        )
+        options = {"enabled": enabled, **overrides}
+        for observer in watching():
+            opt_level = observer.session_begins(opt_level, options)
+        self.properties = Properties(enabled=False) if enabled is False else resolve(opt_level, options)
         arguments.as_flag("verbosity", verbosity)
         self.verbosity = verbosity
         self.closed = False
         arguments.check_environment()
-        self._process_groups = distributed.as_process_groups(process_group)
+        self.process_groups = distributed.as_process_groups(process_group)
         with torch.inference_mode(False):  # what is made in it could not be updated after it
             self.scalers = [
-                LossScaler(self.properties.loss_scaling, i, self._process_groups) for i in range(count)
+                LossScaler(self.properties.loss_scaling, i, self.process_groups) for i in range(count)
             ]
-        self._models: list[weakref.ref[nn.Module]] = []
+        self.models: list[weakref.ref[nn.Module]] = []
+        self.attached: list[AttachedOptimizer] = []
         kind = self.properties.master_weights
         self.masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
-        self._strategies = strategies_for(self.properties)
-        self._fp8 = next((x for x in self._strategies if isinstance(x, Fp8Linears)), None)
-        by_op = next((x for x in self._strategies if isinstance(x, CastOps)), None)
+        self.strategies = strategies_for(self.properties)
+        self._fp8 = next((x for x in self.strategies if isinstance(x, Fp8Linears)), None)
+        by_op = next((x for x in self.strategies if isinstance(x, CastOps)), None)
         self.casts: CastOps | active.NoCasts = by_op or active.NoCasts()
         weakref.finalize(self, self.casts.drop).atexit = False
-        self.synchronization = Synchronization(self.properties, self._named_parameters)
-        self._running_stats = RunningStatistics()
-        self.attached: list[AttachedOptimizer] = []
+        self.synchronization = Synchronization(self.properties, self.named_parameters)
+        self.running_stats = RunningStatistics()
+        self.is_rehearsal = False
         self.last_report: Report | None = None
-        self._armed = None
+        self.observers: list[Observer] = [OverflowLog()]
         if self.properties.diagnose == "on_overflow":
-            self._armed = Armed(self._alive, self._tell)
-        self._undo = Undo()
+            self.observers.insert(0, Armed(self))
+        self.undo = Undo()
         if self.properties.enabled:
-            self._log(
+            self.log(
                 logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
             )
 
@@ -141,7 +140,7 @@ class Session:
     def of(model: nn.Module) -> Session | None:
         """Return the open session that a model went through, or None."""
         sessions: list[Session] = active.open_sessions()
-        return next((x for x in sessions if any(each is model for each in x._alive())), None)
+        return next((x for x in sessions if any(each is model for each in x.live_models())), None)
 
     # Set up and tear down.
 
@@ -171,19 +170,24 @@ class Session:
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
             arguments.check_inference_mode([*model_list, *optimizer_list])
+            told = watching(self.observers)
+            for observer in told:
+                observer.initialize_begins(self, model_list)
+                allow |= observer.takes_half_models
             for model in model_list:
                 self._check_not_cast(model)
                 reshard(model)
                 arguments.check_model(model, allow)
-                for strategy in self._strategies:
+                for strategy in self.strategies:
                     strategy.check_model(model)
-            known = filter(None, [reference() for reference in self._models])
             arguments.check_optimizers(
-                optimizer_list, [*known, *model_list], self.properties, self._process_groups
+                optimizer_list, [*self.live_models(), *model_list], self.properties, self.process_groups
             )
             for message in advise_on_float64(model_list, self.properties):
-                warnings.warn(message, AmpWarning, stacklevel=3)
-            self._set_up(model_list, optimizer_list)
+                warn(message)
+            Setup(self, model_list, optimizer_list).run()
+            for observer in told:
+                observer.initialize_ends(self, model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
 
     @staticmethod
@@ -198,127 +202,6 @@ class Session:
                 "start again from these weights, close that session: amp.get_session(optimizer).close()"
             )
 
-    def _set_up(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-        """Take the strategies' steps, and attach the optimizers; if any of it fails, undo all."""
-        undo, is_first = Undo(), not self.is_in_use
-        known, known_optimizers = len(self._models), len(self.attached)
-        attached: list[AttachedOptimizer] = []
-        self._undo.callback(_recast_states, attached)  # once their parameters have their dtype again
-        self._undo.callback(undo.close)
-        try:
-            active.add(self)
-            for strategy in self._strategies:
-                strategy.begin(undo)
-                for model in models:
-                    strategy.prepare_model(model, undo)
-            self._patch(undo)
-            if self.has_half:
-                install_hooks(self.masters, models, undo)
-            self.masters.note_casts(undo.before)
-            new = [self._attach(optimizer, undo) for optimizer in optimizers]
-            for model in models:
-                undo.callback(_stay_with(model, self))
-            self._models += map(weakref.ref, models)
-            self.synchronization.watch(models, undo)
-            if self.properties.protect_buffers and self.properties.loss_scaling.check:
-                self._running_stats.watch(models, undo)
-            if self.amax_history is not None:
-                self.amax_history.groups = self.synchronization.groups_of_ddps
-            groups = fsdp1_groups(models)
-            for one in new:
-                undo.if_it_fails.append(one.remember_state())
-                one.recast_state(self.properties.state_dtype)
-                one.note_owned()
-            self._advise(models, new)
-            for scaler in self.scalers:
-                before = {"process_groups": scaler.process_groups}
-                undo.if_it_fails.append(functools.partial(vars(scaler).update, before))
-                scaler.process_groups += groups
-            self.attached += new
-            undo.if_it_fails.append(attached.clear)
-            attached += new
-            undo.has_succeeded()
-        except BaseException:
-            if not undo.is_for_close:
-                if is_first:
-                    active.remove(self)
-                undo.roll_back()
-                del self._models[known:], self.attached[known_optimizers:]
-            raise
-
-    @property
-    def has_half(self) -> bool:
-        """Whether there are weights in 16 bits, or masters of such."""
-        properties = self.properties
-        return bool(properties.master_weights) or properties.cast_model_type in LOW_PRECISION
-
-    def _patch(self, undo: Undo) -> None:
-        """Replace functions of torch that would be wrong in silence; see docs/architecture.md."""
-        patches = Patches()
-        undo.always(averages.forget_averages)
-        undo.always(patches.undo)
-        finds_gradients = self.properties.master_weights or not self.scalers[0].is_identity
-        if finds_gradients:
-            lead_to_masters(undo)
-        if finds_gradients or (self.amax_history is not None and self.amax_history.recipe.reduce_amax):
-            patches.install(synchronization.PATCHES)
-        if self.has_half:
-            patches.install(averages.PATCHES)
-        if self.properties.master_weights and dcp.is_in_use():
-            patches.install(dcp.PATCHES)
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether models or optimizers have been set up."""
-        return bool(self._models or self.attached)
-
-    def _advise(self, models: Sequence[nn.Module], attached: Iterable[AttachedOptimizer]) -> None:
-        """Log what has been prepared, and warn of what will not work well."""
-        for message in filter(None, [strategy.finish() for strategy in self._strategies]):
-            self._log(logging.INFO, message)
-        on_eps = [advise_on_eps(one.optimizer) for one in attached]
-        for message in chain(advise_on_rules(self.properties.rules, models), *on_eps):
-            self._log(logging.WARNING, message)
-
-    def _attach(self, optimizer: Any, undo: Undo) -> AttachedOptimizer:
-        attached = AttachedOptimizer(
-            optimizer,
-            owner=self,
-            masters=self.masters,
-            use_masters=bool(self.properties.master_weights),
-            report=self._report_overflows,
-            named_parameters=self._named_parameters,
-        )
-        undo.callback(attached.detach)
-        attached.attach(undo.before)
-        return attached
-
-    @property
-    def amax_history(self) -> AmaxHistory | None:
-        """What `fp8="delayed"` remembers, or None."""
-        return None if self._fp8 is None else self._fp8.history
-
-    @property
-    def casts_ops(self) -> bool:
-        """Whether this session's functions cast their arguments, here and now."""
-        return any(strategy.casts_ops for strategy in self._strategies)
-
-    def stop_casting_ops(self) -> None:
-        """Give torch its functions back, and leave models, optimizers and scalers as they are."""
-        self.casts.stop()
-
-    def after_fork(self) -> None:
-        """Go on in a forked process, which has none of the other threads."""
-        self.masters.renew_lock()
-        self.casts.is_inherited = True
-
-    def before_forward(self) -> None:
-        """Prepare the forward of a model, whose hook calls this. No host sync."""
-        if self.casts.live and not forwards.is_in_one():
-            active.activate(self.casts)
-        for attached in self.attached if self.properties.master_weights else ():
-            attached.outside_changes.before_forward()
-
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were. Idempotent.
 
@@ -330,19 +213,17 @@ class Session:
         waits for the device, to log the last overflows.
         """
         self.closed = True
-        before = ThreadState()
-        try:
-            active.remove(self)
-            self.casts.stop()
-            if self._armed is not None:
-                self._armed.close()
-            self._undo.close()
-        except BaseException:
-            before.put_back(after_error=True)
-            raise
+        ThreadState().around(self._close)
         self.attached.clear()
         for scaler in self.scalers:  # last: a warning may be an error
-            self._report_overflows(scaler, wait=True)
+            self.learn(scaler, wait=True)
+
+    def _close(self) -> None:
+        active.remove(self)
+        self.casts.stop()
+        for observer in self.observers:
+            observer.session_ends(self)
+        self.undo.close()
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -351,7 +232,23 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def stop_casting_ops(self) -> None:
+        """Give torch its functions back, and leave models, optimizers and scalers as they are."""
+        self.casts.stop()
+
+    def after_fork(self) -> None:
+        """Go on in a forked process, which has none of the other threads."""
+        self.masters.renew_lock()
+        self.casts.is_inherited = True
+
     # Training.
+
+    def before_forward(self) -> None:
+        """Prepare the forward of a model, whose hook calls this. No host sync."""
+        if self.casts.live and not forwards.is_in_one():
+            active.activate(self.casts)
+        for attached in self.attached if self.properties.master_weights else ():
+            attached.write_back.before_forward()
 
     @contextmanager
     def scale_loss(
@@ -373,74 +270,40 @@ class Session:
             return
         scaler = self._scaler(loss_id)
         scaler.check_loss(loss)
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.check_loss(loss)
         # An optimizer may be of another session: its gradients are as good.
         given = arguments.attached_of_a_loss(optimizers)
         for attached in given:
-            attached.outside_changes.warn_if_missed()
+            attached.write_back.warn_if_missed()
         histories = [attached.owner.amax_history for attached in given]
-        block = Block(
-            scaler,
-            [attached.gradients for attached in given],
-            list(dict.fromkeys(filter(None, histories))),
-        )
-        before = ThreadState()
+        histories = list(dict.fromkeys(filter(None, histories)))
+        block = Block(scaler, [attached.gradients for attached in given], histories)
         try:
             try:
                 scaled_loss = block.enter(loss)
-                if self._armed is not None:
-                    self._armed.begin_block(block.scale.scale)
-                self._report_overflows(scaler)
+                for observer in watching(self.observers):
+                    observer.block_entered(self, block, loss, given)
+                self.learn(scaler)
                 yield scaled_loss
-                if delay_unscale or not block.is_reduced():
+                if self.is_rehearsal:
+                    block.abort()
+                elif delay_unscale or not block.is_reduced():
                     block.delay()
                 else:
                     block.leave(update=not delay_overflow_check)
-                self._running_stats.repair()
-                if self._armed is not None:
-                    self._armed.end()
-            except BaseException:
-                before.put_back(after_error=True)
-                block.abort()
-                raise
-        except BaseException:  # if an interrupt came before that was done
-            before.put_back(after_error=True)
-            block.abort()
-            raise
+                self.running_stats.repair()
+                for observer in watching(self.observers):
+                    observer.block_left(self, block)
+                block.is_over = True
+            finally:
+                block.end()
+        finally:
+            block.end()  # again: an interrupt may have come before it was done
 
     def loss_scale(self, loss_id: int = 0) -> float:
         """Return the current loss scale. The host waits for the device."""
         return self._scaler(loss_id).loss_scale()
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return what a checkpoint needs; see `amp.state_dict`."""
-        if not self.properties.enabled:
-            return OrderedDict()
-        state = checkpoint.save(self.scalers, self.properties.opt_level)
-        for strategy in self._strategies:
-            if strategy.state_key and (own := strategy.state_dict()):
-                state[strategy.state_key] = own
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a saved state; see `amp.load_state_dict`."""
-        self.take_over(checkpoint.read(state_dict))
-
-    def take_over(self, saved: checkpoint.SavedState) -> None:
-        """Go on from a saved state, after warnings of what differs."""
-        if not self.properties.enabled:
-            return
-        own = [(x, saved.strategies.get(x.state_key)) for x in self._strategies if x.state_key]
-        differences = checkpoint.differences(saved, len(self.scalers), self.properties.opt_level)
-        for message in (*differences, *(strategy.differences(state) for strategy, state in own)):
-            if message:  # before anything is changed: a warning may be an error
-                warnings.warn(message, AmpWarning, stacklevel=3)
-        for i, scaler in enumerate(self.scalers):
-            if i in saved.scalers:
-                scaler.take_over(saved.scalers[i])
-        for strategy, state in own:
-            strategy.load_state_dict(state)
 
     def _scaler(self, loss_id: int) -> LossScaler:
         try:
@@ -454,21 +317,18 @@ class Session:
             )
         return self.scalers[number]
 
-    def _report_overflows(self, scaler: LossScaler, wait: bool = False) -> None:
-        """Log the overflows that the host has learnt of, and warn once if they do not end."""
-        for row in scaler.learn(wait, -1 if self._armed is None else self._armed.until(scaler)):
-            if not row.overflow:
-                continue
-            self._log(
-                logging.WARNING,
-                "Gradient overflow.  Skipping step, loss scaler %d "
-                + ("reducing loss scale to %s" if scaler.config.dynamic else "stays at %s"),
-                scaler.loss_id,
-                row.next_scale,
-            )
-        if self._armed is not None:
-            self._armed.look(scaler)
-        scaler.warn_if_endless()
+    def learn(self, scaler: LossScaler, wait: bool = False) -> None:
+        """Ask what the host has learnt of a scaler, and tell observers.
+
+        Args:
+            scaler: of this session.
+            wait: for what is under way. Otherwise there is no host sync, unless an observer must know.
+        """
+        told = watching(self.observers)
+        until = max([observer.must_know(scaler) for observer in told], default=-1)
+        rows = scaler.recorder.learn(wait, until)
+        for observer in told:
+            observer.verdicts(self, scaler, rows)
 
     def history(self, wait: bool = True) -> list[Transition]:
         """Return the last updates of the loss scalers; see `amp.history`.
@@ -477,22 +337,58 @@ class Session:
             wait: for those that are still under way. Otherwise there is no host sync.
         """
         for scaler in self.scalers:
-            self._report_overflows(scaler, wait)
-        return [row for scaler in self.scalers for row in scaler.history()]
+            self.learn(scaler, wait)
+        return [row for scaler in self.scalers for row in scaler.recorder.history()]
 
-    def _tell(self, report: Report) -> None:
-        """Keep and log what was seen in a step after a streak of overflows."""
-        self.last_report = report
-        self._log(logging.WARNING, "a step after a streak of overflows was watched:\n%s", report)
+    # Saving.
 
-    def _alive(self) -> list[nn.Module]:
-        return [model for reference in self._models if (model := reference()) is not None]
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return what a checkpoint needs; see `amp.state_dict`."""
+        if not self.properties.enabled:
+            return OrderedDict()
+        return checkpoint.save(self.scalers, self.strategies, self.properties.opt_level)
 
-    def _named_parameters(self) -> dict[tuple[int, str], Tensor]:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a saved state; see `amp.load_state_dict`."""
+        self.restore(checkpoint.read(state_dict))
+
+    def restore(self, saved: checkpoint.SavedState) -> None:
+        """Go on from a saved state, after warnings of what differs."""
+        if self.properties.enabled:
+            checkpoint.restore(saved, self.scalers, self.strategies, self.properties.opt_level)
+
+    # What it is asked.
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether models or optimizers have been set up."""
+        return bool(self.models or self.attached)
+
+    @property
+    def amax_history(self) -> AmaxHistory | None:
+        """What `fp8="delayed"` remembers, or None."""
+        return None if self._fp8 is None else self._fp8.history
+
+    @property
+    def casts_ops(self) -> bool:
+        """Whether this session's functions cast their arguments, here and now."""
+        return any(strategy.casts_ops for strategy in self.strategies)
+
+    @property
+    def has_half(self) -> bool:
+        """Whether there are weights in 16 bits, or masters of such."""
+        properties = self.properties
+        return bool(properties.master_weights) or properties.cast_model_type in LOW_PRECISION
+
+    def live_models(self) -> list[nn.Module]:
+        """Return the models that went through it and are still there."""
+        return [model for reference in self.models if (model := reference()) is not None]
+
+    def named_parameters(self) -> dict[tuple[int, str], Tensor]:
         """Return the parameters of all models, by the number of the model and their name in it."""
         return {
             (i, name): parameter
-            for i, model in enumerate(self._alive())
+            for i, model in enumerate(self.live_models())
             for name, parameter in model.named_parameters()
         }
 
@@ -500,37 +396,7 @@ class Session:
         if self.closed:
             raise AmpRuntimeError("this session was closed; make a new one with amp.initialize")
 
-    def _log(self, level: int, message: str, *args: object) -> None:
+    def log(self, level: int, message: str, *args: object) -> None:
+        """Log on rank 0, unless it is to be silent."""
         if self.verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)
-
-
-class _BeforeForward:
-    """A forward pre-hook of a model, which keeps the session. That of a copy does nothing."""
-
-    def __init__(self, session: Session | None = None) -> None:
-        self._session = session
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        if self._session is not None and not torch.compiler.is_compiling():
-            self._session.before_forward()
-
-    def __deepcopy__(self, memo: object) -> _BeforeForward:
-        return _BeforeForward()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _BeforeForward, ()
-
-
-def _stay_with(model: nn.Module, session: Session) -> Callable[[], object]:
-    """Let a session stay open for as long as a model lives, and return what ends that."""
-    if isinstance(session.casts, CastOps):  # whose casts begin in the call itself
-        cls: Any = type(model)  # made for this model
-        cls._amp_session = session
-        return functools.partial(setattr, cls, "_amp_session", None)
-    return model.register_forward_pre_hook(_BeforeForward(session), prepend=True).remove
-
-
-def _recast_states(attached: Iterable[AttachedOptimizer]) -> None:
-    for one in attached:
-        one.recast_state()

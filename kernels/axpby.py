@@ -15,7 +15,6 @@ Source: NVIDIA apex `multi_tensor_axpby`.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels.changes import Change, Changes
 from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps
@@ -42,7 +40,6 @@ def axpby(
     *,
     backend: str | None = None,
     bad_steps: BadSteps | None = None,
-    changes: Changes | None = None,
 ) -> None:
     """Write `a * xs + b * ys` to `outs`. The host does not wait for the device.
 
@@ -55,14 +52,13 @@ def axpby(
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         backend: see `amp.kernels.backend`.
         bad_steps: where Triton's kernel notes which `a * xs` overflow.
-        changes: where the sums are planned, to be written later. None writes them now.
 
     Raises:
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
     numbers: dict[str, Any] = {"a": a, "b": b, "found_inf": found_inf}
-    _AXPBY.run((xs, ys, outs), backend=backend, bad_steps=bad_steps, changes=changes, **numbers)
+    _AXPBY.run((xs, ys, outs), backend=backend, bad_steps=bad_steps, **numbers)
 
 
 @jit
@@ -92,18 +88,16 @@ def axpby_reference(
     a: float | Tensor,
     b: float | Tensor,
     found_inf: Tensor | None,
-) -> Change:
-    """Do `axpby` in plain torch, on tensors of one device and combination of dtypes.
-
-    The sums are checked, and written by what is returned: they may be written to what they are made of.
-    """
+) -> None:
+    """Do `axpby` in plain torch, on tensors of one device and combination of dtypes."""
     out = outs[0].dtype
     sums = _scaled(a, xs, out, found_inf)
     by = _scaled(b, ys, out, None) if isinstance(b, Tensor) or b != 1.0 else ys
     if sums[0].dtype is out and all(map(operator.is_, by, outs)):
-        return functools.partial(torch._foreach_add_, outs, sums)
-    torch._foreach_add_(sums, by)
-    return functools.partial(torch._foreach_copy_, outs, sums)
+        torch._foreach_add_(outs, sums)
+    else:
+        torch._foreach_add_(sums, by)
+        torch._foreach_copy_(outs, sums)
 
 
 def _scaled(

@@ -1,12 +1,12 @@
 """Changes of tensors that are made all, or none, whenever an interrupt comes.
 
 Python raises KeyboardInterrupt between any two instructions. A step that has changed some tensors by
-then can be neither repeated nor left, and neither can sums of gradients. So it is planned first, as a
-list of changes, each made by one call, which no interrupt divides. Once the first is made, so are the
-others, before the interrupt goes on.
+then can be neither repeated nor left. So it is planned first, as a list of changes, each made by one
+call, which no interrupt divides. Once the first is made, so are the others, before the interrupt goes on.
 """
 
 import operator
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +17,15 @@ Change = Callable[[], Any]
 that may be repeated, for it is called again if an interrupt has ended it."""
 
 
-class Changes:
-    """What is going to be changed, in order.
+def at_once(*changes: Change) -> None:
+    """Call functions that are not written in Python, without an interrupt between them."""
+    deque(map(operator.call, changes), maxlen=0)
 
-    Attributes:
-        have_begun: whether one may have been made.
-    """
+
+class Changes:
+    """What is going to be changed, in order."""
 
     def __init__(self) -> None:
-        self.have_begun = False
         self._planned: list[Callable[[], Change]] = []
         self._made: list[Any] = []
 
@@ -42,11 +42,6 @@ class Changes:
         """
         self._planned.append(work_out)
 
-    def add_call(self, call: Callable[[], Any]) -> None:
-        """Plan a call that other processes answer, once: after an interrupt it is not made again."""
-        calls = [call]
-        self._planned.append(lambda: calls.pop() if calls else _do_nothing)
-
     @property
     def are_made(self) -> bool:
         """Whether all of them are made, and there are any."""
@@ -56,19 +51,12 @@ class Changes:
     def make(self) -> None:
         """Make them. After an interrupt, the rest is made before the interrupt goes on."""
         try:
-            self.have_begun = True
             self._make_rest()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._make_rest()
-            raise
+        finally:
+            self._make_rest()
 
     def _make_rest(self) -> None:
         while len(self._made) < len(self._planned):
             change = self._planned[len(self._made)]()
             # Made and noted by one call: a signal that comes during the change is handled after both.
             self._made.extend(map(operator.call, [change]))
-
-
-def _do_nothing() -> None:
-    pass

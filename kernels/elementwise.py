@@ -4,14 +4,12 @@ Each is a Triton kernel of the arguments `rows, chunks, ..., DTYPES, BLOCK` (`am
 and the same in plain torch, for tensors that Triton does not take.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amp.kernels.changes import Change, Changes
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tables import NOT_NOTED, BadSteps, flag_on, merge_flag, number_on, plan
 from amp.kernels.tensor_lists import dense, increment_versions
@@ -22,14 +20,13 @@ class Elementwise(NamedTuple):
 
     Attributes:
         kernel: for Triton.
-        reference: for plain torch, on lists of tensors of one device and combination of dtypes. What
-            must not be done twice it returns, as a change.
+        reference: for plain torch, on lists of tensors of one device and combination of dtypes.
         writes: how many of the lists are written: the last ones.
         block: the number of elements of a chunk.
     """
 
     kernel: Any
-    reference: Callable[..., Change | None]
+    reference: Callable[..., None]
     writes: int
     block: int
 
@@ -39,20 +36,17 @@ class Elementwise(NamedTuple):
         *,
         backend: str | None = None,
         bad_steps: BadSteps | None = None,
-        changes: Changes | None = None,
         **arguments: Any,
     ) -> None:
-        """Run it, or plan it. The host does not wait for the device.
+        """Run it. The host does not wait for the device.
 
         Args:
             lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
             backend: see `amp.kernels.backend`.
             bad_steps: where a check notes the tensors that are not finite.
-            changes: where it is planned, to be run later. None runs it now.
             **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
                 `found_inf`, if there is one, is written.
         """
-        planned = Changes() if changes is None else changes
         known = {id(tensors): dense(tensors) for tensors in lists}  # one that is there twice asks once
         columns = [known[id(tensors)] for tensors in lists]
         todo = plan(*columns, block=self.block, backend=backend)
@@ -61,16 +55,10 @@ class Elementwise(NamedTuple):
             if "found_inf" in arguments:
                 here["found_inf"] = flag_on(each.device, arguments["found_inf"])
                 here |= NOT_NOTED if bad_steps is None else bad_steps.on(each.device)
-            planned.add(functools.partial(each.run, self.kernel, **here, BLOCK=self.block))
-            flags = arguments.get("found_inf"), here.get("found_inf")
-            planned.add(functools.partial(merge_flag, *flags))
+            each.run(self.kernel, **here, BLOCK=self.block)
+            merge_flag(arguments.get("found_inf"), here.get("found_inf"))
         for same in todo.fallback:
-            change = without_grad(self.reference)(
+            without_grad(self.reference)(
                 *[[tensors[i] for i in same] for tensors in columns], **arguments
             )
-            if change is not None:
-                planned.add(change)
-        written = list(itertools.chain(*lists[len(lists) - self.writes :]))
-        planned.add(functools.partial(increment_versions, written))
-        if changes is None:
-            planned.make()
+        increment_versions(list(itertools.chain(*lists[len(lists) - self.writes :])))

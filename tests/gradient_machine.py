@@ -142,7 +142,7 @@ class Actions(Stage):
                 if plan.fails == "after backward":
                     raise Planned
                 if plan.fails == "leaving":
-                    patch.setattr(gradients, "look_at_newest", fail)  # as what cannot be unscaled does
+                    patch.setattr(gradients.NewGradients, "of", fail)  # as what cannot be unscaled does
         except Planned:
             assert plan.fails is not None
             expected.abort()

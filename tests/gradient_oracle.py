@@ -138,8 +138,8 @@ class Optimizer:
         if self.delayed is not None:
             return (State.DELAYED,)
         if self.is_held is None:
-            return (State.HELD, State.SETTLED)
-        return (State.HELD if self.is_held else State.SETTLED,)
+            return (State.DEFERRED, State.SETTLED)
+        return (State.DEFERRED if self.is_held else State.SETTLED,)
 
     def in_model(self, gradient: Gradient) -> Tensor | None:
         """Return what `.grad` of the model's parameter must be."""

@@ -42,6 +42,7 @@ PATCHES = [
     *wrappers.PATCHES,
     *averages.PATCHES,
     *clipping.PATCHES,
+    *clipping.PATCHES_WITH_MASTERS,
     *synchronization.PATCHES,
     *dcp.PATCHES,
 ]

@@ -93,7 +93,7 @@ def test_a_scale_never_becomes_zero_inf_or_denormal() -> None:
     assert high[-1] == 2.0**126
     assert 1 / high[-1] == smallest
     scaler = LossScaler(LossScaling(init=smallest))
-    assert torch.isfinite(scaler.snapshot().inv_scale).all()
+    assert torch.isfinite(scaler.scale_now().inv_scale).all()
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_the_default_dtype_is_not_the_scalers(dtype: torch.dtype) -> None:
         assert scaler.loss_scale() == 16.0
         assert LossScaler(LossScaling()).loss_scale() == 65536.0
         grad, found_inf = torch.tensor([2.0]), scaler.found_inf
-        unscale([grad], [grad], scaler.snapshot().inv_scale, found_inf)
+        unscale([grad], [grad], scaler.scale_now().inv_scale, found_inf)
         assert grad.item() == 2 / 16
     finally:
         torch.set_default_dtype(torch.float32)
@@ -391,7 +391,7 @@ def test_a_copy_goes_on_by_itself(copied: Any) -> None:
         other.update()
     assert (scaler.loss_scale(), other.loss_scale()) == (8.0, 16.0)
     assert other.scale(torch.ones(())) == 16.0
-    assert other.snapshot().inv_scale == 1 / 16
+    assert other.scale_now().inv_scale == 1 / 16
     found = other.found_inf
     assert found is not None
     found.fill_(1.0)

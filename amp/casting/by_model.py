@@ -5,7 +5,6 @@ keep working. Activations are cast by module hooks that can be copied and pickle
 pickle, DataParallel and DDP see an ordinary module.
 """
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -27,7 +26,7 @@ from amp.casting.sharded import (
 )
 from amp.casting.strategy import Strategy
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError, AmpWarning
+from amp.errors import AmpRuntimeError, warn
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -161,12 +160,10 @@ class CastModel(Strategy):
             return
         if properties.cast_model_type in LOW_PRECISION:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"the loss is in {dtype_name(loss.dtype)}, and outputs of model(x) are in "
                 f"{dtype_name(outputs)}: perhaps it comes of model.forward(x) or of a part of the "
-                "model, whose outputs amp does not cast. Call model(x), or output.float()",
-                AmpWarning,
-                stacklevel=4,
+                "model, whose outputs amp does not cast. Call model(x), or output.float()"
             )
 
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:

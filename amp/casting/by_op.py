@@ -6,14 +6,14 @@ every name that a loaded module has for them, and in what modules of the model h
 
 import hashlib
 import inspect
-import warnings
 import weakref
 from collections.abc import Iterator
 from types import ClassMethodDescriptorType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from amp import active
 from amp.casting import regions, scripting, wrappers
@@ -24,7 +24,7 @@ from amp.casting.regions import DEVICE_TYPES, Function, casts
 from amp.casting.registry import registered
 from amp.casting.strategy import Strategy
 from amp.casting.wrappers import make_choosing, make_wrapper
-from amp.errors import AmpWarning
+from amp.errors import warn
 from amp.patching import Patches, modules_of_others, show_patched, unpatched
 from amp.profiles.properties import Properties
 from amp.undo import Undo
@@ -115,6 +115,8 @@ class CastOps(Strategy):
         self._know(rule, target, self._patches.wrap(target, rule.name, make))
         if rule.in_place is not None and hasattr(target, rule.in_place.name):
             self.patch(rule.in_place, target)
+        if target is Tensor and rule.name in vars(FunctionalTensor):
+            self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
 
     def _know(self, rule: OpRule, target: Any, function: Any) -> None:
         """Note what a function is, under whatever name a module has it."""
@@ -147,11 +149,9 @@ class CastOps(Strategy):
                     if getattr(target, name_there) is not value:
                         held[f"{where} {self._rules[id(value)].op}"] = None
         if held:
-            warnings.warn(
+            warn(
                 "some functions were taken from torch before amp.initialize and will not cast their "
-                f"arguments: {'; '.join(held)}. Call them by their name in torch, from a method.",
-                AmpWarning,
-                stacklevel=2,
+                f"arguments: {'; '.join(held)}. Call them by their name in torch, from a method."
             )
         undo.callback(run_in_float32(model, self.properties.rules, self))
         undo.callback(regions.watch(model, self))

@@ -5,7 +5,6 @@ reach more, and know no names, to skip a layer or to remember what it has seen.
 """
 
 import functools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from amp.casting.strategy import Strategy
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpRuntimeError, AmpWarning, brief
+from amp.errors import AmpRuntimeError, brief, warn
 from amp.profiles.fp8_recipe import Fp8Recipe
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -122,7 +121,7 @@ class Fp8Linears(Strategy):
         _put_in(layers)
         if self._loaded is not None and self.history is not None and names:
             if message := _unknown(self._loaded, names):
-                warnings.warn(message, AmpWarning, stacklevel=6)
+                warn(message)
             self.history.load_state_dict(self._loaded, first)
 
     def finish(self) -> str:
@@ -134,15 +133,13 @@ class Fp8Linears(Strategy):
         of = f"{len(self._reached)} of {len(self._reached) + missed} layers run in FP8"
         message = f"fp8={self.properties.fp8}: {of}" + (f". The others: {reasons}" if missed else "")
         if self._idle:
-            warnings.warn(
+            warn(
                 f"fp8 has skip: {', '.join(sorted(self._idle))}, which is the name of no module and no "
-                "glob over names; write first, last, tied, a name, or a glob such as 'blocks.0.*'",
-                AmpWarning,
-                stacklevel=2,
+                "glob over names; write first, last, tied, a name, or a glob such as 'blocks.0.*'"
             )
         if not self._reached:
             nothing = "" if missed else ": the model has no linear layers"
-            warnings.warn(message + nothing, AmpWarning, stacklevel=2)
+            warn(message + nothing)
             return ""
         return message
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp.distributed import ProcessGroup, reduce_largest, without_contained
 from amp.errors import AmpRuntimeError
-from amp.kernels.changes import Change, Changes
+from amp.kernels.changes import at_once
 from amp.kernels.fp8 import factor_of
 from amp.kernels.grad_mode import without_grad
 from amp.profiles.fp8_recipe import Fp8Recipe
@@ -111,32 +111,23 @@ class AmaxHistory:
         if self.recipe.reduce_amax:
             reduce_largest([self.seen], without_contained([*groups, *self.groups()]))
 
-    def end(self) -> None:
-        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync."""
-        changes = Changes()
-        self.plan_end(changes)
-        changes.make()
-
     @without_grad
-    def plan_end(self, changes: Changes, *, in_block: bool = False) -> None:
-        """Plan what `end` does.
+    def end(self, *, in_block: bool = False) -> None:
+        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync.
 
         Args:
-            changes: where to plan it.
             in_block: that is what a `scale_loss` block does, so that the step after it need not.
         """
-        changes.add_later(self._work_out_end)
-        changes.add(self._refresh)
-        counted = {"ended_in_block": in_block, "iteration": self.iteration + 1}
-        changes.add(functools.partial(vars(self).update, counted))
-
-    @without_grad
-    def _work_out_end(self) -> Change:
         seen, past = self.seen, self.amaxes[1:]
         is_known = (seen > 0) & (seen < torch.inf)
         moved = torch.where(is_known, torch.cat([seen[None], past[:-1]]), past)
         new = torch.cat([torch.zeros_like(seen)[None], moved])
-        return functools.partial(torch._foreach_copy_, [self.amaxes], [new])
+        counted = {"ended_in_block": in_block, "iteration": self.iteration + 1}
+        at_once(
+            functools.partial(torch._foreach_copy_, [self.amaxes], [new]),
+            functools.partial(vars(self).update, counted),
+        )
+        self._refresh()
 
     def _are_gradients(self) -> Tensor:
         entries = torch.arange(self.amaxes.shape[1], device=self.amaxes.device)
@@ -159,18 +150,18 @@ class AmaxHistory:
         else:
             self.factors = factors
 
-    def keep(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Return what puts the history back to what it is now. No host sync."""
         amaxes, loss_scale = self.amaxes.clone(), self._loss_scale.clone()
         before = {name: getattr(self, name) for name in ("iteration", "ended_in_block", "_is_scaled")}
 
-        def restore() -> None:
+        def put_back() -> None:
             self.amaxes.copy_(amaxes)
             self._loss_scale.copy_(loss_scale)
             vars(self).update(before)
             self._refresh()
 
-        return restore
+        return put_back
 
     # Saving.
 

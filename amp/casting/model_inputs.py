@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.casting.containers import map_tensors
 from amp.dtypes import SCALABLE, dtype_name
-from amp.errors import AmpTypeError, AmpWarning, brief
+from amp.errors import AmpTypeError, brief, warn
 from amp.kernels.grad_mode import without_grad
 from amp.profiles.properties import CastInputs
 
@@ -98,12 +97,10 @@ class ModelInputs:
                 found = f"integers up to {largest:g}, and {dtype} rounds those above {limit}"
         if found:
             self._warned.add(name)
-            warnings.warn(
+            warn(
                 f"the argument '{name}' of the model is cast to {dtype}, and holds {found}. Give "
                 "integers as torch.long and masks as bools, or leave the argument alone: "
-                f"cast_model_inputs: {{except: [{name}]}} in a profile",
-                AmpWarning,
-                stacklevel=2,
+                f"cast_model_inputs: {{except: [{name}]}} in a profile"
             )
 
 

@@ -5,7 +5,6 @@ and in which nothing casts. Hooks could not hold that region open: an interrupt 
 Dynamo follows a `with` statement, but not a region that one hook opens and another closes.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from amp.casting.subclassing import (
     swap_classes,
 )
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpWarning
+from amp.errors import warn
 from amp.profiles.rules import Rule
 
 
@@ -38,11 +37,9 @@ def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> C
             continue
         cls = type(module)
         if has_forward_of_its_own(module):
-            warnings.warn(
+            warn(
                 f"{rule.source}: the rule for modules '{rule.pattern}' cannot hold for '{name}' "
-                f"({cls.__name__}), whose forward is scripted, lazy, or set on the module itself",
-                AmpWarning,
-                stacklevel=2,
+                f"({cls.__name__}), whose forward is scripted, lazy, or set on the module itself"
             )
             continue
         chosen.append(module)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.fx.experimental.proxy_tensor
@@ -22,14 +22,15 @@ from torch import nn, overrides
 
 from amp import active
 from amp.active import Caster
-from amp.casting.subclassing import subclass_of, swap_classes
-from amp.casting.weight_casts import (
+from amp.casting.cast_cache import (
     forget_casts,
     forwards,
     give_torchs_cache,
     nesting,
     take_torchs_cache,
 )
+from amp.casting.subclassing import subclass_of, swap_classes
+from amp.interrupts import followed_by
 from amp.patching import Patch, around
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
@@ -45,6 +46,8 @@ DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator)
 """The device types whose tensors are cast: the CPU, and the accelerator that torch is built for."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Function = Callable[..., Any]
 
 _internals: Any = torch._C  # which has no types for what is asked of it here
@@ -106,12 +109,8 @@ class _Flags:
     def __enter__(self) -> None:
         values = self._values.items()
         self._changed = [(kind, on) for kind, on in values if torch.is_autocast_enabled(kind) is not on]
-        try:
-            for kind, on in self._changed:
-                torch.set_autocast_enabled(kind, on)
-        except BaseException:  # an interrupt, for which no `__exit__` is called
-            self.put_back()
-            raise
+        for kind, on in self._changed:
+            torch.set_autocast_enabled(kind, on)
 
     def put_back(self) -> None:
         """Give the flags the values that they had. Idempotent."""
@@ -173,6 +172,18 @@ class ThreadState:
         self._had_torchs_cache = forwards.have_torchs_cache
         self._has_grad = torch.is_grad_enabled()
 
+    def around(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function, and put the state back: that of autograd after an error alone."""
+        has_returned = False
+
+        def call() -> T:
+            nonlocal has_returned
+            result = function(*args, **kwargs)
+            has_returned = True
+            return result
+
+        return followed_by(call, lambda: self.put_back(after_error=not has_returned))
+
     def put_back(self, after_error: bool = False) -> None:
         """Make the state of autocast what it was; after an error that of autograd, too.
 
@@ -230,15 +241,12 @@ def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[s
     if torch.compiler.is_compiling():
         with disable_casts():
             return function(*args, **kwargs)
-    before = ThreadState()
-    try:
-        try:
-            with disable_casts():
-                return function(*args, **kwargs)
-        finally:
-            before.put_back()
-    finally:
-        before.put_back()
+
+    def call() -> Any:
+        with disable_casts():
+            return function(*args, **kwargs)
+
+    return ThreadState().around(call)
 
 
 def device_types_of(module: nn.Module) -> set[str]:
@@ -255,21 +263,15 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         # Dynamo does not follow the flags, and a transform of torch.func ignores regions.
         if is_plain or _internals._functorch.peek_interpreter_stack() is not None:
             return base.__call__(self, *args, **kwargs)
-        before = ThreadState()
-        try:
-            try:
-                active.activate(caster)
-                caster.is_inherited = False
-                caster.device_types |= device_types_of(self)
-                _enter_forward(self, caster.dtype)
-                return base.__call__(self, *args, **kwargs)
-            except BaseException:
-                before.put_back(after_error=True)
-                raise
-            finally:
-                before.put_back()
-        finally:
-            before.put_back()
+
+        def call() -> Any:
+            active.activate(caster)
+            caster.is_inherited = False
+            caster.device_types |= device_types_of(self)
+            _enter_forward(self, caster.dtype)
+            return base.__call__(self, *args, **kwargs)
+
+        return ThreadState().around(call)
 
     return subclass_of(base, __call__=__call__)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from amp import active
 from amp.active import Caster
+from amp.casting.cast_cache import forwards
 from amp.casting.policy import OpRule
 from amp.casting.regions import (
     DEVICE_TYPES,
@@ -24,7 +25,6 @@ from amp.casting.regions import (
     disable_casts,
     plain_torch,
 )
-from amp.casting.weight_casts import forwards
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpNotImplementedError
 from amp.patching import Patch, around

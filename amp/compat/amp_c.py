@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp.lazy import kernels
 from amp.profiles.keys import SMALLEST_SCALE
-from amp.training import scaler
+from amp.training import recorder
 
 __all__ = [
     "MultiTensorApply",
@@ -238,12 +238,12 @@ def update_scale_hysteresis(
     As apex's it does not grow to inf, and it falls to 0 instead of a denormal number.
     """
     parts = {
-        scaler.SCALE: current_scale,
-        scaler.GOOD_STEPS: growth_tracker,
-        scaler.HYSTERESIS: hysteresis_tracker,
+        recorder.SCALE: current_scale,
+        recorder.GOOD_STEPS: growth_tracker,
+        recorder.HYSTERESIS: hysteresis_tracker,
     }
-    state = torch.zeros(scaler.STATE_SIZE, dtype=torch.float32, device=current_scale.device)
-    for at, part in {**parts, scaler.FOUND_INF: found_inf}.items():
+    state = torch.zeros(recorder.STATE_SIZE, dtype=torch.float32, device=current_scale.device)
+    for at, part in {**parts, recorder.FOUND_INF: found_inf}.items():
         state[at].copy_(part.reshape(()))
     kernels.update_scale.update_scale(
         state,
@@ -255,7 +255,7 @@ def update_scale_hysteresis(
         floor=0.0,
         ceiling=math.inf,
     )
-    scale = state[scaler.SCALE]
+    scale = state[recorder.SCALE]
     scale.copy_(torch.where(scale.isinf(), current_scale.reshape(()), scale))
     scale.mul_(scale >= SMALLEST_SCALE)
     for at, part in parts.items():

@@ -78,7 +78,7 @@ class LossScaler:
         scale_override: float | None = None,
     ) -> None:
         """Write `model_grads / scale` to `master_grads`, and look for overflows. No host sync."""
-        scale = self._ours.snapshot().inv_scale
+        scale = self._ours.scale_now().inv_scale
         if scale_override is not None:
             scale = torch.full_like(scale, 1 / scale_override)
         kernels.unscale.unscale(model_grads, master_grads, scale, self._ours.found_inf)
@@ -95,7 +95,7 @@ class LossScaler:
         `scale_override` has the scales of the first two and of the result; overflows are looked for in
         `model_grads`.
         """
-        a: float | Tensor = self._ours.snapshot().inv_scale
+        a: float | Tensor = self._ours.scale_now().inv_scale
         b = 1.0
         if scale_override is not None:
             of_new, of_stashed, of_result = scale_override

@@ -8,7 +8,6 @@ apart by their memory, which is forgotten once it holds finite numbers.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,9 +28,8 @@ from amp.diagnosis.events import Event, LossyCast, LostScalar, Source
 from amp.diagnosis.places import Place, Places, is_called_by_amp
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64
 from amp.dtypes import LOW_PRECISION
-from amp.lazy import kernels
-from amp.masters.values import largest_in_master
-from amp.patching import Patches
+from amp.masters.master_values import largest_in_master
+from amp.observers import Observer, observing
 
 _CONSTANTS = {
     *("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where"),
@@ -45,7 +43,7 @@ UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 CASTS = frozenset(["_to_copy", "copy_", "to"])
 
 
-class Trace:
+class Trace(Observer):
     """What happened in the ops that run while it is open.
 
     Args:
@@ -95,9 +93,7 @@ class Trace:
                 self._know(prefix, model, stack)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
-            patches = stack.enter_context(Patches())
-            for name in ("unscale", "check"):  # of `amp.GradScaler`
-                patches.surround(kernels.unscale, name, functools.partial(_around_unscale, self))
+            stack.enter_context(observing(self))
             self._open = stack.pop_all()
         return self
 
@@ -133,6 +129,11 @@ class Trace:
     def _note_result(self, x: Tensor) -> None:
         if x.numel() and not is_finite(x):
             self.loss = self._made.get(memory_of(x), self.loss)
+
+    def unscaling(self, grads: Sequence[Tensor], inv_scale: Tensor) -> None:
+        """Look at gradients that an `amp.GradScaler` unscales."""
+        with torch.no_grad(), _disable_current_modes():
+            self.note_unscale(grads, float(inv_scale))
 
     def note_unscale(self, grads: Sequence[Tensor], inv_scale: float) -> None:
         """Look at gradients that a gradient scaler unscales: they were scaled until now."""
@@ -314,13 +315,6 @@ def _accumulated(trace: Trace, name: str) -> Callable[[Tensor], None]:
             trace.accumulated(name, parameter)
 
     return hook
-
-
-def _around_unscale(trace: Trace, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch.no_grad(), _disable_current_modes():
-        *_, inv_scale, _ = args
-        trace.note_unscale(args[0], float(inv_scale))
-    return original(*args, **kwargs)
 
 
 def _root_hook(trace: Trace) -> Callable[..., None]:

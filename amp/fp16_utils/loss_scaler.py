@@ -114,8 +114,8 @@ class DynamicLossScaler(LossScaler):
         assert found_inf is not None
         found_inf.fill_(float(overflow))
         self._scaler.update()
-        self._scaler.learn()
-        self._scaler.warn_if_endless()
+        self._scaler.recorder.learn()
+        self._scaler.recorder.warn_if_endless()
         if overflow:
             self.last_overflow_iter = self.cur_iter
         self.cur_iter += 1

@@ -177,14 +177,14 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         gradients = self._attached.gradients
         if gradients.delayed is None and any(p.grad is not None for p in self.all_fp16_params):
             block = Block(scaler := self._session.scalers[0], [gradients])
-            block.scale = scaler.snapshot()  # by which the caller has scaled the loss
-            gradients.work_out_delay(block)()
+            block.scale = scaler.scale_now()  # by which the caller has scaled the loss
+            gradients.delay(block)()
         self._attached.gradients.finish_delayed()
 
     @property
     def overflow(self) -> bool:
         """Whether the gradients overflowed, those of the last step or newer. The host waits."""
-        verdicts = self._attached.gradients.verdicts or self._attached.stepped_by
+        verdicts = self._attached.gradients.verdicts or self._attached.step.verdicts
         return any(verdict.overflowed for verdict in verdicts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -278,13 +278,13 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         checks.finish()
         self.optimizer.load_state_dict(inner)
         if scaler.config.dynamic:
-            scaler.take_over(of_scaler)
+            scaler.restore(of_scaler)
         elif not is_dynamic:
             scaler.set_scale(of_scaler.scale)
         for into, group in zip(masters, saved, strict=True):
             for master, values in zip(into, group, strict=True):
                 without_grad(master.copy_)(values)
-        self._attached.write_back()
+        self._attached.write_back.of_all()
 
     def __getstate__(self) -> dict[str, Any]:
         raise AmpRuntimeError("an FP16_Optimizer is saved by state_dict(), not by pickling")

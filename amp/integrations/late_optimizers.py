@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.errors import AmpRuntimeError
-from amp.masters.values import put_values, values_of
+from amp.masters.master_values import put_values, values_of
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.undo import Contents
@@ -103,7 +103,7 @@ class LateOptimizers:
         for optimizer in self.optimizers:
             attached = AttachedOptimizer.of(optimizer)
             if attached is not None:
-                attached.outside_changes.write_back()
+                attached.write_back.if_changed()
 
     def forget_float32(self) -> None:
         """Drop the values before the cast: there will be no optimizers."""

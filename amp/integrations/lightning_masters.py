@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp.dtypes import LOW_PRECISION
-from amp.masters.values import put_values, values_of
+from amp.masters.master_values import put_values, values_of
 from amp.patching import Patches
 from amp.training.attachment import AttachedOptimizer
 

@@ -6,7 +6,6 @@ An average in 16 bits does not move: most of an update of a thousandth is rounde
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
@@ -17,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp import active
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import AmpWarning
+from amp.errors import warn
 from amp.kernels.grad_mode import without_grad
-from amp.masters.values import master_of, values_of
+from amp.masters.master_values import master_of, values_of
 from amp.patching import Patch
 
 _LITTLE = 0.1
@@ -197,12 +196,10 @@ _exact = _Exact()
 
 @functools.cache  # once: a loop over parameters comes here for each of them
 def _warn_of_narrow_average(dtype: torch.dtype) -> None:
-    warnings.warn(
+    warn(
         f"an average in {dtype_name(dtype)} is moved towards a weight a little at a time, most of "
         "which is rounded away. Move it by average.lerp_(weight, part), which amp computes in FP32, or "
-        "begin it with copy.deepcopy(model) or with clones of the tensors of model.state_dict()",
-        AmpWarning,
-        stacklevel=4,
+        "begin it with copy.deepcopy(model) or with clones of the tensors of model.state_dict()"
     )
 
 

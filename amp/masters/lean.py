@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import set_values, shard_like
+from amp.interrupts import followed_by
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
@@ -45,37 +46,22 @@ class LeanMasterWeights(MasterWeights):
         if self.model(master) is None:
             self._low_of.pop(master, None)
 
-    def run_step(
-        self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any], results: list[Any]
-    ) -> None:
-        """Run an optimizer's step on one group at a time, whose masters then hold FP32 values.
-
-        What it returns goes to `results`. After an interrupt the groups that are left are stepped, too.
-        """
+    def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Run an optimizer's step on one group at a time, whose masters then hold FP32 values."""
         if "param_groups" not in vars(optimizer):  # a wrapper: the groups are another's
             with self.as_float32(masters):
-                results.append(step())
-            return
+                return step()
         groups = optimizer.param_groups
-        try:
-            try:
-                self._step_rest(optimizer, groups, step, results)
-            finally:
-                optimizer.param_groups = groups
-        except BaseException as error:
-            if results and not isinstance(error, Exception):
-                self._step_rest(optimizer, groups, step, results)
-            raise
-        finally:
-            optimizer.param_groups = groups  # if an interrupt came before it was done
 
-    def _step_rest(
-        self, optimizer: Any, groups: list[Any], step: Callable[[], Any], results: list[Any]
-    ) -> None:
-        for group in groups[len(results) :]:
-            optimizer.param_groups = [group]
-            with self.as_float32(group["params"]):
-                results.append(step())
+        def run() -> Any:
+            result = None
+            for group in groups:
+                optimizer.param_groups = [group]
+                with self.as_float32(group["params"]):
+                    result = step()
+            return result
+
+        return followed_by(run, lambda: setattr(optimizer, "param_groups", groups))
 
     @contextmanager
     def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:

@@ -31,7 +31,7 @@ class NoHolder:
 class MasterParameter(Tensor):
     """What makes an FP32 parameter a master whose optimizer takes scaled gradients.
 
-    Its gradient may be held elsewhere, as backward left it, so that the step can unscale it.
+    Its gradient may be deferred, as backward left it, so that the step can unscale it.
     Whoever looks at `.grad` meanwhile gets it unscaled, in FP32. Kernels keep the address of a
     master, so its memory never moves: what is assigned to `.data` is copied into it.
 

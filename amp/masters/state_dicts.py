@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
 from amp.kernels.changes import Changes
-from amp.masters.values import master_of, values_of
+from amp.masters.master_values import master_of, values_of
 from amp.masters.whole import MasterWeights
 from amp.undo import Undo
 

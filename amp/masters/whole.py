@@ -187,14 +187,9 @@ class MasterWeights:
 
     # Masters and the model's weights.
 
-    def run_step(
-        self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any], results: list[Any]
-    ) -> None:
-        """Run an optimizer's step, in which its masters hold FP32 values.
-
-        What it returns goes to `results`: an interrupt that finds it there comes after the step.
-        """
-        results.append(step())
+    def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Run an optimizer's step, in which its masters hold FP32 values, and return its result."""
+        return step()
 
     @contextmanager
     def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:

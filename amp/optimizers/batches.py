@@ -123,7 +123,7 @@ class Batches:
             self._lists, self._given = list(map(list, lists)), inputs.stepped
             given = set(map(id, inputs.stepped))
             self._others = [p for params in lists for p in params if id(p) not in given]
-        # Of a master that has no gradient `.grad` is not asked: it would show what is held for others.
+        # Of a master that has no gradient `.grad` is not asked: it would show deferred ones.
         has_own = [stored_grad(parameter) is not None for parameter in self._others]
         if is_new or has_own != self._has_own:
             self._has_own = has_own

@@ -17,7 +17,7 @@ from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
 from amp.kernels.grad_mode import without_grad
 from amp.optimizers.batches import Batch, Batches
 from amp.optimizers.checks import check_betas, check_range, check_state_dtype
-from amp.optimizers.one_step import step_batches
+from amp.optimizers.fused_step import step_batches
 from amp.optimizers.state_dicts import as_own_state
 from amp.state_checks import all_or_nothing, as_plain
 from amp.training.step_inputs import inputs_outside_of_a_session

@@ -8,47 +8,29 @@ replaced on the instance, and `detach` gives them back. Where its gradients are 
 from __future__ import annotations
 
 import functools
-import inspect
 import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp.casting.regions import ThreadState
-from amp.casting.weight_casts import forget_casts
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpError, AmpValueError, AmpWarning
+from amp.errors import AmpError, AmpValueError
 from amp.masters.parameter import MasterParameter, stored_grad
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.training import optimizer_states
-from amp.training.gradients import Gradients, State
+from amp.training.gradients import Gradients
+from amp.training.optimizer_step import Capabilities, OptimizerStep
 from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
-from amp.training.outside_changes import OutsideChanges
-from amp.training.ownership import OwnedParameters
+from amp.training.parameter_check import ParameterCheck
 from amp.training.parameter_lists import KnownDtypes
-from amp.training.scaler import LossScaler, Verdict
-from amp.training.steps import (
-    ClosureStep,
-    DeviceSkip,
-    FusedStep,
-    HostSkip,
-    Stepper,
-    can_skip_on_device,
-    forget_inputs,
-)
+from amp.training.steps import forget_inputs
+from amp.training.write_back import WriteBack
 from amp.undo import Contents
 
 _ATTRIBUTE = "_amp_attached"
-
-
-def declares(optimizer: Any, capability: str) -> bool:
-    """Whether the optimizer itself says so: what a wrapper passes on is not the wrapper's own."""
-    return inspect.getattr_static(optimizer, capability, False) is True
 
 
 class AttachedOptimizer:
@@ -57,61 +39,39 @@ class AttachedOptimizer:
     Args:
         optimizer: a `torch.optim.Optimizer`, an object that looks like one, or a wrapper around one.
         owner: the session.
-        masters: the session's master weights.
-        use_masters: whether 16-bit parameters get a master.
-        report: called with the scaler of a loss when the step after it was decided.
-        named_parameters: returns the parameters that the session's models have now, with their names.
 
     Attributes:
         optimizer: the one that steps.
         gradients: where its gradients are.
-        outside_changes: carries what is changed in its masters outside of `step` to the model.
-        stepped_by: what the checks before the last step found.
+        step: what is called in the place of the optimizer's own step.
+        write_back: writes its masters to the model.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        owner: Any,
-        masters: MasterWeights,
-        use_masters: bool,
-        report: Callable[[LossScaler], None],
-        named_parameters: Callable[[], Mapping[tuple[int, str], Tensor]],
-    ) -> None:
+    def __init__(self, optimizer: Any, owner: Any) -> None:
         *self._wrappers, optimizer = chain_of(optimizer)
         self.optimizer = optimizer
         self.owner = owner
-        self.masters = masters
-        self._use_masters = use_masters
-        self._report = report
-        self._named_parameters = named_parameters
+        self.masters: MasterWeights = owner.masters
+        self._use_masters = bool(owner.properties.master_weights)
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
-        self._owned = OwnedParameters(optimizer, named_parameters)
-        self._has_stepped = False
-        self._dtypes = KnownDtypes(self._owned.name_of)
-        self._takes_scaled = declares(optimizer, "_step_takes_scaled_grads")
-        self._skips_on_device = (
-            declares(optimizer, "_step_supports_amp_scaling")
-            and "grad_scaler" not in inspect.signature(optimizer.step).parameters
-        )
-        self._skips_on_its_own = functools.partial(
-            skips_on_its_own, optimizer, self._takes_scaled, self._skips_on_device
-        )
+        self._parameters = ParameterCheck(optimizer, owner.named_parameters)
+        self._dtypes = KnownDtypes(self._parameters.name_of)
+        self._capabilities = Capabilities(optimizer)
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(
             optimizer,
-            masters,
+            self.masters,
             self._dtypes,
-            self._takes_scaled,
+            self._capabilities.takes_scaled,
             owner.synchronization,
-            self._skips_on_its_own,
+            self._capabilities.skips_on_its_own,
         )
-        self._fused_step = FusedStep(optimizer, self.gradients, masters)
-        self.outside_changes = OutsideChanges(self.gradients, masters)
-        self.stepped_by: list[Verdict] = []
+        self.write_back = WriteBack(self.gradients, self.masters)
+        self.step = OptimizerStep(
+            self, self.gradients, self.write_back, self._parameters, self._capabilities
+        )
 
     @staticmethod
     def of(optimizer: Any) -> AttachedOptimizer | None:
@@ -134,9 +94,9 @@ class AttachedOptimizer:
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
         self.gradients.look_at_groups()
-        self.outside_changes.note()
+        self.write_back.note()
         for name, method in (
-            ("step", self._step),
+            ("step", self.step),
             ("zero_grad", self._zero_grad),
             ("add_param_group", self._add_param_group),
             ("load_state_dict", self._load_state_dict),
@@ -163,7 +123,7 @@ class AttachedOptimizer:
                 self._wrap(holder, name, self._run_own_method)
 
     def _run_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.outside_changes.around_method():
+        with self.write_back.around_method():
             return method(*args, **kwargs)
 
     def detach(self) -> None:
@@ -196,7 +156,7 @@ class AttachedOptimizer:
             if isinstance(master, MasterParameter) and master.holder is self.gradients:
                 del master.holder
         self.gradients.let_go()
-        self.outside_changes.note()
+        self.write_back.note()
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype
         if AttachedOptimizer.of(self.optimizer) is self:
@@ -204,10 +164,10 @@ class AttachedOptimizer:
         self._released = {}
         self._is_attached = False
 
-    def note_owned(self) -> None:
+    def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
         lists = self.gradients.look_at_groups()
-        self._owned.note((*lists.unmastered, *lists.models))
+        self._parameters.note((*lists.unmastered, *lists.models))
 
     def remember_state(self) -> Callable[[], None]:
         """Return what gives the state of each parameter the tensors that it has now."""
@@ -244,7 +204,7 @@ class AttachedOptimizer:
         self._dtypes.add(params)
         for i, parameter in enumerate(params):
             if self._use_masters and parameter.dtype in LOW_PRECISION:
-                master = self.masters.acquire(parameter, before, self, self._takes_scaled)
+                master = self.masters.acquire(parameter, before, self, self._capabilities.takes_scaled)
                 params[i] = master_of[parameter] = master
         self._rekey_state(master_of)
 
@@ -272,8 +232,8 @@ class AttachedOptimizer:
         result = add(group)
         for new_group in self.optimizer.param_groups[known:]:
             self._adopt(new_group, {})
-        self.note_owned()
-        self.outside_changes.note()
+        self.note_parameters()
+        self.write_back.note()
         return result
 
     # The wrapped methods.
@@ -281,119 +241,12 @@ class AttachedOptimizer:
     def _load_state_dict(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return optimizer_states.load(self.optimizer, load, *args, **kwargs)
 
-    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = ThreadState()
-        try:
-            with self.masters.lock, self.outside_changes.in_step():
-                return self._step_once(step, *args, **kwargs)
-        except BaseException:
-            before.put_back(after_error=True)
-            forget_inputs(self.optimizer)
-            raise
-
-    def _step_once(
-        self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.gradients.look_at_groups()
-        if self.gradients.state is State.OPEN:
-            self.gradients.take_for_step_in_block()
-        if closure is not None:
-            parts = self.optimizer, self.gradients, self.masters
-            with_closure = ClosureStep(*parts, closure=closure, report=self._report_all)
-            with_closure.run(lambda evaluate: step(evaluate, *args, **kwargs))
-            self._owned.check()
-            self.stepped_by = []
-            self.gradients.end_step()
-            self._end_iteration()
-            return with_closure.results[-1]
-        self.gradients.drop_stepped()
-        self.gradients.finish_delayed()
-        self.gradients.gather_strays()
-        if not self._has_stepped or self.gradients.are_none():
-            self._owned.check()
-        if not (self._has_stepped or self.gradients.are_none()):
-            self._has_stepped = True
-            self._warn_if_unscaled()
-        self.stepped_by = verdicts = self.gradients.verdicts
-        way = self._way()
-        way.results = []
-        try:
-            self.gradients.verdicts = []
-            way.run(functools.partial(step, *args, **kwargs), verdicts)
-            forget_casts()  # of the old weights, if a forward is under way
-            for scaler in {verdict.scaler: None for verdict in verdicts}:
-                scaler.recorder.note_step(v.step for v in verdicts if v.scaler is scaler)
-            self._note_bad()
-            self.gradients.end_step(was_skipped=any(v.is_known_overflow for v in verdicts))
-        except BaseException:
-            if way.results:
-                self.gradients.end_step()
-                self._end_iteration()
-            else:
-                self.gradients.verdicts = verdicts  # the step is still to be taken
-            raise
-        self._end_iteration()
-        self._report_all(verdicts)  # last: a warning may be an error
-        return way.results[-1]
-
-    @contextmanager
-    def no_step_of_the_training(self) -> Iterator[None]:
-        """Say nothing of gradients that are not scaled to a step that makes the optimizer's state."""
-        before, self._has_stepped = self._has_stepped, True
-        try:
-            yield
-        finally:
-            self._has_stepped = before
-
-    def _warn_if_unscaled(self) -> None:
-        """Warn if gradients are stepped on whose loss was to be scaled, and was not."""
-        if self.gradients.were_scaled or all(scaler.is_identity for scaler in self.owner.scalers):
-            return
-        properties = self.owner.properties
-        warnings.warn(
-            f"{type(self.optimizer).__name__}.step() was called, and its gradients came from no "
-            f"amp.scale_loss block. At opt_level={properties.opt_level!r} losses are to be scaled: "
-            "float16 gradients below 6e-8 are 0 without it. Call scaled_loss.backward() in `with "
-            "amp.scale_loss(loss, optimizer) as scaled_loss:`. If another gradient scaler scales the "
-            "loss, or none is to, pass loss_scale=1.0 to amp.initialize",
-            AmpWarning,
-            stacklevel=5,
-        )
-
-    def _note_bad(self) -> None:
-        """Note whose gradients made an overflow that the host knows of."""
-        overflows = [verdict for verdict in self.stepped_by if verdict.is_known_overflow]
-        if not overflows:
-            return
-        name_of = {id(p): name for (_, name), p in self._named_parameters().items()}
-        parameters, flags = self.gradients.are_bad()
-        for verdict in overflows if parameters else ():
-            names = [name_of.get(id(p), "a parameter of no model") for p in parameters]
-            verdict.scaler.note_bad(verdict.step, names, flags)
-
-    def _end_iteration(self) -> None:
-        """Move the scales of `fp8="delayed"`, if no block has done that."""
-        history = self.owner.amax_history
-        if history is not None:
-            if not history.ended_in_block:
-                history.share(self.gradients.lists.process_groups)
-                history.end()
-            history.ended_in_block = False
-
-    def _way(self) -> Stepper:
-        """Return the way in which the optimizer steps now; see `amp.training.steps`."""
-        if self._takes_scaled:
-            return self._fused_step
-        skips = self.stepped_by and self._skips_on_its_own()
-        return (DeviceSkip if skips else HostSkip)(self.optimizer, self.gradients, self.masters)
-
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         lists = self.gradients.look_at_groups()
         self.gradients.drop_stepped()
         if not set_to_none:
-            self.gradients.show()
-            self.gradients.bring_back_aside()  # to be written zeros too
+            self.gradients.prepare_to_write_zeros()
         self.gradients.forget()
         self.gradients.drop_unreduced()
         result = zero_grad(*args, **kwargs)
@@ -403,28 +256,6 @@ class AttachedOptimizer:
             elif parameter.grad is not None:
                 parameter.grad.zero_()
         return result
-
-    # What others ask and tell.
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped. The host waits if the optimizer itself decided that."""
-        return any(verdict.overflowed for verdict in self.stepped_by)
-
-    def write_back(self) -> None:
-        """Write all masters to the model. No host sync."""
-        with self.masters.lock:
-            self.masters.write_back(self.gradients.look_at_groups().masters)
-            self.outside_changes.note()
-
-    def _report_all(self, verdicts: Sequence[Verdict]) -> None:
-        for scaler in {verdict.scaler: None for verdict in verdicts}:
-            self._report(scaler)
-
-
-def skips_on_its_own(optimizer: Any, takes_scaled: bool, skips_on_device: bool) -> bool:
-    """Whether an optimizer skips its next step, if a check says so, without a word from the host."""
-    return takes_scaled or (skips_on_device and can_skip_on_device(optimizer))
 
 
 def keeps_moments(optimizer: Any) -> bool:

@@ -10,26 +10,31 @@ abort    they are dropped
 
 from __future__ import annotations
 
-import functools
-import operator
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from torch import Tensor
 
 from amp.casting.fp8_history import AmaxHistory
-from amp.casting.regions import disable_casts
+from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
-from amp.errors import AmpRuntimeError, AmpWarning
-from amp.kernels.changes import Change, Changes
+from amp.errors import AmpRuntimeError, warn
+from amp.kernels.changes import at_once
 from amp.training.gradients import Gradients, State
-from amp.training.newest import Newest
+from amp.training.new_gradients import NewGradients
 from amp.training.scaler import LossScaler, ScaleSnapshot
 
 
 class Block:
-    """One block: a loss's scaler, and the gradients of the optimizers whose parameters it reaches."""
+    """One block: a loss's scaler, and the gradients of the optimizers whose parameters it reaches.
+
+    Attributes:
+        scaler: of the loss.
+        scale: what the loss was scaled by, once the block is entered.
+        is_over: whether it was left, and not by an error.
+    """
+
+    scale: ScaleSnapshot
 
     def __init__(
         self,
@@ -38,14 +43,15 @@ class Block:
         histories: Sequence[AmaxHistory] = (),
     ) -> None:
         self.scaler = scaler
+        self.is_over = False
         self._gradients = gradients
         self._histories = histories
-        self.scale: ScaleSnapshot  # what the loss was scaled by, once the block is entered
+        self._before = ThreadState()
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait.
 
-        If it raises, `abort` is to be called.
+        If it raises, `end` is to be called.
         """
         if any(gradients.state is State.OPEN for gradients in self._gradients):
             raise AmpRuntimeError(
@@ -66,7 +72,7 @@ class Block:
 
     def leave(self, update: bool = True) -> None:
         """Unscale the block's gradients, or let the step do it, and move the scale. No host sync."""
-        _unscale(self._gradients, self.scale, self._histories, update)
+        self._unscale(self._gradients, update)
 
     def is_reduced(self) -> bool:
         """Whether the backward has reduced all of these gradients over the ranks."""
@@ -74,17 +80,17 @@ class Block:
 
     def delay(self) -> None:
         """Leave the gradients scaled, with those that are delayed at the same scale."""
-        _collect(
-            self._gradients, self.scale, are_final=False
-        )  # what cannot be unscaled later is refused now
-        delays = [gradients.work_out_delay(self) for gradients in self._gradients]
-        tuple(map(operator.call, delays))  # by one call: an interrupt finds all delayed, or none
+        self._collect(self._gradients, are_final=False)  # what cannot be unscaled later is refused now
+        at_once(*[gradients.delay(self) for gradients in self._gradients])
+
+    def end(self) -> None:
+        """After an error, put torch's state back and drop the gradients. It may be called again."""
+        if not self.is_over:
+            self._before.put_back(after_error=True)
+            self.abort()
 
     def abort(self) -> None:
-        """Drop the block's gradients, and leave it, as far as it was entered.
-
-        After an interrupt it may be called again.
-        """
+        """Drop the block's gradients, and leave it, if it is not left. It may be called again."""
         for gradients in self._gradients:
             gradients.abort(self)
 
@@ -92,14 +98,79 @@ class Block:
         """Do what leaving the block without a delay would have done, where it is still to be done."""
         together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
         if not all(gradients.were_reduced for gradients in together):
-            warnings.warn(
+            warn(
                 "gradients are stepped on that were not reduced over the ranks: the last backward was "
                 "one of no_sync() or set_requires_gradient_sync(False). The ranks go apart. Let the "
-                "last backward before a step reduce",
-                AmpWarning,
-                stacklevel=5,
+                "last backward before a step reduce"
             )
-        _unscale(together, self.scale, self._histories)
+        self._unscale(together)
+
+    def _collect(self, together: Sequence[Gradients], are_final: bool) -> list[NewGradients]:
+        """Look at the gradients of each optimizer. A parameter of two of them goes with the first."""
+        claimed: set[int] = set()
+        collected = []
+        for gradients in together:
+            new = gradients.collect(self.scale, claimed, are_final)
+            collected.append(new)
+            if len(together) > 1:
+                claimed.update(map(id, new.of_masters.models), map(id, new.unmastered))
+        return collected
+
+    @disable_casts()
+    def _unscale(self, together: Sequence[Gradients], update: bool = True) -> None:
+        """Unscale the gradients of the loss, tell optimizers of an overflow, and move the scales.
+
+        What fails before anything is changed leaves the block as it was. After that, all gradients of
+        these optimizers are dropped: what has been added cannot be told from what was there.
+        """
+        collected = self._collect(together, are_final=True)
+        is_done = False
+        try:
+            self._commit(together, collected, self._histories if update else (), update)
+            is_done = True
+        finally:
+            if not is_done:
+                self.scaler.forget_check()
+                for gradients in together:
+                    gradients.drop_block()
+
+    def _commit(
+        self,
+        together: Sequence[Gradients],
+        collected: Sequence[NewGradients],
+        histories: Sequence[AmaxHistory],
+        update: bool,
+    ) -> None:
+        scaler = self.scaler
+        checked = [gradients for gradients in together if scaler.checks(gradients.skips_on_device)]
+        found_inf = scaler.found_inf if checked else None
+        for gradients, new in zip(together, collected, strict=True):
+            gradients.unscale(new, self.scale, found_inf if gradients in checked else None)
+        _agree(together, scaler, found_inf, histories)
+        for history in histories:
+            history.end(in_block=True)
+        norm = next((norm for each in together if (norm := each.norm) is not None), None)
+        verdict = scaler.verdict() if checked else None
+        for gradients in together:
+            gradients.settle(verdict if gradients in checked else None)
+        if update and (checked or not scaler.is_identity):
+            scaler.update(norm)
+
+
+def _agree(
+    together: Sequence[Gradients],
+    scaler: LossScaler,
+    found_inf: Tensor | None,
+    histories: Sequence[AmaxHistory],
+) -> None:
+    """Let ranks agree on an overflow, and on the magnitudes that FP8 layers have seen."""
+    shared = [history for history in histories if history.recipe.reduce_amax]
+    tensors = [*([] if found_inf is None else [found_inf]), *(each.seen for each in shared)]
+    if tensors:
+        of_gradients = [each.lists.process_groups for each in together]
+        of_histories = [history.groups() for history in shared]
+        groups = scaler.groups_with(chain.from_iterable([*of_gradients, *of_histories]))
+        reduce_largest(tensors, groups)
 
 
 def _check_reduced(gradients: Gradients, scaler: LossScaler) -> None:
@@ -121,79 +192,3 @@ def _finish_other_scale(gradients: Gradients, scaler: LossScaler) -> bool:
         return False
     delayed.finish()
     return True
-
-
-def _collect(together: Sequence[Gradients], scale: ScaleSnapshot, are_final: bool) -> list[Newest]:
-    """Look at the gradients of each optimizer. A parameter of two of them goes with the first."""
-    claimed: set[int] = set()
-    collected = []
-    for gradients in together:
-        newest = gradients.collect(scale, claimed, are_final)
-        collected.append(newest)
-        if len(together) > 1:
-            claimed.update(map(id, newest.of_masters.models), map(id, newest.unmastered))
-    return collected
-
-
-@disable_casts()
-def _unscale(
-    together: Sequence[Gradients],
-    scale: ScaleSnapshot,
-    histories: Sequence[AmaxHistory],
-    update: bool = True,
-) -> None:
-    """Unscale the gradients of one loss, tell its optimizers of an overflow, and move the scales."""
-    scaler = scale.scaler
-    collected = _collect(together, scale, are_final=True)
-    checked = [gradients for gradients in together if scaler.checks(gradients.skips_on_device)]
-    found_inf = scaler.found_inf if checked else None
-    changes = Changes()
-    try:
-        for gradients, newest in zip(together, collected, strict=True):
-            found = found_inf if gradients in checked else None
-            gradients.unscale(newest, scale, found, changes)
-        _plan_agreeing(together, scaler, found_inf, histories if update else (), changes)
-        for history in histories if update else ():
-            history.plan_end(changes, in_block=True)
-        changes.add(functools.partial(_settle, together, checked, scaler))
-        if update and (checked or not scaler.is_identity):
-            changes.add_later(functools.partial(_work_out_update, together, scaler, scaler.updates))
-        changes.make()
-    except BaseException as error:
-        if isinstance(error, Exception) or not changes.have_begun:
-            if found_inf is not None:
-                found_inf.zero_()
-            for gradients in together if changes.have_begun else ():
-                gradients.clear()  # what has been added cannot be told from what was there
-        raise
-
-
-def _plan_agreeing(
-    together: Sequence[Gradients],
-    scaler: LossScaler,
-    found_inf: Tensor | None,
-    histories: Sequence[AmaxHistory],
-    changes: Changes,
-) -> None:
-    """Plan that ranks agree on an overflow, and on the magnitudes that FP8 layers have seen."""
-    shared = [history for history in histories if history.recipe.reduce_amax]
-    tensors = [*([] if found_inf is None else [found_inf]), *(each.seen for each in shared)]
-    if tensors:
-        of_gradients = [each.lists.process_groups for each in together]
-        of_histories = [history.groups() for history in shared]
-        groups = scaler.groups_with(chain.from_iterable([*of_gradients, *of_histories]))
-        changes.add_call(functools.partial(reduce_largest, tensors, groups))
-
-
-def _work_out_update(together: Sequence[Gradients], scaler: LossScaler, number: int) -> Change:
-    norms = [gradients.norm for gradients in together]
-    norm = next((norm for norm in norms if norm is not None), None)
-    return functools.partial(scaler.update, norm, number)
-
-
-def _settle(together: Sequence[Gradients], checked: Collection[Gradients], scaler: LossScaler) -> None:
-    """Let gradients leave their block, with what the check of some has found. It may be repeated."""
-    verdict = scaler.verdict() if checked else None
-    for gradients in together:
-        if gradients.state in (State.OPEN, State.DELAYED):
-            gradients.settle(verdict if gradients in checked else None)

@@ -6,7 +6,6 @@ Between a block and the step, the gradient of a 16-bit parameter with a master i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp import active
-from amp.errors import AmpWarning
+from amp.errors import warn
 from amp.masters.parameter import have_grads, stored_grad
 from amp.patching import Patch, Patches, around, modules_of_others, show_patched
 from amp.training.gradients import Gradients, State
@@ -36,7 +35,7 @@ def _gradients_of(parameters: Sequence[Tensor]) -> list[Gradients]:
     ]
 
 
-def lead_to_masters(undo: Undo) -> None:
+def patch_clipping(undo: Undo, has_masters: bool) -> None:
     """Let functions that clip find gradients where they are, until `undo`.
 
     They are torch's, and those of packages that are loaded. Modules that imported them by name find
@@ -54,7 +53,7 @@ def lead_to_masters(undo: Undo) -> None:
         show()
 
     undo.always(take_back)
-    for patch in PATCHES:
+    for patch in (*PATCHES, *PATCHES_WITH_MASTERS) if has_masters else PATCHES:
         for target in patch.targets()[:1]:
             before = getattr(target, patch.name)
             patches.install([patch])
@@ -82,7 +81,7 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
             _warn_in_block(gradients, name)
             continue
         gradients.finish_delayed()
-        gradients.gather_strays()
+        gradients.move_to_masters()
         master_of |= zip(map(id, lists.models), lists.masters, strict=True)
     return [master_of.get(id(parameter), parameter) for parameter in parameters]
 
@@ -98,12 +97,10 @@ def _warn_if_chosen_by_gradient(
         left_out = {*map(id, lists.models), *map(id, lists.masters)}
         is_about_them = not ids or bool(have_grads and have_grads <= ids)
         if is_about_them and ids.isdisjoint(left_out) and _are_in_masters(gradients):
-            warnings.warn(
+            warn(
                 f"{name} was given {len(parameters)} parameters, and not the "
                 f"{len(lists.masters)} in 16 bits, whose own .grad is None between a block and the "
-                "step. Do not choose parameters by `p.grad is not None`: pass model.parameters()",
-                AmpWarning,
-                stacklevel=5,
+                "step. Do not choose parameters by `p.grad is not None`: pass model.parameters()"
             )
 
 
@@ -111,18 +108,16 @@ def _are_in_masters(gradients: Gradients) -> bool:
     """Whether masters have gradients to step on, or get them when somebody looks."""
     if gradients.were_stepped:
         return False
-    return gradients.state is State.HELD or have_grads(gradients.lists.masters)
+    return gradients.state is State.DEFERRED or have_grads(gradients.lists.masters)
 
 
 def _warn_in_block(gradients: Gradients, name: str) -> None:
     if gradients.are_whole_in_block:
         return
-    warnings.warn(
+    warn(
         f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
         "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what will be "
-        "stepped. Call it after the block",
-        AmpWarning,
-        stacklevel=5,
+        "stepped. Call it after the block"
     )
 
 
@@ -138,20 +133,16 @@ def _total_norm(
         own, theirs = ({id(g) for g in _grads_of(p)} for p in (lists.unmastered, lists.masters))
         is_about_them = not ids or not ids.isdisjoint(own)
         if gradients.state is State.DELAYED and (is_about_them or not ids.isdisjoint(theirs)):
-            warnings.warn(
+            warn(
                 f"{name} was called while gradients are multiplied by the loss "
                 "scale, which a block with delay_unscale=True, or a backward that did not reduce, has "
-                "left. Leave delay_unscale out in the last block before the norm",
-                AmpWarning,
-                stacklevel=3,
+                "left. Leave delay_unscale out in the last block before the norm"
             )
         elif is_about_them and ids.isdisjoint(theirs):
-            warnings.warn(
+            warn(
                 f"{name} was given {len(given)} gradients, and not those of "
                 f"{len(lists.masters)} parameters whose gradients are in their FP32 masters. Pass "
-                "[p.grad for p in amp.master_params(optimizer) if p.grad is not None]",
-                AmpWarning,
-                stacklevel=3,
+                "[p.grad for p in amp.master_params(optimizer) if p.grad is not None]"
             )
     return original(given, *args, **kwargs)
 
@@ -200,29 +191,25 @@ def _grads_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 _LOST = "gradients of masters would be passed over, and nothing be clipped"
 _TORCH = "torch.nn.utils.clip_grad", "torch.nn.utils"
+_TIMM = "timm.utils.agc", "timm.utils.clip_grad", "timm.utils"
+
+
+def _patch(places: tuple[str, ...], name: str, function: Callable[..., Any]) -> Patch:
+    return Patch(places, name, around(partial(function, f"{places[-1]}.{name}")), _LOST)
+
+
 PATCHES = (
+    _patch(_TORCH, "clip_grad_norm_", _clip),
+    _patch(_TORCH, "clip_grad_value_", _clip),
+    _patch(_TORCH[1:], "get_total_norm", _total_norm),
+)
+"""What is replaced in a session with masters, or with a loss scale."""
+PATCHES_WITH_MASTERS = (
+    _patch(_TORCH[1:], "clip_grads_with_norm_", _clip),
+    _patch(_TIMM, "adaptive_clip_grad", clip_by_weights),
     *(
-        Patch(_TORCH, name, around(partial(_clip, f"torch.nn.utils.{name}")), _LOST)
-        for name in ("clip_grad_norm_", "clip_grad_value_")
-    ),
-    *(
-        Patch(_TORCH[1:], name, around(partial(function, f"torch.nn.utils.{name}")), _LOST)
-        for name, function in (("clip_grads_with_norm_", _clip), ("get_total_norm", _total_norm))
-    ),
-    Patch(
-        ("timm.utils",),
-        "adaptive_clip_grad",
-        around(partial(clip_by_weights, "timm.utils.adaptive_clip_grad")),
-        _LOST,
-    ),
-    *(
-        Patch(
-            (f"{package}.utilities.grads", f"{package}.utilities"),
-            "grad_norm",
-            around(partial(_norms, f"{package}.utilities.grad_norm")),
-            _LOST,
-        )
+        _patch((f"{package}.utilities.grads", f"{package}.utilities"), "grad_norm", _norms)
         for package in ("lightning.pytorch", "pytorch_lightning")
     ),
 )
-"""What is replaced in a session with masters, or with a loss scale."""
+"""What is replaced besides them in a session with masters."""

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from amp.errors import first_few, warn
+from amp.training.bad_gradients import BadGradientLog
+from amp.training.host_copies import HostCopies
+
+SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
+"""Where in a scaler's state each number is; see `amp.kernels.update_scale`."""
+STATE_SIZE = 7
 KEPT = 256
 BELOW_ONE = 3
 """How many overflows in a row at a scale below 1 are a streak, whatever the patience."""
@@ -37,7 +48,7 @@ class Transition(NamedTuple):
 
 
 class FlightRecorder:
-    """The last transitions of a scaler.
+    """The last updates of a scaler of which the host has learnt, and whose gradients were bad.
 
     Args:
         loss_id: the scaler's.
@@ -59,13 +70,39 @@ class FlightRecorder:
         self.scale = scale
         self._loss_id, self._patience = loss_id, patience
         self._below_one = 0
-        self._is_streak = False
+        self._is_streak = self._has_warned = False
         self.overflows = 0
         self._skipped = 0
         self._newest = self._counted_to = -1
         self._overflowed: set[int] = set()
         self._steps: deque[frozenset[int]] = deque()
         """The updates of each step that is not counted yet, and those of them that overflowed."""
+        self._states, self._flags = HostCopies(), HostCopies()
+        self._names_of: dict[int, Sequence[str]] = {}
+        self._log = BadGradientLog()
+        self._bad_steps: dict[str, int] = {}
+        """For each parameter whose gradient was bad, by its name, the last update after that."""
+
+    # What it is told.
+
+    def send(self, step: int, state: Tensor, norm: Tensor | None) -> None:
+        """Start to copy the state after an update to the host. No host sync.
+
+        Args:
+            step: the number of the update.
+            state: float32 `[STATE_SIZE]`.
+            norm: of the unscaled gradients, float32 of one element, if it is known.
+        """
+        self._states.send(state if norm is None else torch.cat([state, norm.reshape(1)]), step)
+
+    def log_entries(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> Tensor:
+        """Return where kernels log whose gradients are bad; see `BadGradientLog.entries_of`."""
+        return self._log.entries_of(parameters, name)
+
+    def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
+        """Note whose gradients were bad at a step, by a flag for each name. No host sync."""
+        self._flags.send(flags, step)
+        self._names_of[step] = names
 
     def note_step(self, updates: Iterable[int]) -> None:
         """Note that an optimizer has stepped on what these updates checked, or has skipped the step.
@@ -76,17 +113,26 @@ class FlightRecorder:
         if max(numbers) > self._counted_to and numbers not in self._steps:
             self._steps.append(numbers)
 
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped, of those whose updates have come."""
-        come = [numbers for numbers in self._steps if max(numbers) <= self._newest]
-        return self._skipped + sum(not numbers.isdisjoint(self._overflowed) for numbers in come)
+    # What it knows.
 
-    def _count_steps_before(self, update: int) -> None:
-        while self._steps and (last := max(self._steps[0])) < update:
-            self._skipped += not self._steps.popleft().isdisjoint(self._overflowed)
-            self._overflowed = {number for number in self._overflowed if number > last}
-            self._counted_to = last
+    def learn(self, wait: bool = False, until: int = -1) -> list[Transition]:
+        """Return the updates that the host has learnt of since the last call.
+
+        Args:
+            wait: for those that are still under way. Otherwise there is no host sync.
+            until: wait for those up to this one.
+        """
+        for step, flags in self._flags.arrived(wait, until):
+            names = compress(self._names_of.pop(step, ()), flags)
+            self._bad_steps |= dict.fromkeys(names, step)
+        rows = [
+            self.record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
+            for step, state in self._states.arrived(wait, until)
+        ]
+        if any(row.overflow for row in rows):
+            self._log.fetch()
+        self._bad_steps |= self._log.arrived(wait)
+        return rows
 
     def record(
         self, step: int, next_scale: float, in_a_row: float, norm: float | None = None
@@ -109,6 +155,31 @@ class FlightRecorder:
         self.scale = next_scale
         return row
 
+    def warn_if_endless(self) -> None:
+        """Warn, once, if overflows go on."""
+        if self.streak is not None and not self._has_warned and not self._log.is_underway:
+            self._has_warned = True
+            warn(describe_streak(self.streak, self.rows, self._bad_steps))
+
+    def history(self) -> list[Transition]:
+        """Return the last updates that the host has learnt of, oldest first. No host sync."""
+        bad: dict[int, list[str]] = {}
+        for name, step in self._bad_steps.items():
+            bad.setdefault(step, []).append(name)
+        return [row._replace(bad=tuple(bad.get(row.step, ()))) for row in self.rows]
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, of those whose updates have come."""
+        come = [numbers for numbers in self._steps if max(numbers) <= self._newest]
+        return self._skipped + sum(not numbers.isdisjoint(self._overflowed) for numbers in come)
+
+    def _count_steps_before(self, update: int) -> None:
+        while self._steps and (last := max(self._steps[0])) < update:
+            self._skipped += not self._steps.popleft().isdisjoint(self._overflowed)
+            self._overflowed = {number for number in self._overflowed if number > last}
+            self._counted_to = last
+
 
 def describe_streak(last: Transition, rows: Iterable[Transition], bad_steps: Mapping[str, int]) -> str:
     """Return what is said of overflows that do not end.
@@ -120,15 +191,10 @@ def describe_streak(last: Transition, rows: Iterable[Transition], bad_steps: Map
     """
     scales = ", ".join(f"{row.scale:g}" for row in rows if last.step - 6 < row.step <= last.step)
     names = [name for name, step in bad_steps.items() if step >= last.step]
-    bad = f" The gradients of {_listed(names)} were inf or NaN." if names else ""
+    bad = f" The gradients of {first_few(names, most=4)} were inf or NaN." if names else ""
     return (
         f"{last.in_a_row} overflows in a row: gradients were inf or NaN at loss scales of {scales}, so "
         f"scaling is not the cause.{bad} Put `with amp.diagnose(model, optimizer) as report:` around "
         "one step and print the report, or pass diagnose='on_overflow' to amp.initialize: it names the "
         "op that makes them, its line, and what to do. amp.history() has the last steps."
     )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more

@@ -35,13 +35,13 @@ class RunningStatistics:
             if any(module._buffers.get(name) is not None for name in _NAMES):
                 self._modules.append(weakref.ref(module))
                 register: Any = module.register_load_state_dict_post_hook
-                undo.callback(register(_Keep(self)).remove)
+                undo.callback(register(_Snapshot(self)).remove)
         undo.callback(self._modules.clear)
-        self.keep()
+        self.snapshot()
 
     @without_grad
-    def keep(self) -> None:
-        """Take what the norms have now for good."""
+    def snapshot(self) -> None:
+        """Take what the norms have now as their last finite values."""
         self._finite = {key: _joined(buffers) for key, buffers in self._groups().items()}
 
     @without_grad
@@ -78,7 +78,7 @@ def _joined(buffers: list[Tensor]) -> Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in buffers])
 
 
-class _Keep:
+class _Snapshot:
     """A hook on a norm: what was loaded is what to come back to. A copy of the model has none."""
 
     def __init__(self, statistics: RunningStatistics | None) -> None:
@@ -86,7 +86,7 @@ class _Keep:
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
         if self._statistics is not None:
-            self._statistics.keep()
+            self._statistics.snapshot()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_statistics": None}

@@ -10,10 +10,8 @@ What happened reaches the host in two ways: a `Verdict` is asked, and the host w
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,22 +19,26 @@ from torch import Tensor
 
 from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpTypeError, AmpValueError, AmpWarning
+from amp.errors import AmpTypeError, AmpValueError
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks
-from amp.training.host_copies import HostCopies, is_on_host
-from amp.training.noted import NotedByKernels
-from amp.training.recorder import FlightRecorder, Transition, describe_streak
+from amp.training.host_copies import is_on_host
+from amp.training.recorder import (
+    FOUND_INF,
+    GOOD_STEPS,
+    INVERSE,
+    SCALE,
+    STATE_SIZE,
+    UPDATES,
+    FlightRecorder,
+)
 
 if TYPE_CHECKING:
     from amp.kernels.tables import BadSteps
 
 
-SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
-"""Where in the state each number is; see `amp.kernels.update_scale`."""
-STATE_SIZE = 7
 LARGEST_STATE_COUNT = 2**24
 """Counts in the state are exact up to this, where they stay."""
 
@@ -137,7 +139,6 @@ class LossScaler:
             to share one scale without asking the device.
         updates: how often it was updated.
         recorder: what it did lately, as far as the host has learnt of it.
-        bad_steps: for each parameter whose gradient was bad, by its name, the last update after that.
         device: where the scale is, which is where the last loss was.
         scale_on_device: the scale, float32 `[]`; it changes with it.
     """
@@ -152,13 +153,8 @@ class LossScaler:
         self.version = 0
         self._state = torch.zeros(STATE_SIZE, dtype=torch.float32, device="cpu")
         self._keep_on(self._state.device)
-        self._reports, self._bad = HostCopies(), HostCopies()
-        self._bad_names: dict[int, Sequence[str]] = {}
-        self._noted = NotedByKernels()
         self.updates = 0
         self.recorder = FlightRecorder(loss_id, config.overflow_patience, config.start)
-        self.bad_steps: dict[str, int] = {}
-        self._warned = False
         self._set(config.start, 0, config.hysteresis)
 
     def groups_with(self, others: Iterable[ProcessGroup]) -> list[ProcessGroup]:
@@ -183,7 +179,7 @@ class LossScaler:
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         if self._is_used and self._state.device != loss.device:
             self._keep_on(loss.device)
-        used = self.snapshot()
+        used = self.scale_now()
         # A graph made inside the block may be used after the scale has moved: it gets the copy.
         return (wide if self.is_identity else wide * used.scale), used
 
@@ -250,7 +246,7 @@ class LossScaler:
         self.version += 1
         self._inv_scale.copy_(kernels.update_scale.inverse(self.scale_on_device))
 
-    def snapshot(self) -> ScaleSnapshot:
+    def scale_now(self) -> ScaleSnapshot:
         """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
         return ScaleSnapshot(self, self.version, self.scale_on_device.clone(), self._inv_scale.clone())
 
@@ -279,32 +275,22 @@ class LossScaler:
         found_inf = self.found_inf
         return None if found_inf is None else Verdict(self, found_inf.clone())
 
-    def update(self, norm: Tensor | None = None, number: int | None = None) -> None:
+    def update(self, norm: Tensor | None = None) -> None:
         """Move the scale by what was found since the last update. No host sync.
 
         Args:
             norm: of the unscaled gradients, float32 of one element, for the recorder.
-            number: of this update, `updates` if None. One that has been made is not made again.
         """
-        number = self.updates if number is None else number
-        if self.updates > number:
-            return
-        try:
-            self._advance()
-            if self.config.check:
-                state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
-                self._reports.send(state, number)
-            self.updates = number + 1
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._finish_update(number)
-            raise
-
-    def _finish_update(self, number: int) -> None:
-        """Do what an interrupt has kept the update of this number from. The host waits."""
-        if int(self._state[UPDATES]) == number:
-            self._advance()
+        number = self.updates
+        self._advance()
         self.updates = number + 1
+        if self.config.check:
+            self.recorder.send(number, self._state, norm)
+
+    def forget_check(self) -> None:
+        """Forget what was found since the last update, which an error or an interrupt has ended."""
+        self._found_inf.zero_()
+        self._updates_on_device.fill_(self.updates)
 
     def _advance(self) -> None:
         config = self.config
@@ -320,73 +306,35 @@ class LossScaler:
             ceiling=max(config.max, config.start),
         )
 
-    def learn(self, wait: bool = False, until: int = -1) -> list[Transition]:
-        """Return the updates that the host has learnt of since the last call.
-
-        Args:
-            wait: for those that are still under way. Otherwise there is no host sync.
-            until: wait for those up to this one.
-        """
-        for step, flags in self._bad.arrived(wait, until):
-            names = compress(self._bad_names.pop(step, ()), flags)
-            self.bad_steps |= dict.fromkeys(names, step)
-        rows = [
-            self.recorder.record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
-            for step, state in self._reports.arrived(wait, until)
-        ]
-        if any(row.overflow for row in rows):
-            self._noted.fetch()
-        self.bad_steps |= self._noted.arrived(wait)
-        return rows
-
-    def bad_steps_of(self, parameters: Sequence[Tensor], called: Callable[[Tensor], str]) -> BadSteps:
-        """Return what a kernel needs to note whose gradients are bad; the host asks for it later.
+    def bad_steps_of(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> BadSteps:
+        """Return what a kernel needs to log whose gradients are bad; the host asks for it later.
 
         Args:
             parameters: of the model, the same list each time.
-            called: names one of them.
+            name: names one of them.
         """
-        entries = self._noted.entries_of(parameters, called)
-        noted: BadSteps = kernels.tables.BadSteps(entries, self._updates_on_device)
-        return noted
-
-    def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
-        """Note whose gradients were bad at a step, by a flag for each name. No host sync."""
-        self._bad.send(flags, step)
-        self._bad_names[step] = names
-
-    def warn_if_endless(self) -> None:
-        """Warn, once, if overflows go on."""
-        if self.recorder.streak is not None and not self._warned and not self._noted.is_underway:
-            self._warned = True
-            message = describe_streak(self.recorder.streak, self.recorder.rows, self.bad_steps)
-            warnings.warn(message, AmpWarning, stacklevel=3)
-
-    def history(self) -> list[Transition]:
-        """Return the last updates that the host has learnt of, oldest first. No host sync."""
-        bad: dict[int, list[str]] = {}
-        for name, step in self.bad_steps.items():
-            bad.setdefault(step, []).append(name)
-        return [row._replace(bad=tuple(bad.get(row.step, ()))) for row in self.recorder.rows]
+        entries = self.recorder.log_entries(parameters, name)
+        bad_steps: BadSteps = kernels.tables.BadSteps(entries, self._updates_on_device)
+        return bad_steps
 
     def loss_scale(self) -> float:
         """Return the current scale. The host waits for the device."""
         return float(self._state[SCALE])
 
-    def keep(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Return what puts the scale back to what it is now. No host sync."""
         state, names = self._state.clone(), ("config", "updates", "recorder")
         before = {name: getattr(self, name) for name in names}
         scale = self.recorder.scale
 
-        def restore() -> None:
+        def put_back() -> None:
             self.version += 1
             self._keep_on(state.device)
             self._state.copy_(state)
             vars(self).update(before)
             self.recorder.scale = scale
 
-        return restore
+        return put_back
 
     def state_dict(self) -> dict[str, Any]:
         """Return apex's two entries and what an exact resume needs besides. The host waits."""
@@ -400,14 +348,14 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], path: str = "state_dict") -> None:
-        """Take over a saved state, ours or apex's; see `take_over`. `path` says in errors what it is.
+        """Go on from a saved state, ours or apex's; see `restore`. `path` says in errors what it is.
 
         Raises:
             AmpValueError: an entry is not what it should be. Nothing has been changed then.
         """
-        self.take_over(read_state(state, path))
+        self.restore(read_state(state, path))
 
-    def take_over(self, saved: ScalerState) -> None:
+    def restore(self, saved: ScalerState) -> None:
         """Go on from a state.
 
         A static scaler keeps the scale it was configured with, and a dynamic one does not take over

@@ -12,7 +12,7 @@ from amp.kernels.changes import Changes
 from amp.kernels.tensor_lists import TensorList
 from amp.lazy import kernels
 from amp.masters.whole import MasterWeights
-from amp.training.held import Held
+from amp.training.deferred import Deferred
 from amp.training.parameter_lists import ParameterLists
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class StepInputs:
 
     def __init__(
         self,
-        look_up: Callable[[], Held],
+        look_up: Callable[[], Deferred],
         low_halves: Callable[[Sequence[Tensor]], Sequence[Tensor] | None],
         found_inf: Tensor | None,
     ) -> None:
@@ -47,29 +47,29 @@ class StepInputs:
         self.changes = Changes()
 
     @cached_property
-    def held(self) -> Held:
+    def deferred(self) -> Deferred:
         """The gradients of masters, and the masters, asked where each lies now."""
         return self._look_up().now()
 
     @property
     def stepped(self) -> Sequence[Tensor]:
         """The masters that have a gradient."""
-        return self.held.of.masters
+        return self.deferred.of.masters
 
     @property
     def params(self) -> TensorList:
         """What they hold, to be stepped in place."""
-        return self.held.of.master_list
+        return self.deferred.of.master_list
 
     @property
     def grads(self) -> TensorList:
         """Their gradients: dense, as backward left them, or float32 sums of several blocks."""
-        return self.held.grads
+        return self.deferred.grads
 
     @property
     def models(self) -> TensorList:
         """The 16-bit weights of the masters, to be written."""
-        return self.held.of.model_list
+        return self.deferred.of.model_list
 
     @cached_property
     def lows(self) -> Sequence[Tensor] | None:
@@ -82,15 +82,15 @@ class StepInputs:
     @property
     def inv_scale(self) -> Tensor | None:
         """What to multiply the gradients by, float32 `[1]`; None is 1."""
-        return self.held.inv_scale
+        return self.deferred.inv_scale
 
     @property
     def norms(self) -> Norms | None:
         """The norm of the unscaled gradients, and what clips it to `max_grad_norm`, if it is known."""
-        return self.held.norms
+        return self.deferred.norms
 
 
-_NOTHING = Held(ParameterLists((), MasterWeights()), TensorList([]), None)
+_NOTHING = Deferred(ParameterLists((), MasterWeights()), TensorList([]), None)
 
 
 def inputs_outside_of_a_session(optimizer: Any) -> StepInputs:

@@ -8,26 +8,27 @@
 |             | fused ones do                                     |                                 |
 | HostSkip    | any other                                         | the host reads it and skips     |
 
-Each runs on gradients that are unscaled, or held for it (`amp.training.gradients`), and writes the
+Each runs on gradients that are unscaled, or deferred for it (`amp.training.gradients`), and writes the
 masters to the model.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp.casting.cast_cache import forget_casts
 from amp.casting.regions import disable_casts, same_casts
-from amp.casting.weight_casts import forget_casts
 from amp.errors import AmpRuntimeError
-from amp.masters.parameter import stored_grad
+from amp.interrupts import followed_by
 from amp.masters.whole import MasterWeights
 from amp.training.gradients import Gradients
 from amp.training.parameter_lists import ParameterLists
 from amp.training.scaler import Verdict
 from amp.training.step_inputs import StepInputs
+from amp.training.write_back import WriteBack
 
 _CLOSURE_TRIES = 300
 """Enough halvings to bring any loss scale to its floor."""
@@ -37,17 +38,19 @@ class Stepper:
     """What all ways share.
 
     Attributes:
-        results: what the optimizer's own step has returned, once it has stepped. An interrupt that
-            finds it there goes on when the rest of the step is done; else the step is still to come.
+        has_stepped: whether the step was taken, or skipped: what comes after it is still to be done.
     """
 
-    def __init__(self, optimizer: Any, gradients: Gradients, masters: MasterWeights) -> None:
+    def __init__(
+        self, optimizer: Any, gradients: Gradients, masters: MasterWeights, write_back: WriteBack
+    ) -> None:
         self.optimizer = optimizer
         self.gradients = gradients
         self.masters = masters
-        self.results: list[Any] = []
+        self.write_back = write_back
+        self.has_stepped = False
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Call the optimizer's own step, or skip it where a check since the last one says so."""
         raise NotImplementedError
 
@@ -57,26 +60,17 @@ class Stepper:
         self.masters.follow_requires_grad(lists.masters, lists.models)
         self.masters.follow_all(lists.masters, lists.models)
 
-    def run_unscaled(self, step: Callable[[], Any]) -> None:
+    def run_unscaled(self, step: Callable[[], Any]) -> Any:
         """Step on what is in `.grad`, and write masters to the model."""
-        try:
+
+        def run_step() -> Any:
             with disable_casts():
                 masters = self.gradients.lists.masters
-                self.masters.run_step(self.optimizer, masters, step, self.results)
-            self.write_back()
-        except BaseException as error:
-            if self.results and not isinstance(error, Exception):
-                self.write_back()
-            raise
+                result = self.masters.run_step(self.optimizer, masters, step)
+            self.has_stepped = True
+            return result
 
-    def write_back(self, without: Collection[Tensor] = ()) -> None:
-        """Write masters to the model. A frozen parameter without a gradient stays as it is."""
-        lists = self.gradients.lists
-        self.masters.write_back(
-            master
-            for master, model in zip(lists.masters, lists.models, strict=True)
-            if master not in without and (model.requires_grad or stored_grad(master) is not None)
-        )
+        return followed_by(run_step, self.write_back.after_step)
 
 
 class FusedStep(Stepper):
@@ -87,8 +81,8 @@ class FusedStep(Stepper):
     _versions: Sequence[int] = ()
     """Of its model's parameters after that step, when each was its rounded master."""
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
-        """Show the optimizer what is held for it, and step."""
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
+        """Show the optimizer what is deferred for it, and step."""
         lists, of = self.gradients.lists, self.gradients.for_step().of
         self.gradients.dtypes.check()
         versions = [model._version for model in of.models]
@@ -96,22 +90,21 @@ class FusedStep(Stepper):
             self.follow_models()
         self._latest = of
         inputs = StepInputs(self.gradients.for_step, self.masters.low_halves, found_inf_of(verdicts))
+        has_returned = False
         try:
             self.optimizer.scaled_grads = inputs
             with disable_casts():
-                self.results.append(step())
-            self._agree(inputs, versions)
-        except BaseException:
-            if inputs.changes.are_made:  # an interrupt, or an error of a hook after the step
-                self.results.append(None)
-                self._agree(inputs, versions)
-            raise
+                result = step()
+            has_returned = True
         finally:
-            forget_inputs(self.optimizer)
+            if has_returned or inputs.changes.are_made:  # an error of a hook may come after the step
+                self.has_stepped = True
+                self._agree(inputs, versions)
+        return result
 
     def _agree(self, inputs: StepInputs, versions: Sequence[int]) -> None:
         """Note that the model has what the masters hold, which the optimizer has written."""
-        lists, of = self.gradients.lists, inputs.held.of
+        lists, of = self.gradients.lists, inputs.deferred.of
         if of is self._latest and of.are_plain and inputs.changes.are_made:
             self._versions = [version + 1 for version in versions]
         else:
@@ -119,38 +112,34 @@ class FusedStep(Stepper):
             self._versions = [model._version for model in of.models]
         self.masters.agree(of.master_ids, self._versions)
         if of is not lists:
-            self.write_back(without=set(of.masters))
+            self.write_back.after_step(without=set(of.masters))
 
 
 class DeviceSkip(Stepper):
     """The optimizer reads `found_inf`, in the way that `torch.amp.GradScaler` shows it."""
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Step; the optimizer skips by itself."""
         self.gradients.dtypes.check()
         self.follow_models()
         found_inf = found_inf_of(verdicts)
-        try:
-            self.optimizer.grad_scale = None
-            self.optimizer.found_inf = None if found_inf is None else found_inf.reshape(())
-            self.run_unscaled(step)
-        finally:
-            forget_inputs(self.optimizer)
+        self.optimizer.grad_scale = None
+        self.optimizer.found_inf = None if found_inf is None else found_inf.reshape(())
+        return self.run_unscaled(step)
 
 
 class HostSkip(Stepper):
     """The host reads what the checks found, 4 bytes for each block."""
 
-    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> None:
+    def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Step, or do nothing after an overflow."""
         self.gradients.dtypes.check()
         self.follow_models()
-        if any(verdict.overflowed for verdict in verdicts):
-            # A scheduler made before `initialize` would otherwise warn that it was stepped first.
-            self.optimizer._opt_called = True
-            self.results.append(None)
-        else:
-            self.run_unscaled(step)
+        if not any(verdict.overflowed for verdict in verdicts):
+            return self.run_unscaled(step)
+        # A scheduler made before `initialize` would otherwise warn that it was stepped first.
+        self.optimizer._opt_called = self.has_stepped = True
+        return None
 
 
 class ClosureStep(Stepper):
@@ -161,33 +150,34 @@ class ClosureStep(Stepper):
     """
 
     def __init__(
-        self, *parts: Any, closure: Callable[[], Any], report: Callable[[Sequence[Verdict]], None]
+        self, *parts: Any, closure: Callable[[], Any], learn: Callable[[Sequence[Verdict]], None]
     ) -> None:
         super().__init__(*parts)
         self._closure = closure
-        self._report = report
+        self._learn = learn
         self._as_around_the_step = same_casts()
 
-    def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict] = ()) -> None:
+    def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict] = ()) -> Any:
         """Step with the closure, which `step` is given."""
         self.gradients.dtypes.check()
         self.follow_models()
         with disable_casts(), self.masters.as_float32(self.gradients.lists.masters):
-            self.results.append(step(self._evaluate))
-        self.write_back()
+            result = step(self._evaluate)
+        self.write_back.after_step()
+        return result
 
     def _evaluate(self) -> Any:
-        self.write_back()
+        self.write_back.after_step()
         forget_casts()  # of the weights of the last evaluation
         with self._as_around_the_step():
             for _ in range(_CLOSURE_TRIES):
                 loss = self._closure()
                 self.gradients.finish_delayed()
                 self.gradients.show()
-                self.gradients.gather_strays()
+                self.gradients.move_to_masters()
                 verdicts, self.gradients.verdicts = self.gradients.verdicts, []
                 overflowed = any(verdict.overflowed for verdict in verdicts)
-                self._report(verdicts)
+                self._learn(verdicts)
                 if not overflowed:
                     return loss
                 self.gradients.clear()

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
 
 from amp.compat.run import runner
-from amp.patching import Patches
-from amp.session import Session
-from amp.trials.observing import Observer, Trial
+from amp.observers import Observer, observing
+from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
 from amp.trials.script_watching import CallExplainer, StepWatcher
-
-KEPT_AT_O0 = frozenset({"enabled", "num_losses", "verbosity", "process_group"})
-"""What a script says to `initialize` that is no property of a level."""
 
 
 class Watcher(Protocol):
@@ -47,7 +43,7 @@ class Watcher(Protocol):
 
 
 WATCHERS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Watcher]] = {
-    "compare": lambda options, end: Observer(Trial(**options), end),
+    "compare": lambda options, end: RunObserver(Trial(**options), end),
     "doctor": lambda options, end: StepWatcher(**options, when_complete=end),
     "explain": lambda options, end: CallExplainer(**options, when_complete=end),
 }
@@ -78,9 +74,9 @@ def main(job: str) -> None:
     run = runner(given["arguments"])
     if given["seed"] is not None:
         seed_random_numbers(given["seed"])
-    with WATCHERS[given["watcher"]](given["options"], end) as watcher, Patches() as patches:
+    with WATCHERS[given["watcher"]](given["options"], end) as watcher, ExitStack() as stack:
         if given["level"] is not None:
-            patches.surround(Session, "__init__", functools.partial(_begin_at_level, given["level"]))
+            stack.enter_context(observing(AtLevel(given["level"])))
         error = _error_of(run)
     if not watcher.is_complete:
         found["error"] = error
@@ -106,13 +102,18 @@ def _error_of(run: Callable[[], object]) -> str:
     return ""
 
 
-def _begin_at_level(
-    level: str, original: Callable[..., None], session: Session, opt_level: Any = "O1", **kwargs: Any
-) -> None:
-    """Make a session at another level, with what else the script says.
+class AtLevel(Observer):
+    """Lets sessions begin at another level than the script says, with what else it says.
 
     O0 is a baseline, to which overrides of another level do not apply.
     """
-    if level == "O0":
-        kwargs = {key: value for key, value in kwargs.items() if key in KEPT_AT_O0}
-    original(session, level, **kwargs)
+
+    def __init__(self, level: str) -> None:
+        self._level = level
+
+    def session_begins(self, opt_level: Any, options: dict[str, Any]) -> str:
+        """Return the level."""
+        if self._level == "O0":
+            for key in options.keys() - {"enabled"}:
+                del options[key]
+        return self._level

@@ -33,7 +33,7 @@ from amp.trials.measuring import (
     total_error_of,
     vanishing_modules,
 )
-from amp.trials.observing import Observer, Record, Trial
+from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
 from amp.trials.scripts import Script
@@ -133,7 +133,7 @@ class _InProcess:
         """Make a run, and leave everything as it was."""
         with (
             _everything_kept(),
-            Observer(trial) as observer,
+            RunObserver(trial) as observer,
             Session(trial.level, num_losses=self._num_losses, verbosity=0) as session,
         ):
             frontend._Default.session = session

@@ -178,7 +178,7 @@ def _op_rule(session: Session, call: Call) -> tuple[str, OpRule | None]:
 
 
 def _caster(session: Session) -> CastOps | None:
-    return next((x for x in session._strategies if isinstance(x, CastOps)), None)
+    return next((x for x in session.strategies if isinstance(x, CastOps)), None)
 
 
 def _reason(session: Session, model: nn.Module, call: Call, rule: OpRule | None) -> str:

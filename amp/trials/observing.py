@@ -1,14 +1,14 @@
 """One training run, watched from outside: its losses, gradients, skipped steps, time and memory.
 
-An `Observer` looks on where a session scales a loss and where an optimizer steps. It changes no number
-of the run, and what it does itself is not counted as the run's time.
+A `RunObserver` looks on where a session scales a loss and where an optimizer steps. It changes no
+number of the run, and what it does itself is not counted as the run's time.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from amp.arguments import as_models, attached_of_a_loss
 from amp.casting.containers import cast_tensors
 from amp.dtypes import CASTABLE
-from amp.patching import Patches
+from amp.observers import Observer, observing
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
+from amp.training.blocks import Block
 from amp.training.gradients import State
 from amp.trials.memory import Activations, size_of, tensors_in
 
@@ -95,7 +95,7 @@ class _Log:
         return len(self.skipped)
 
 
-class Observer(AbstractContextManager["Observer"]):
+class RunObserver(Observer, AbstractContextManager["RunObserver"]):
     """Watches the sessions of this process, from `with` to its end.
 
     Steps are counted by the first optimizer that is given to `initialize`. The run is complete when
@@ -110,28 +110,24 @@ class Observer(AbstractContextManager["Observer"]):
         self.trial = trial
         self.is_complete = False
         self._when_complete = when_complete
-        self._patches = Patches()
-        self._undo = ExitStack()
+        self._open = ExitStack()
         self._measuring = ExitStack()
         self._sessions: list[Session] = []
         self._logs: dict[int, _Log] = {}
+        self._weights: dict[int, _Weights | None] = {}
         self._record = Record()
         self._counts: list[tuple[Tensor, Tensor]] = []
         """For each step that was looked at, how many weights stood still, and of how many."""
         self._activations: Activations | None = None
-        self._step_began = 0.0
-        self._apart_since = 0.0
+        self._clock = _Clock()
 
-    def __enter__(self) -> Observer:
-        self._patches.surround(Session, "initialize", self._around_initialize)
-        self._patches.surround(Session, "scale_loss", self._around_scale_loss)
-        self._patches.surround(AttachedOptimizer, "_step", self._around_step)
+    def __enter__(self) -> RunObserver:
+        self._open.enter_context(observing(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._measuring.close()
-        self._patches.undo()
-        self._undo.close()
+        self._open.close()
 
     @property
     def has_begun(self) -> bool:
@@ -173,14 +169,17 @@ class Observer(AbstractContextManager["Observer"]):
 
     # Where it looks on.
 
-    def _around_initialize(
-        self, original: Callable[..., Any], session: Session, models: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        for model in as_models(models) if self.trial.in_float64 else ():
+    def initialize_begins(self, session: Session, models: Sequence[nn.Module]) -> None:
+        """Widen the model of a reference."""
+        for model in models if self.trial.in_float64 else ():
             model.double()
             hook = model.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
-            self._undo.callback(hook.remove)
-        result = original(session, models, *args, **kwargs)
+            self._open.callback(hook.remove)
+
+    def initialize_ends(
+        self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
+    ) -> None:
+        """Begin to measure, once there is an optimizer."""
         if session not in self._sessions:
             self._sessions.append(session)
             place = len(self._sessions) - 1
@@ -188,14 +187,10 @@ class Observer(AbstractContextManager["Observer"]):
                 for scaler, scale in zip(session.scalers, scales, strict=True):
                     if scaler.config.dynamic:
                         scaler.set_scale(scale)
-        optimizers = args[0] if args else kwargs.get("optimizers")
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-            attached = AttachedOptimizer.of(optimizer)
-            if attached is not None:
-                self._logs.setdefault(id(attached), _Log(attached))
-        if self.has_begun and not self._step_began:
-            self._begin(list(session._named_parameters().values()))
-        return result
+        for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
+            self._logs.setdefault(id(attached), _Log(attached))
+        if self.has_begun and not self._clock.is_running:
+            self._begin(list(session.named_parameters().values()))
 
     def _begin(self, parameters: list[Tensor]) -> None:
         self._record.device = parameters[0].device.type if parameters else "cpu"
@@ -205,54 +200,47 @@ class Observer(AbstractContextManager["Observer"]):
             self._activations = Activations(parameters)
             hooks = saved_tensors_hooks(self._activations.pack, self._activations.unpack)
             self._measuring.enter_context(hooks)
-        self._step_began = self._now()
+        self._clock.start(self._record.device)
 
-    def _around_scale_loss(
-        self,
-        original: Callable[..., Any],
-        session: Session,
-        loss: Any,
-        optimizers: Any,
-        loss_id: int = 0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if isinstance(loss, Tensor) and session.properties.enabled:
-            log = self._logs.get(id(attached_of_a_loss(optimizers)[0]))
-            if log is not None:
-                value = loss.detach().double().sum()
-                log.sums[loss_id] = log.sums[loss_id] + value if loss_id in log.sums else value
-        return original(session, loss, optimizers, loss_id, *args, **kwargs)
+    def block_entered(
+        self, session: Session, block: Block, loss: Tensor, attached: Sequence[AttachedOptimizer]
+    ) -> None:
+        """Note the loss."""
+        log, loss_id = self._logs.get(id(attached[0])), block.scaler.loss_id
+        if log is not None:
+            value = loss.detach().double().sum()
+            log.sums[loss_id] = log.sums[loss_id] + value if loss_id in log.sums else value
 
-    def _around_step(
-        self,
-        original: Callable[..., Any],
-        attached: AttachedOptimizer,
-        step: Callable[..., Any],
-        closure: Callable[[], Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def step_begins(self, attached: AttachedOptimizer, closure: Callable[[], Any] | None) -> Any:
+        """Look at gradients and weights, or let the closure be followed by a look."""
         log = self._logs.get(id(attached))
         if log is None or attached.gradients.state is State.OPEN:  # a call that is refused
-            return original(attached, step, closure, *args, **kwargs)
+            return closure
         is_first = log is next(iter(self._logs.values()))
         if self.is_complete or (is_first and log.steps == self.trial.steps):
             self._complete()
-        weights = None
-        if closure is None:
-            with self._apart():
-                weights = self._look_before(log)
-        else:
-            closure = self._look_into(closure, log)
-        result = original(attached, step, closure, *args, **kwargs)
-        if is_first:
-            self._end_step(log)
-        with self._apart():
-            self._look_after(log, weights)
+        self._weights[id(attached)] = None
+        if closure is not None:
+            return self._look_into(closure, log)
+        with self._clock.stopped():
+            self._weights[id(attached)] = self._look_before(log)
+        return None
+
+    def step_ends(self, attached: AttachedOptimizer) -> None:
+        """Note what the step did, and whether the run is complete."""
+        log = self._logs.get(id(attached))
+        if log is None or id(attached) not in self._weights:
+            return
+        if log is next(iter(self._logs.values())):
+            seconds = self._clock.lap()
+            if log.steps:
+                self._record.seconds.append(seconds)
+            if log.steps == 1 and self._record.device == "cuda":
+                self._record.memory["peak"] = torch.cuda.max_memory_allocated()
+        with self._clock.stopped():
+            self._look_after(log, self._weights.pop(id(attached)))
         if all(each.steps >= self.trial.steps for each in self._logs.values() if each.steps):
             self._complete()
-        return result
 
     def _complete(self) -> None:
         self.is_complete = True
@@ -265,7 +253,7 @@ class Observer(AbstractContextManager["Observer"]):
         gradients = log.attached.gradients
         gradients.look_at_groups()
         gradients.finish_delayed()
-        gradients.gather_strays()
+        gradients.move_to_masters()
         trained = list(_trained(log.attached))
         if log.steps == 0:
             self._add_memory("gradients", size_of(grad for _, grad in trained))
@@ -286,9 +274,9 @@ class Observer(AbstractContextManager["Observer"]):
             if evaluated:
                 log.sums = sums
             elif log.attached.gradients.state is not State.OPEN:
-                with self._apart():
+                with self._clock.stopped():
                     log.attached.gradients.finish_delayed()
-                    log.attached.gradients.gather_strays()
+                    log.attached.gradients.move_to_masters()
                     self._note_gradients(log)
             evaluated = True
             return result
@@ -300,9 +288,9 @@ class Observer(AbstractContextManager["Observer"]):
         kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
         if log.steps not in kept:
             return
-        held = log.attached.gradients.for_step()
-        unscaled = held.copied().grads if held.grads else ()
-        grads = {id(model): grad for model, grad in zip(held.of.models, unscaled, strict=True)}
+        deferred = log.attached.gradients.for_step()
+        unscaled = deferred.copied().grads if deferred.grads else ()
+        grads = {id(model): grad for model, grad in zip(deferred.of.models, unscaled, strict=True)}
         grads |= {id(p): p.grad for p in log.attached.gradients.lists.unmastered if p.grad is not None}
         for parameter, name in self._names(log.attached.owner):
             if id(parameter) in grads:
@@ -310,10 +298,10 @@ class Observer(AbstractContextManager["Observer"]):
 
     def _names(self, session: Session) -> Iterator[tuple[Tensor, str]]:
         """Yield the parameters of a session, each with the name of the module that owns it."""
-        counts = [len(each._alive()) for each in self._sessions]
+        counts = [len(each.live_models()) for each in self._sessions]
         before = sum(counts[: self._sessions.index(session)])
-        models = session._alive()
-        for (i, name), parameter in session._named_parameters().items():
+        models = session.live_models()
+        for (i, name), parameter in session.named_parameters().items():
             module = name.removeprefix("_orig_mod.").rpartition(".")[0] or type(models[i]).__name__
             yield parameter, f"model {before + i}: {module}" if sum(counts) > 1 else module
 
@@ -325,7 +313,7 @@ class Observer(AbstractContextManager["Observer"]):
         for loss_id, value in log.sums.items():
             log.losses.setdefault(loss_id, []).append(value)
         log.sums = {}
-        log.skipped.append(log.attached.step_was_skipped)
+        log.skipped.append(log.attached.step.was_skipped)
         if weights is not None and not log.skipped[-1]:
             self._counts.append(weights.count_still(log.attached))
         if self._record.device == "cuda" and log.steps == 1:
@@ -342,7 +330,7 @@ class Observer(AbstractContextManager["Observer"]):
         if log is next(iter(self._logs.values())):
             tensors = [
                 tensor
-                for model in attached.owner._alive()
+                for model in attached.owner.live_models()
                 for tensor in (*model.parameters(), *model.buffers())
             ]
             self._add_memory("weights", size_of(tensors))
@@ -355,30 +343,38 @@ class Observer(AbstractContextManager["Observer"]):
     def _add_memory(self, part: str, size: int) -> None:
         self._record.memory[part] = self._record.memory.get(part, 0) + size
 
-    # Time.
 
-    def _end_step(self, log: _Log) -> None:
+class _Clock:
+    """The time of a run, without that of whoever watches it."""
+
+    is_running = False
+
+    def start(self, device: str) -> None:
+        """Begin on a type of device."""
+        self._device, self.is_running = device, True
+        self._began, self._apart = self._now(), 0.0
+
+    def lap(self) -> float:
+        """Return the seconds since the last call, and begin anew."""
         now = self._now()
-        if log.steps:
-            self._record.seconds.append(now - self._step_began - self._apart_since)
-        if log.steps == 1 and self._record.device == "cuda":
-            self._record.memory["peak"] = torch.cuda.max_memory_allocated()
-        self._step_began, self._apart_since = now, 0.0
+        seconds = now - self._began - self._apart
+        self._began, self._apart = now, 0.0
+        return seconds
 
     def _now(self) -> float:
-        if self._record.device == "cuda":
+        if self._device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Run the block in time that is not the run's."""
+    def stopped(self) -> Iterator[None]:
+        """Run the block in time that is not the run's, without autograd."""
         began = self._now()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._apart_since += self._now() - began
+            self._apart += self._now() - began
 
 
 class _Weights:
@@ -401,8 +397,8 @@ class _Weights:
 
 def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what an optimizer is about to step, and its gradient, perhaps scaled."""
-    held = attached.gradients.for_step()
-    yield from zip(held.of.masters, held.grads, strict=True)
+    deferred = attached.gradients.for_step()
+    yield from zip(deferred.of.masters, deferred.grads, strict=True)
     for parameter in attached.gradients.lists.unmastered:
         if parameter.grad is not None:
             yield parameter, _dense(parameter.grad)

@@ -26,11 +26,9 @@ from amp.diagnosis.findings import Finding
 from amp.diagnosis.trace import Trace
 from amp.dtypes import LOW_PRECISION
 from amp.masters.parameter import store_grad, stored_grad
-from amp.patching import Patches
 from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
-from amp.training.blocks import Block
 from amp.trials.random_numbers import keep_random_numbers
 
 
@@ -99,22 +97,20 @@ class Replay:
             for one in self._attached:
                 stack.callback(_keep_optimizer(one))
             for scaler in self.owner.scalers:
-                stack.callback(scaler.keep())
+                stack.callback(scaler.snapshot())
             if (history := self.owner.amax_history) is not None:
-                stack.callback(history.keep())
-            patches = stack.enter_context(Patches())
-            patches.wrap(Block, "leave", lambda _: _drop)
-            patches.wrap(Block, "delay", lambda _: _drop)
-            for one in self._attached:
-                patches.wrap(one.optimizer, "step", lambda _: _do_nothing)
+                stack.callback(history.snapshot())
+            for session in {self.owner, *(one.owner for one in self._attached)}:
+                stack.callback(setattr, session, "is_rehearsal", session.is_rehearsal)
+                session.is_rehearsal = True
             yield
 
     @contextmanager
     def _in_float32(self, names: Sequence[str]) -> Iterator[None]:
         """Run modules in FP32, as a rule for each would."""
         chosen = [self._module(name) for name in names]
-        caster = next((x for x in self.owner._strategies if isinstance(x, CastOps)), None)
-        is_cast = any(isinstance(x, CastModel) for x in self.owner._strategies)
+        caster = next((x for x in self.owner.strategies if isinstance(x, CastOps)), None)
+        is_cast = any(isinstance(x, CastModel) for x in self.owner.strategies)
         with ExitStack() as stack:
             for module in chosen:
                 if is_cast:
@@ -160,14 +156,6 @@ class Replay:
         raise KeyError(name)
 
 
-def _drop(block: Block, *args: Any, **kwargs: Any) -> None:
-    block.abort()
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
     """Keep the values and gradients of tensors; not those of a trial's own, which go."""
     held = [(x, x.data, x.detach().clone(), x.grad) for x in tensors]
@@ -185,7 +173,7 @@ def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
-    """Keep the gradients of masters, what is held of them, and the numbers of the groups."""
+    """Keep the gradients of masters, what is deferred of them, and the numbers of the groups."""
     optimizer: Optimizer = attached.optimizer
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     masters = [(master, stored_grad(master)) for master in attached.gradients.lists.masters]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from amp.arguments import as_models
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.diagnose import is_checked
 from amp.diagnosis.findings import Finding, Report
-from amp.patching import Patches
+from amp.observers import Observer, observing, watch_forwards
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.trials import hazards
@@ -23,7 +21,7 @@ from amp.trials.checking import Checkup, check_forward, merged
 from amp.trials.explaining import Explanation, explain_forward, is_about
 
 
-class ScriptWatcher(AbstractContextManager["ScriptWatcher"]):
+class ScriptWatcher(Observer, AbstractContextManager["ScriptWatcher"]):
     """Looks at the first forward of each model in which gradients are wanted, and counts steps.
 
     Args:
@@ -34,78 +32,48 @@ class ScriptWatcher(AbstractContextManager["ScriptWatcher"]):
         has_begun: whether anything came through `initialize`.
     """
 
+    takes_half_models = True
+
     def __init__(self, when_complete: Callable[[], None]) -> None:
         self.is_complete = False
         self.has_begun = False
         self._when_complete = when_complete
-        self._patches = Patches()
-        self._hooks = ExitStack()
+        self._open = ExitStack()
         self._is_looking = False
-        self._models = 0
+        self._numbers: dict[int, int] = {}
 
-    def __enter__(self) -> ScriptWatcher:
-        self._patches.surround(Session, "initialize", self._around_initialize)
-        self._patches.surround(AttachedOptimizer, "_step", self._around_step)
+    def __enter__(self) -> Self:
+        self._open.enter_context(observing(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._patches.undo()
-        self._hooks.close()
+        self._open.close()
 
     def complete(self) -> None:
         """End the script."""
         self.is_complete = True
         self._when_complete()
 
-    def before(self, models: Sequence[nn.Module]) -> None:
-        """Look at models before `initialize` has touched them."""
-
-    def after(self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-        """Look at what `initialize` has made of them."""
-
     def look(self, session: Session, model: nn.Module, number: int, args: Any, kwargs: Any) -> None:
         """Look at the first forward of a model, before it runs."""
 
-    def before_step(self, attached: AttachedOptimizer) -> None:
-        """Look at an optimizer that is about to step."""
-
-    def _around_initialize(
-        self,
-        original: Callable[..., Any],
-        session: Session,
-        models: Any,
-        optimizers: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if not session.properties.enabled:
-            return original(session, models, optimizers, **kwargs)
-        given = as_models(models)
-        self.before(given)
-        result = original(
-            session, models, optimizers, **{**kwargs, "allow_incoming_model_not_fp32": True}
-        )
+    def initialize_ends(
+        self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
+    ) -> None:
+        """Watch the forwards of the models."""
         self.has_begun = True
-        self.after(session, given, optimizers if isinstance(optimizers, list) else [optimizers])
-        for model in given:
-            hook = functools.partial(self._hook, session, self._models)
-            handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-            self._hooks.callback(handle.remove)
-            self._models += 1
-        return result
+        for model in models:
+            self._numbers[id(model)] = len(self._numbers)
+        self._open.callback(watch_forwards(self, session, models))
 
-    def _hook(self, session: Session, number: int, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def forward_begins(self, session: Session, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at a forward in which gradients are wanted."""
         if not self._is_looking and torch.is_grad_enabled():
             self._is_looking = True
             try:
-                self.look(session, model, number, args, kwargs)
+                self.look(session, model, self._numbers[id(model)], args, kwargs)
             finally:
                 self._is_looking = False
-
-    def _around_step(
-        self, original: Callable[..., Any], attached: AttachedOptimizer, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.before_step(attached)
-        return original(attached, *args, **kwargs)
 
 
 class StepWatcher(ScriptWatcher):
@@ -124,26 +92,30 @@ class StepWatcher(ScriptWatcher):
         self._of_steps: list[Finding] = []
         self._checkups: dict[int, Checkup] = {}
 
-    def before(self, models: Sequence[nn.Module]) -> None:
+    def initialize_begins(self, session: Session, models: Sequence[nn.Module]) -> None:
         """Look for weights that are in 16 bits already."""
         self._found += hazards.before_initialize(models)
 
-    def after(self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    def initialize_ends(
+        self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
+    ) -> None:
         """Look at the profile, and arm a diagnosis."""
+        super().initialize_ends(session, models, optimizers)
         attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
         checked = is_checked(attached)
         for model in models:
             self._found += hazards.of_properties(session.properties, model, checked)
-        if session._armed is not None:
-            session._armed.close()
-        session._armed = Armed(session._alive, functools.partial(self._tell, session))
-        session._armed.arm()
+        for known in [each for each in session.observers if isinstance(each, Armed)]:
+            session.observers.remove(known)
+            known.session_ends(session)
+        armed = Armed(session, lambda report: self._tell(session, armed, report))
+        session.observers.append(armed)
+        armed.arm()
 
-    def _tell(self, session: Session, report: Report) -> None:
+    def _tell(self, session: Session, armed: Armed, report: Report) -> None:
         is_dynamic = session.properties.loss_scaling.dynamic
         self._of_steps += [x for x in report.findings if not (is_dynamic and x.cause == "loss scale")]
-        if session._armed is not None:
-            session._armed.arm()
+        armed.arm()
 
     def look(self, session: Session, model: nn.Module, number: int, args: Any, kwargs: Any) -> None:
         """Check it."""
@@ -151,12 +123,13 @@ class StepWatcher(ScriptWatcher):
             self._checkups[number] = Checkup(str(session.properties.opt_level))
             self._checkups[number] = check_forward(session, model, args, kwargs)
 
-    def before_step(self, attached: AttachedOptimizer) -> None:
+    def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
         """Count steps."""
         made = self._steps.setdefault(id(attached), 0)
         if made == self._limit:
             self.complete()
         self._steps[id(attached)] += 1
+        return closure
 
     def seen(self) -> Any:
         """Return a `Checkup` as plain values."""
@@ -187,9 +160,10 @@ class CallExplainer(ScriptWatcher):
             if any(is_about(call, self._op, self._module) for call in found.calls):
                 self.complete()
 
-    def before_step(self, attached: AttachedOptimizer) -> None:
+    def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
         """Look no further than the first step."""
         self.complete()
+        return closure
 
     def seen(self) -> Any:
         """Return an `Explanation` as plain values, or None."""

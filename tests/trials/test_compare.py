@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -24,11 +23,12 @@ from torch.nn import functional as F
 
 import amp
 from amp.cli import main
+from amp.observers import observing
 from amp.trials import child, commands, comparing, page
 from amp.trials.comparing import InScript, compare_runs
 from amp.trials.measuring import Error, error_of, gap_of, vanishing_modules
 from amp.trials.memory import Activations
-from amp.trials.observing import Observer, Record, Trial
+from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
 from amp.trials.scripts import Script
 from amp.trials.verdicts import AS_FAST, outstanding, problems_of, recommend, remarks_of
@@ -368,7 +368,7 @@ def test_looking_changes_no_bit_of_the_run(level: str, optimizer: str) -> None:
         return [p.detach().float() for p in net.parameters()]
 
     plain = train()
-    with Observer(Trial(level, 3)) as observer:
+    with RunObserver(Trial(level, 3)) as observer:
         watched = train()
     record = observer.record()
     assert all(map(torch.equal, plain, watched))
@@ -774,14 +774,14 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
 
 
 def test_overrides_of_other_levels_are_nothing_to_o0() -> None:
-    session, overrides = amp.Session.__new__(amp.Session), {"fp8": "current", "loss_scale": 2.0}
-    begin = functools.partial(child._begin_at_level, original=amp.Session.__init__, session=session)
-    begin("O0", opt_level="O7", num_losses=2, **overrides)
+    with observing(child.AtLevel("O0")):
+        session = amp.Session("O7", num_losses=2, fp8="current", loss_scale=2.0)
     assert (session.properties.opt_level, len(session.scalers)) == ("O0", 2)
-    begin("O5", opt_level="O7", num_losses=2, **overrides)
+    with observing(child.AtLevel("O5")):
+        session = amp.Session("O7", num_losses=2, loss_scale=2.0)
     assert (session.properties.opt_level, session.properties.loss_scale) == ("O5", 2.0)
-    with pytest.raises(amp.AmpError, match="does not fit"):
-        begin("O1", keep_batchnorm_fp32=True)
+    with observing(child.AtLevel("O1")), pytest.raises(amp.AmpError, match="does not fit"):
+        amp.Session("O2", keep_batchnorm_fp32=True)
 
 
 @pytest.mark.parametrize(

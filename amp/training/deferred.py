@@ -1,4 +1,4 @@
-"""Gradients of masters that are kept as they are until the step, which unscales them."""
+"""Deferred gradients: those of masters, kept as backward left them until the step unscales them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from amp.kernels.tables import BadSteps
 
 
-class Held(NamedTuple):
+class Deferred(NamedTuple):
     """The gradients of masters, kept for the step.
 
     Attributes:
@@ -32,13 +32,13 @@ class Held(NamedTuple):
     inv_scale: Tensor | None
     norms: Norms | None = None
 
-    def now(self) -> Held:
+    def now(self) -> Deferred:
         """Return the same, asked where each tensor lies now."""
         return self._replace(of=self.of.now(), grads=self.grads.now())
 
     def checked(
         self, found_inf: Tensor | None, max_norm: float | None, bad_steps: BadSteps | None
-    ) -> Held:
+    ) -> Deferred:
         """Check the gradients, and find their norms if they are to be clipped. No host sync."""
         if found_inf is None:
             return self
@@ -51,19 +51,19 @@ class Held(NamedTuple):
         )
         return self._replace(norms=norms)
 
-    def plus(self, newest: Held, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Held:
+    def plus(self, later: Deferred, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Deferred:
         """Return the sums with the gradients of a later block, which are checked. No host sync."""
-        a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (newest, self)]
-        sums = [torch.empty_like(grad, dtype=torch.float32) for grad in newest.grads]
-        grads = TensorList(sums, like=newest.grads, dtype=torch.float32)
-        kernels.axpby.axpby(a, newest.grads, b, self.grads.now(), grads, found_inf, bad_steps=bad_steps)
-        return Held(newest.of, grads, None)
+        a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (later, self)]
+        sums = [torch.empty_like(grad, dtype=torch.float32) for grad in later.grads]
+        grads = TensorList(sums, like=later.grads, dtype=torch.float32)
+        kernels.axpby.axpby(a, later.grads, b, self.grads.now(), grads, found_inf, bad_steps=bad_steps)
+        return Deferred(later.of, grads, None)
 
-    def in_own_memory(self) -> Held:
+    def in_own_memory(self) -> Deferred:
         """Return the same gradients in memory of their own. No host sync."""
         return self._replace(grads=TensorList([grad.clone() for grad in self.grads]))
 
-    def copied(self) -> Held:
+    def copied(self) -> Deferred:
         """Return the unscaled gradients in memory of their own, float32. No host sync."""
         grads = TensorList(unscaled(self.grads.now(), self.inv_scale))
         return self._replace(grads=grads, inv_scale=None)

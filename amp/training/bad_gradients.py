@@ -1,14 +1,15 @@
-"""Whose gradients were bad, where the host is told too late: kernels note it, and it asks later."""
+"""Whose gradients were inf or NaN: what kernels log, and what the host asks of gradients itself."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from amp.kernels.tensor_lists import local
 from amp.training.host_copies import HostCopies
 
 _LISTS = 8
@@ -17,20 +18,23 @@ _LISTS = 8
 Parameters = Sequence[Tensor]
 
 
-class NotedByKernels:
-    """For each parameter of some lists, the last update of a scaler at which its gradient was bad."""
+class BadGradientLog:
+    """For each parameter of some lists, the last update of a scaler at which its gradient was bad.
+
+    Kernels write it where the host learns of an overflow too late to look at the gradients.
+    """
 
     def __init__(self) -> None:
         self._lists: dict[int, tuple[Parameters, Tensor, Callable[[Tensor], str]]] = {}
         self._copies = HostCopies()
         self._names: deque[list[str]] = deque(maxlen=256)
 
-    def entries_of(self, parameters: Parameters, called: Callable[[Tensor], str]) -> Tensor:
+    def entries_of(self, parameters: Parameters, name: Callable[[Tensor], str]) -> Tensor:
         """Return what a kernel writes to: float32, an entry for each parameter, NaN at first.
 
         Args:
             parameters: the same list each time, of one device.
-            called: names one of them.
+            name: names one of them.
         """
         known = self._lists.get(id(parameters))
         if known is None:
@@ -39,7 +43,7 @@ class NotedByKernels:
             entries = torch.full(
                 (len(parameters),), math.nan, dtype=torch.float32, device=parameters[0].device
             )
-            known = self._lists[id(parameters)] = parameters, entries, called
+            known = self._lists[id(parameters)] = parameters, entries, name
         return known[1]
 
     @property
@@ -49,9 +53,9 @@ class NotedByKernels:
 
     def fetch(self) -> None:
         """Start to copy all entries to the host. The host does not wait for the device."""
-        for parameters, entries, called in self._lists.values():
+        for parameters, entries, name in self._lists.values():
             self._copies.send(entries)
-            self._names.append(list(map(called, parameters)))
+            self._names.append(list(map(name, parameters)))
 
     def arrived(self, wait: bool) -> dict[str, int]:
         """Return the last bad update of each parameter that had one, as far as copies have arrived."""
@@ -60,3 +64,13 @@ class NotedByKernels:
             named = zip(self._names.popleft(), steps, strict=True)
             found |= {name: int(step) for name, step in named if not math.isnan(step)}
         return found
+
+
+def bad_flags(grads: Iterable[Tensor]) -> Tensor:
+    """Return 1.0 for each gradient that has an inf or NaN, else 0.0, float32 `[n]`. No host sync."""
+    values = [local(grad) for grad in grads]
+    dense = [each._values() if each.is_sparse else each for each in values]
+    flags = [each.isfinite().all().logical_not().to(torch.float32) for each in dense]
+    if not flags:
+        return torch.zeros(0, device="cpu")
+    return torch.stack([flag.to(flags[0].device) for flag in flags])

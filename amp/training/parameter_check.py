@@ -1,14 +1,14 @@
-"""The parameters of the models that an optimizer is to train, and what became of them."""
+"""The check that a model still has the parameters which an optimizer is to train."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, first_few
 
 
-class OwnedParameters:
+class ParameterCheck:
     """The model's parameters in the groups of one optimizer, by their names in the model.
 
     Args:
@@ -22,13 +22,13 @@ class OwnedParameters:
     ) -> None:
         self._optimizer = optimizer
         self._named_parameters = named_parameters
-        self._owned: dict[tuple[int, str], Tensor] = {}
+        self._known: dict[tuple[int, str], Tensor] = {}
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Note under which names the models have these parameters now."""
         ids = set(map(id, parameters))
         found = self._named_parameters().items()
-        self._owned |= {name: parameter for name, parameter in found if id(parameter) in ids}
+        self._known |= {name: parameter for name, parameter in found if id(parameter) in ids}
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Return the name of a parameter, in quotes, if a model has it."""
@@ -44,15 +44,13 @@ class OwnedParameters:
         now = self._named_parameters()
         lost = [
             key[1]
-            for key, parameter in self._owned.items()
+            for key, parameter in self._known.items()
             if (new := now.get(key)) is not None and new is not parameter and new.grad is not None
         ]
         if lost:
-            names = ", ".join(f"'{name}'" for name in lost[:3])
             raise AmpRuntimeError(
-                f"this {type(self._optimizer).__name__} would not train {names}"
-                f"{f' and {len(lost) - 3} more' if len(lost) > 3 else ''}: the model has other "
-                "parameters of these names since amp.initialize, as after fully_shard and "
-                "parallelize_module. Wrap the model first, then make the optimizer of its parameters, "
-                "then call amp.initialize"
+                f"this {type(self._optimizer).__name__} would not train {first_few(lost, repr, 3)}: "
+                "the model has other parameters of these names since amp.initialize, as after "
+                "fully_shard and parallelize_module. Wrap the model first, then make the optimizer of "
+                "its parameters, then call amp.initialize"
             )

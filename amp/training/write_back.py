@@ -1,20 +1,19 @@
-"""Changes of masters outside of `step`: SAM's two steps, Schedule-Free's `eval`, averages.
+"""Write-back: masters are written to the model by a step, and after whatever else has changed them.
 
-They reach the model before its next forward. Methods of the optimizer, and of wrappers around it, are
-followed by a copy to the model. Anything else that changes a master leaves a trace, its version or its
-address, and the model's forward looks for it. A forward in compiled code does not look; then the next
-`scale_loss` warns.
+Something else is SAM's two steps, Schedule-Free's `eval`, averages. Methods of the optimizer, and of
+wrappers around it, are followed by a write-back. Anything else that changes a master leaves a trace,
+its version or its address, and the model's forward looks for it. A forward in compiled code does not
+look; then the next `scale_loss` warns.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from amp.errors import AmpWarning
+from amp.errors import warn
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.parameter import MasterParameter, stored_grad
@@ -23,8 +22,8 @@ from amp.training.gradients import Gradients
 from amp.training.parameter_lists import ParameterLists
 
 
-class OutsideChanges:
-    """Carries changes of the masters of one optimizer to the model.
+class WriteBack:
+    """Writes the masters of one optimizer to the model.
 
     Args:
         gradients: those of the optimizer.
@@ -39,6 +38,37 @@ class OutsideChanges:
         self._is_stepping = False
         self._has_looked = False
         self._has_warned = False
+
+    # In a step.
+
+    def after_step(self, without: Collection[Tensor] = ()) -> None:
+        """Write masters to the model. A frozen parameter without a gradient stays as it is.
+
+        Args:
+            without: masters that the step has written itself.
+        """
+        self._masters.write_back(self._trained(without))
+
+    def _trained(self, without: Collection[Tensor] = ()) -> list[Tensor]:
+        lists = self._gradients.lists
+        return [
+            master
+            for master, model in zip(lists.masters, lists.models, strict=True)
+            if master not in without and (model.requires_grad or stored_grad(master) is not None)
+        ]
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Run the optimizer's step, which writes to the model itself."""
+        try:
+            self._is_stepping = True
+            with self._masters.as_they_are_kept():
+                yield
+        finally:
+            self._is_stepping = False
+        self.note()
+
+    # Outside of a step.
 
     def note(self) -> None:
         """Note that the model has what the masters hold now. No host sync."""
@@ -67,9 +97,9 @@ class OutsideChanges:
     def before_forward(self) -> None:
         """Free the gradients of the last step, and let the model see its masters. No host sync."""
         self._gradients.drop_stepped()
-        self.write_back()
+        self.if_changed()
 
-    def write_back(self) -> None:
+    def if_changed(self) -> None:
         """Write the masters that something else has changed to the model. No host sync."""
         changed = [] if self._is_stepping else self._changed()
         if changed:
@@ -77,28 +107,21 @@ class OutsideChanges:
             self.note()
         self._has_looked = True
 
+    def of_all(self) -> None:
+        """Write all masters to the model. No host sync."""
+        with self._masters.lock:
+            self._masters.write_back(self._gradients.look_at_groups().masters)
+            self.note()
+
     def warn_if_missed(self) -> None:
         """Warn, once, if a master has changed since the forward whose loss is about to be scaled."""
         if not (self._is_stepping or self._has_looked or self._has_warned) and self._changed():
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "master weights were changed outside of optimizer.step, and the last forward did not "
                 "see it, as in compiled code: it ran on the old weights. Change the model's parameters "
-                "instead, under torch.no_grad(): masters follow them in the next step",
-                AmpWarning,
-                stacklevel=4,
+                "instead, under torch.no_grad(): masters follow them in the next step"
             )
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Run the optimizer's step, which writes to the model itself."""
-        try:
-            self._is_stepping = True
-            with self._masters.as_they_are_kept():
-                yield
-        finally:
-            self._is_stepping = False
-        self.note()
 
     @contextmanager
     def around_method(self) -> Iterator[None]:
@@ -112,17 +135,17 @@ class OutsideChanges:
             try:
                 yield
             finally:
-                self._write_all()
+                self._after_method()
         self.note()
 
     def _up_to_date(self, lists: ParameterLists) -> Sequence[Tensor]:
         """Return the masters, which agree with the model."""
-        self.write_back()
+        self.if_changed()
         self._masters.follow_requires_grad(lists.masters, lists.models)
         self._masters.follow_all(lists.masters, lists.models)
         return lists.masters
 
-    def _write_all(self) -> None:
+    def _after_method(self) -> None:
         """Write all masters to the model, for they may have been changed through `.data` as well.
 
         That leaves no trace, and where none is, writing leaves none either: a graph that is still to be
@@ -131,9 +154,7 @@ class OutsideChanges:
         lists = self._gradients.lists
         changed = dict.fromkeys(self._changed() if self._masters.are_whole else lists.masters)
         self._masters.write_back(changed)
-        rest = [
-            (local(master).detach(), local(model).data)
-            for master, model in zip(lists.masters, lists.models, strict=True)
-            if master not in changed and (model.requires_grad or stored_grad(master) is not None)
-        ]
-        kernels.master_copy.master_copy([a for a, _ in rest], [b for _, b in rest])
+        model_of = dict(zip(lists.masters, lists.models, strict=True))
+        rest = self._trained(changed)
+        sources = [local(master).detach() for master in rest]
+        kernels.master_copy.master_copy(sources, [local(model_of[master]).data for master in rest])

@@ -1,0 +1,169 @@
+"""One `initialize`: what it changes in models, optimizers and torch, and how all of it is undone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp import active, dcp
+from amp.advice import advise_on_eps, advise_on_rules
+from amp.casting.by_op import CastOps
+from amp.casting.sharded import fsdp1_groups
+from amp.masters import averages
+from amp.masters.state_dicts import install_hooks
+from amp.patching import Patches
+from amp.training import synchronization
+from amp.training.attachment import AttachedOptimizer
+from amp.training.clipping import patch_clipping
+from amp.undo import Undo
+
+
+class Setup:
+    """What a session changes for some models and optimizers.
+
+    Args:
+        session: the session, which takes them over.
+        models: which have been checked.
+        optimizers: likewise.
+    """
+
+    def __init__(self, session: Any, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+        self._session = session
+        self._models = models
+        self._optimizers = optimizers
+        self._attached: list[AttachedOptimizer] = []
+        self._undo = Undo()
+
+    def run(self) -> None:
+        """Change everything; if any of it fails, take it back."""
+        session, undo = self._session, self._undo
+        was_in_use, known = session.is_in_use, (len(session.models), len(session.attached))
+        session.undo.callback(_recast_states, self._attached)  # once parameters have their dtype again
+        session.undo.callback(undo.close)
+        try:
+            active.add(session)
+            self._prepare_models()
+            new = self._attach()
+            self._watch_models()
+            self._finish(new)
+            undo.has_succeeded()
+        finally:
+            if not undo.is_for_close:
+                if not was_in_use:
+                    active.remove(session)
+                undo.roll_back()
+                del session.models[known[0] :], session.attached[known[1] :]
+
+    def _prepare_models(self) -> None:
+        """Give models their precision, and replace what would be wrong in silence."""
+        session, undo = self._session, self._undo
+        for strategy in session.strategies:
+            strategy.begin(undo)
+            for model in self._models:
+                strategy.prepare_model(model, undo)
+        self._patch()
+        if session.has_half:
+            install_hooks(session.masters, self._models, undo)
+
+    def _patch(self) -> None:
+        """Replace functions of torch that would be wrong in silence; see docs/architecture.md."""
+        session, properties, patches = self._session, self._session.properties, Patches()
+        self._undo.always(averages.forget_averages)
+        self._undo.always(patches.undo)
+        history = session.amax_history
+        finds_gradients = properties.master_weights or not session.scalers[0].is_identity
+        if finds_gradients:
+            patch_clipping(self._undo, bool(properties.master_weights))
+        if finds_gradients or (history is not None and history.recipe.reduce_amax):
+            patches.install(synchronization.PATCHES)
+        if session.has_half:
+            patches.install(averages.PATCHES)
+        if properties.master_weights and dcp.is_in_use():
+            patches.install(dcp.PATCHES)
+
+    def _attach(self) -> list[AttachedOptimizer]:
+        """Put masters into the optimizers, and wrap their methods."""
+        session = self._session
+        session.masters.note_casts(self._undo.before)
+        new = []
+        for optimizer in self._optimizers:
+            attached = AttachedOptimizer(optimizer, session)
+            self._undo.callback(attached.detach)
+            attached.attach(self._undo.before)
+            new.append(attached)
+        return new
+
+    def _watch_models(self) -> None:
+        """Let the session know of what its models do, and live as long as they."""
+        session, undo = self._session, self._undo
+        for model in self._models:
+            undo.callback(_stay_with(model, session))
+        session.models += map(weakref.ref, self._models)
+        session.synchronization.watch(self._models, undo)
+        if session.properties.protect_buffers and session.properties.loss_scaling.check:
+            session.running_stats.watch(self._models, undo)
+        if session.amax_history is not None:
+            session.amax_history.groups = session.synchronization.groups_of_ddps
+
+    def _finish(self, new: list[AttachedOptimizer]) -> None:
+        """Do what needs models and optimizers alike, and log what was set up."""
+        session, undo = self._session, self._undo
+        for one in new:
+            undo.if_it_fails.append(one.remember_state())
+            one.recast_state(session.properties.state_dtype)
+            one.note_parameters()
+        self._advise(new)
+        groups = fsdp1_groups(self._models)
+        for scaler in session.scalers:
+            before = {"process_groups": scaler.process_groups}
+            undo.if_it_fails.append(functools.partial(vars(scaler).update, before))
+            scaler.process_groups += groups
+        session.attached += new
+        undo.if_it_fails.append(self._attached.clear)
+        self._attached += new
+
+    def _advise(self, new: Iterable[AttachedOptimizer]) -> None:
+        session = self._session
+        for message in filter(None, [strategy.finish() for strategy in session.strategies]):
+            session.log(logging.INFO, message)
+        on_eps = [advise_on_eps(one.optimizer) for one in new]
+        for message in chain(advise_on_rules(session.properties.rules, self._models), *on_eps):
+            session.log(logging.WARNING, message)
+
+
+class _BeforeForward:
+    """A forward pre-hook of a model, which keeps the session. That of a copy does nothing."""
+
+    def __init__(self, session: Any = None) -> None:
+        self._session = session
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if self._session is not None and not torch.compiler.is_compiling():
+            self._session.before_forward()
+
+    def __deepcopy__(self, memo: object) -> _BeforeForward:
+        return _BeforeForward()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _BeforeForward, ()
+
+
+def _stay_with(model: nn.Module, session: Any) -> Callable[[], object]:
+    """Let a session stay open for as long as a model lives, and return what ends that."""
+    if isinstance(session.casts, CastOps):  # whose casts begin in the call itself
+        cls: Any = type(model)  # made for this model
+        cls._amp_session = session
+        return functools.partial(setattr, cls, "_amp_session", None)
+    return model.register_forward_pre_hook(_BeforeForward(session), prepend=True).remove
+
+
+def _recast_states(attached: Iterable[AttachedOptimizer]) -> None:
+    for one in attached:
+        one.recast_state()

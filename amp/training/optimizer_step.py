@@ -1,0 +1,207 @@
+"""`optimizer.step` in a session: what is checked before it, the way in which it steps, what ends it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from amp.casting.cast_cache import forget_casts
+from amp.casting.regions import ThreadState
+from amp.errors import warn
+from amp.interrupts import followed_by
+from amp.masters.whole import MasterWeights
+from amp.observers import watching
+from amp.training.gradients import Gradients, State
+from amp.training.parameter_check import ParameterCheck
+from amp.training.scaler import Verdict
+from amp.training.steps import (
+    ClosureStep,
+    DeviceSkip,
+    FusedStep,
+    HostSkip,
+    Stepper,
+    can_skip_on_device,
+    forget_inputs,
+)
+from amp.training.write_back import WriteBack
+
+
+class OptimizerStep:
+    """The step of one optimizer. It is called in the place of the optimizer's own, which it is given.
+
+    Args:
+        attached: what there is of the optimizer in its session.
+        skips_on_its_own: tells whether it skips a step without a word from the host.
+
+    Attributes:
+        verdicts: what the checks before the last step found.
+    """
+
+    def __init__(
+        self,
+        attached: Any,
+        gradients: Gradients,
+        write_back: WriteBack,
+        parameters: ParameterCheck,
+        capabilities: Capabilities,
+    ) -> None:
+        self._attached = weakref.ref(attached)  # which has this
+        self._optimizer = attached.optimizer
+        self._gradients = gradients
+        self._masters: MasterWeights = gradients.masters
+        self._write_back = write_back
+        self._parameters = parameters
+        self._capabilities = capabilities
+        self._has_stepped = False
+        self._parts = self._optimizer, gradients, self._masters, write_back
+        self._fused_step = FusedStep(*self._parts)
+        self.verdicts: list[Verdict] = []
+
+    @property
+    def _owner(self) -> Any:
+        attached: Any = self._attached()
+        return attached.owner
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last step was skipped. The host waits if the optimizer itself decided that."""
+        return any(verdict.overflowed for verdict in self.verdicts)
+
+    def __call__(self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's own step, on unscaled gradients and with masters, or skip it."""
+        attached: Any = self._attached()
+        if attached.owner.is_rehearsal:
+            return None
+        for observer in watching(attached.owner.observers):
+            closure = observer.step_begins(attached, closure)
+        return ThreadState().around(self._run_locked, step, closure, *args, **kwargs)
+
+    def _run_locked(self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._masters.lock, self._write_back.in_step():
+            self._gradients.look_at_groups()
+            if self._gradients.state is State.OPEN:
+                self._gradients.take_for_step_in_block()
+            if closure is not None:
+                return self._run_with_closure(step, closure, *args, **kwargs)
+            return self._run(functools.partial(step, *args, **kwargs))
+
+    def _run_with_closure(
+        self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        way = ClosureStep(*self._parts, closure=closure, learn=self._learn)
+        result = way.run(lambda evaluate: step(evaluate, *args, **kwargs))
+        self._parameters.check()
+        self.verdicts = []
+        self._tell_end()
+        self._gradients.end_step()
+        self._end_iteration()
+        return result
+
+    def _run(self, step: Callable[[], Any]) -> Any:
+        gradients = self._gradients
+        gradients.drop_stepped()
+        gradients.finish_delayed()
+        gradients.move_to_masters()
+        if not self._has_stepped or gradients.are_none():
+            self._parameters.check()
+        if not (self._has_stepped or gradients.are_none()):
+            self._has_stepped = True
+            self._warn_if_unscaled()
+        self.verdicts = verdicts = gradients.verdicts
+        way = self._way()
+        way.has_stepped = False
+
+        def run() -> Any:
+            result = way.run(step, verdicts)
+            forget_casts()  # of the old weights, if a forward is under way
+            self._tell_end()
+            return result
+
+        result = followed_by(run, functools.partial(self._end, way))
+        self._end_iteration()
+        self._learn(verdicts)  # last: a warning may be an error
+        return result
+
+    def _way(self) -> Stepper:
+        """Return the way in which the optimizer steps now; see `amp.training.steps`."""
+        if self._capabilities.takes_scaled:
+            return self._fused_step
+        skips = self.verdicts and self._capabilities.skips_on_its_own()
+        return (DeviceSkip if skips else HostSkip)(*self._parts)
+
+    def _tell_end(self) -> None:
+        attached: Any = self._attached()
+        for observer in watching(attached.owner.observers):
+            observer.step_ends(attached)
+
+    def _end(self, way: Stepper) -> None:
+        """Do what is left to do after a step that was taken. It may be called again."""
+        forget_inputs(self._optimizer)
+        if way.has_stepped:
+            was_skipped = any(verdict.is_known_overflow for verdict in self.verdicts)
+            self._gradients.end_step(was_skipped)
+            way.has_stepped = False
+
+    def _end_iteration(self) -> None:
+        """Move the scales of `fp8="delayed"`, if no block has done that."""
+        history = self._owner.amax_history
+        if history is not None:
+            if not history.ended_in_block:
+                history.share(self._gradients.lists.process_groups)
+                history.end()
+            history.ended_in_block = False
+
+    def _learn(self, verdicts: Sequence[Verdict]) -> None:
+        for scaler in {verdict.scaler: None for verdict in verdicts}:
+            self._owner.learn(scaler)
+
+    @contextmanager
+    def none_of_the_training(self) -> Iterator[None]:
+        """Say nothing of gradients that are not scaled to a step that makes the optimizer's state."""
+        before, self._has_stepped = self._has_stepped, True
+        try:
+            yield
+        finally:
+            self._has_stepped = before
+
+    def _warn_if_unscaled(self) -> None:
+        """Warn if gradients are stepped on whose loss was to be scaled, and was not."""
+        owner = self._owner
+        if self._gradients.were_scaled or all(scaler.is_identity for scaler in owner.scalers):
+            return
+        warn(
+            f"{type(self._optimizer).__name__}.step() was called, and its gradients came from no "
+            f"amp.scale_loss block. At opt_level={owner.properties.opt_level!r} losses are to be "
+            "scaled: float16 gradients below 6e-8 are 0 without it. Call scaled_loss.backward() in "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss:`. If another gradient scaler scales "
+            "the loss, or none is to, pass loss_scale=1.0 to amp.initialize"
+        )
+
+
+class Capabilities:
+    """What an optimizer declares that it can do.
+
+    Attributes:
+        takes_scaled: whether it unscales gradients itself, and writes the model.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.takes_scaled = declares(optimizer, "_step_takes_scaled_grads")
+        self._skips_on_device = (
+            declares(optimizer, "_step_supports_amp_scaling")
+            and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        )
+
+    def skips_on_its_own(self) -> bool:
+        """Whether it skips its next step, if a check says so, without a word from the host."""
+        return self.takes_scaled or (self._skips_on_device and can_skip_on_device(self._optimizer))
+
+
+def declares(optimizer: Any, capability: str) -> bool:
+    """Whether the optimizer itself says so: what a wrapper passes on is not the wrapper's own."""
+    return inspect.getattr_static(optimizer, capability, False) is True
