@@ -2,7 +2,8 @@
 
 Python raises KeyboardInterrupt between any two instructions. A step that has changed some tensors by
 then can be neither repeated nor left. So it is planned first, as a list of changes, each made by one
-call, which no interrupt divides. Once the first is made, so are the others, before the interrupt goes on.
+call, which no interrupt divides. Once the first is made, so are the others before the interrupt goes
+on.
 """
 
 import operator
