@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl  # noqa: F401 (the interpreter looks for tl)
-from amp.kernels.rule import Numbers, Rule
+from amp.kernels.rule import Moment, Numbers, Rule
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -31,12 +31,13 @@ def _prepare(numbers, t, of_tensor, n):
 
 
 @jit
-def _update(p, g, m, v, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt):
+    (total,) = moments
     rate, eps, l2, decay = prepared
     g = g + l2 * p
-    m = m + g * g
-    return p - rate * (g / (sqrt(m) + eps) + decay * p), m, v
+    total = total + g * g
+    return p - rate * (g / (sqrt(total) + eps) + decay * p), (total,)
 
 
-ADAGRAD = Rule(1, _numbers, _prepare, None, _update)
+ADAGRAD = Rule((Moment("sum", is_signed=False),), _numbers, _prepare, None, _update)
 """Adagrad: its moment is the sum of squared gradients."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, in_double, log_of
+from amp.kernels.rule import Moment, Numbers, Prepared, Rule, bias_correction, in_double, log_of
 
 
 def adam_numbers(group: Mapping[str, Any]) -> Numbers:
@@ -47,15 +47,17 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
 
 
 @jit
-def _update(p, g, m, v, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt):
+    m, v = moments
     keep, l2, beta1, new1, beta2, new2, size, root, eps = prepared
     p = p * keep
     if l2 is not None:
         g = g + l2 * p
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
-    return p - size * m / (sqrt(v) * root + eps), m, v
+    return p - size * m / (sqrt(v) * root + eps), (m, v)
 
 
-ADAM = Rule(2, adam_numbers, _prepare, _at, _update)
+MOMENTS = Moment("exp_avg"), Moment("exp_avg_sq", is_signed=False)
+ADAM = Rule(MOMENTS, adam_numbers, _prepare, _at, _update)
 """Adam: its moments are the running means of gradients and of their squares."""

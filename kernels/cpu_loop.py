@@ -169,15 +169,13 @@ def source_of(formula: Formula, types: Sequence[tuple[str, str]], there: Sequenc
     body = []
     for k, (name, cpp) in enumerate(types):
         body.append(f"auto {name}_at = reinterpret_cast<{cpp} *>(row[{k}]) + i;")
-    inputs: dict[str, Any] = dict.fromkeys(("param", "grad", "first", "second"))
-    for name in [name for name, _ in types if name in inputs]:
-        body.append(f"const Floats {name} = read({name}_at, n);")
-        inputs[name] = _Expression(name)
+    read = [name for name, _ in types if name != "model"]
+    body += [f"const Floats {name} = read({name}_at, n);" for name in read]
     count = itertools.count()
     scale, *numbers = [_Expression(f"numbers[{next(count)}]") if x else None for x in there]
-    p, g, m, v = inputs.values()
-    p, m, v = formula(p, g * scale, m, v, numbers, _Expression.sqrt)
-    results = {"param": p, "first": m, "second": v, "model": _Expression("new_param")}
+    p, g, *moments = map(_Expression, read)
+    p, new = formula(p, g * scale, tuple(moments), numbers, _Expression.sqrt)
+    results = {**dict(zip(read[2:], new, strict=True)), "param": p, "model": _Expression("new_param")}
     written = [name for name, _ in types if name != "grad"]
     body += [f"const Floats new_{name} = {results[name].code};" for name in written]
     body += [f"write(new_{name}, {name}_at, n);" for name in written]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels.adam import adam_numbers
+from amp.kernels.adam import MOMENTS, adam_numbers
 from amp.kernels.language import jit, plain, tl
 from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction
 
@@ -59,29 +59,30 @@ def _at(numbers: list[float], t: float, norms: tuple[float, float] | None) -> Pr
 
 
 @jit
-def _direction(p, g, m, v, prepared, sqrt):
+def _direction(p, g, moments, prepared, sqrt):
+    m, v = moments
     _, l2, decay, beta1, new1, beta2, new2, mean, root, eps = prepared
     g = g + l2 * p
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
-    return mean * m / (sqrt(v) * root + eps) + decay * p, m, v
+    return mean * m / (sqrt(v) * root + eps) + decay * p, (m, v)
 
 
 @jit
-def _update(p, g, m, v, prepared, sqrt):
-    direction, m, v = _direction(p, g, m, v, prepared, sqrt)
-    return p - prepared[0] * direction, m, v
+def _update(p, g, moments, prepared, sqrt):
+    direction, moments = _direction(p, g, moments, prepared, sqrt)
+    return p - prepared[0] * direction, moments
 
 
-def _plain_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, prepared: Any, sqrt: Any) -> Any:
+def _plain_update(p: Tensor, g: Tensor, moments: Any, prepared: Any, sqrt: Any) -> Any:
     *prepared, adapts = prepared
-    direction, m, v = plain(_direction)(p, g, m, v, prepared, sqrt)
+    direction, moments = plain(_direction)(p, g, moments, prepared, sqrt)
     if not adapts:
-        return p - prepared[0] * direction, m, v
+        return p - prepared[0] * direction, moments
     of_param, of_direction = p.norm(), direction.norm()
     adapts = (of_param != 0) & (of_direction != 0)
-    return p - prepared[0] * torch.where(adapts, of_param / of_direction, 1.0) * direction, m, v
+    return p - prepared[0] * torch.where(adapts, of_param / of_direction, 1.0) * direction, moments
 
 
-LAMB = Rule(2, _numbers, _prepare, _at, _update, _direction, _plain_update)
+LAMB = Rule(MOMENTS, _numbers, _prepare, _at, _update, _direction, _plain_update)
 """LAMB: its moments are the running means of gradients and of their squares."""

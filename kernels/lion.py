@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Numbers, Rule, in_double
+from amp.kernels.rule import Moment, Numbers, Rule, in_double
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -29,17 +29,19 @@ def _prepare(numbers, t, of_tensor, n):
 
 
 @jit
-def _update(p, g, m, v, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt):
+    (m,) = moments
     lr, keep, beta1, new1, beta2, new2 = prepared
     direction = beta1 * m + new1 * g
     sign = (direction > 0.0).to(tl.float32) - (direction < 0.0).to(tl.float32)
-    return p * keep - lr * sign, beta2 * m + new2 * g, v
+    return p * keep - lr * sign, (beta2 * m + new2 * g,)
 
 
-def _plain_update(p: Tensor, g: Tensor, m: Tensor, v: Any, prepared: Any, sqrt: Any) -> Any:
+def _plain_update(p: Tensor, g: Tensor, moments: Any, prepared: Any, sqrt: Any) -> Any:
+    (m,) = moments
     lr, keep, beta1, new1, beta2, new2 = prepared
-    return p * keep - lr * (beta1 * m + new1 * g).sign(), beta2 * m + new2 * g, v
+    return p * keep - lr * (beta1 * m + new1 * g).sign(), (beta2 * m + new2 * g,)
 
 
-LION = Rule(1, _numbers, _prepare, None, _update, plain_update=_plain_update)
+LION = Rule((Moment("exp_avg"),), _numbers, _prepare, None, _update, plain_update=_plain_update)
 """Lion: its moment is the running mean of gradients."""

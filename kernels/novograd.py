@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, in_double, log_of
+from amp.kernels.rule import Moment, Numbers, Prepared, Rule, bias_correction, in_double, log_of
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -61,11 +61,12 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
 
 
 @jit
-def _update(p, g, m, v, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt):
+    (m,) = moments
     factor, decay, beta1, fresh, size, keep = prepared
     m = beta1 * m + fresh * (g * factor + decay * p)
-    return p * keep - size * m, m, v
+    return p * keep - size * m, (m,)
 
 
-NOVOGRAD = Rule(1, _numbers, _prepare, _at, _update)
+NOVOGRAD = Rule((Moment("exp_avg"),), _numbers, _prepare, _at, _update)
 """NovoGrad: its moment is the running mean of gradients, over their norm or not."""

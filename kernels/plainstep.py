@@ -29,8 +29,8 @@ LARGE = 2**16
 SLICE = 2**16
 """Elements whose FP32 temporaries stay in a core's cache."""
 
-Noise = Callable[[int, Tensor], Tensor]
-"""Makes the random bits of the i-th tensor of a list, given one like it."""
+Noise = Callable[[int, int, Tensor], Tensor]
+"""Makes random bits for a pair of moments of the i-th tensor of a list, given one like it."""
 
 
 @without_grad
@@ -89,7 +89,7 @@ def measure_plainly(
     for i in itertools.chain.from_iterable(groups):
         *prepared, _ = rule.at(numbers, float(steps[i]) + 1, None)
         one = {name: tensors[i] for name, tensors in lists.items()}
-        p, direction, *_ = _applied(plain(rule.direction), one, scale, prepared)
+        p, direction, _ = _applied(plain(rule.direction), one, scale, prepared)
         norms[i], norms[len(steps) + i] = p.norm(), direction.norm()
 
 
@@ -105,8 +105,9 @@ def _noise_of(seeds: Sequence[int], t: float) -> Noise:
     """
 
     @functools.lru_cache(maxsize=1)
-    def noise(i: int, like: Tensor) -> Tensor:
-        generator = torch.Generator(like.device).manual_seed(hash((seeds[i], t)) % 2**32)
+    def noise(i: int, pair: int, like: Tensor) -> Tensor:
+        seed = hash((seeds[i], t, pair) if pair else (seeds[i], t)) % 2**32
+        generator = torch.Generator(like.device).manual_seed(seed)
         return torch.empty_like(like, dtype=torch.int32).random_(-(2**31), 2**31, generator=generator)
 
     return noise
@@ -157,7 +158,8 @@ def _work_out(
     each = [piece.streams() for piece in pieces]
     if noise is not None:
         for piece, streams in zip(pieces, each, strict=True):
-            streams["noise"] = piece.of(noise(piece.tensor, piece.whole["param"]))
+            for pair in range((len(_moments_in(streams)) + 1) // 2):
+                streams[f"noise{pair}"] = piece.of(noise(piece.tensor, pair, piece.whole["param"]))
     if len(each) == 1:
         results = _results(formula, each[0], scale, prepared)
         targets, sources = [each[0][name] for name in results], list(results.values())
@@ -173,19 +175,22 @@ def _work_out(
 
 def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Streams:
     """Return the new values of tensors of one shape, in the dtypes that they have or wider ones."""
-    _, p, *new = _applied(formula, streams, scale, prepared)
-    low, noise = streams.get("low"), streams.get("noise")
+    _, p, new = _applied(formula, streams, scale, prepared)
     results = {"param": p}
-    if low is not None:
+    if (low := streams.get("low")) is not None:
         results["param"], results["low"] = encode(p, streams["param"].dtype, low.dtype)
     if "model" in streams:
         results["model"] = p
-    names = [name for name in ("first", "second") if name in streams]
-    for i, (name, result) in enumerate(zip(names, new, strict=False)):
+    for k, (name, result) in enumerate(zip(_moments_in(streams), new, strict=True)):
+        noise = streams.get(f"noise{k // 2}")
         if noise is not None and streams[name].dtype is torch.bfloat16:
-            result = round_stochastically(result, noise >> 16 * i & 0xFFFF)
+            result = round_stochastically(result, noise >> 16 * (k % 2) & 0xFFFF)
         results[name] = result
     return results
+
+
+def _moments_in(streams: Streams) -> list[str]:
+    return [name for name in streams if name.startswith("moment")]
 
 
 def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Sequence[Any]:
@@ -194,9 +199,8 @@ def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[
     to = torch.float64 if torch.float64 in dtypes else torch.float32
     param, low = streams["param"], streams.get("low")
     p = param.to(to) if low is None else decode(param, low)
-    moments = [streams[name].to(to) for name in ("first", "second") if name in streams]
-    m, v, *_ = [*moments, None, None]
-    return p, *formula(p, streams["grad"].to(to) * scale, m, v, prepared, torch.sqrt)
+    moments = tuple([streams[name].to(to) for name in _moments_in(streams)])
+    return p, *formula(p, streams["grad"].to(to) * scale, moments, prepared, torch.sqrt)
 
 
 def round_stochastically(source: Tensor, noise: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
@@ -17,18 +18,32 @@ Prepared = tuple[float | None, ...]
 
 Streams = dict[str, Any]
 """What a step works on, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`, and what
-there is of `first` and `second` (the moments), `model` (16-bit weights to write) and `low` (the low
-half of a parameter that is the high half of a master)."""
+there is of `moment0`, `moment1`, ... (the rule's moments), `model` (16-bit weights to write) and `low`
+(the low half of a parameter that is the high half of a master)."""
 
-Formula = Callable[..., tuple[Any, Any, Any]]
+Formula = Callable[..., tuple[Any, tuple[Any, ...]]]
 """A rule's update in plain torch; see `Rule`."""
+
+
+class Moment(NamedTuple):
+    """What an optimizer keeps of each element of a parameter, besides the element.
+
+    Attributes:
+        name: in the optimizer's state, as `torch.optim` calls it.
+        is_signed: whether its values may be negative.
+        narrow: the dtypes in which it may be kept instead of the parameter's, rounded stochastically.
+    """
+
+    name: str
+    is_signed: bool = True
+    narrow: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
 
 class Rule(NamedTuple):
     """The formula of one optimizer.
 
     Attributes:
-        moments: how many moments it has, at most 2.
+        moments: what it keeps, in the order in which `update` takes them.
         numbers: from the hyper-parameters of a group, by the names that the fused optimizer gives them,
             each a number or a tensor of one element, to the numbers that `prepare` and `at` take. The
             host does not wait for the device.
@@ -38,21 +53,25 @@ class Rule(NamedTuple):
             one, or None; the two norms, for a rule with a direction, if they are known. Such a rule
             says besides, as the last, whether the norms are still to be found.
             None where `prepare` is right for both.
-        update: from a parameter, its gradient, two moments, what was prepared and a square root to the
-            new parameter and moments. Triton and plain torch both run it. A moment that the rule does
-            not have comes and goes as it is.
+        update: from a parameter, its gradient, a tuple of its moments, what was prepared and a square
+            root to the new parameter and a tuple of new moments. Triton and plain torch both run it.
         direction: as `update`, to the direction of the step in place of the parameter. A rule that has
             it goes by the norms of parameters and directions: they are the tensor's own numbers.
         plain_update: for plain torch instead of `update`, where it finds the norms itself.
     """
 
-    moments: int
+    moments: tuple[Moment, ...]
     numbers: Callable[[Mapping[str, Any]], Numbers]
     prepare: Any
     at: Callable[[list[float], float, Any], Prepared] | None
     update: Any
     direction: Any = None
     plain_update: Any = None
+
+
+def moment_names(count: int) -> list[str]:
+    """Return what the lists of a rule's moments are called among the streams of a step."""
+    return [f"moment{k}" for k in range(count)]
 
 
 class Settings(NamedTuple):

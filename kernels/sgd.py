@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Numbers, Prepared, Rule
+from amp.kernels.rule import Moment, Numbers, Prepared, Rule
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -42,11 +42,12 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
 
 
 @jit
-def _update(p, g, m, v, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt):
+    (m,) = moments
     before, momentum, fresh, keep, along_g, along_m = prepared
     g = g + before * p
     m = momentum * m + fresh * g
-    return p * keep - along_g * g - along_m * m, m, v
+    return p * keep - along_g * g - along_m * m, (m,)
 
 
 @jit
@@ -56,13 +57,13 @@ def _prepare_without_momentum(numbers, t, of_tensor, n):
 
 
 @jit
-def _update_without_momentum(p, g, m, v, prepared, sqrt):
+def _update_without_momentum(p, g, moments, prepared, sqrt):
     lr, decay = prepared
-    return p - lr * (g + decay * p), m, v
+    return p - lr * (g + decay * p), moments
 
 
-SGD = Rule(0, _numbers, _prepare_without_momentum, None, _update_without_momentum)
+SGD = Rule((), _numbers, _prepare_without_momentum, None, _update_without_momentum)
 """SGD without momentum."""
 
-MOMENTUM_SGD = Rule(1, _numbers, _prepare, _at, _update)
+MOMENTUM_SGD = Rule((Moment("momentum_buffer"),), _numbers, _prepare, _at, _update)
 """SGD whose moment is the momentum."""

@@ -48,7 +48,7 @@ from amp.kernels.language import (
     wide,
 )
 from amp.kernels.plainstep import measure_plainly, plan_step
-from amp.kernels.rule import Numbers, Rule, Settings, Streams, square_root
+from amp.kernels.rule import Numbers, Rule, Settings, Streams, moment_names, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.tensor_lists import dense, increment_versions
@@ -109,7 +109,7 @@ def step(
     """
     planned = Changes() if changes is None else changes
     given = params, grads, *moments, models, lows
-    names = "param", "grad", *("first", "second")[: len(moments)], "model", "low"
+    names = "param", "grad", *moment_names(len(moments)), "model", "low"
     lists = {name: dense(ts) for name, ts in zip(names, given, strict=True) if ts is not None}
     settings = Settings(
         rule,
@@ -161,7 +161,7 @@ def _prepared_launch(settings: Settings, each: Launch, lists: Streams) -> Callab
         NUMBERS=len(settings.numbers),
         PREPARE=rule.prepare,
         MAXIMIZE=settings.maximize,
-        MOMENTS=rule.moments,
+        MOMENTS=len(rule.moments),
         OTHER="model" if "model" in lists else "low" if "low" in lists else None,
         BLOCK=BLOCK,
         COUNTERS=COUNTERS,
@@ -218,13 +218,11 @@ def _load_block(pointers, i, mask, scale, MOMENTS: tl.constexpr, OTHER: tl.const
     if OTHER == "low":
         p = decode_block(p, tl.load(pointers[2 + MOMENTS] + i, mask=mask, other=0))
     g = wide(tl.load(pointers[1] + i, mask=mask, other=0.0), tl.float32) * scale
-    m = 0.0
-    v = 0.0
-    if MOMENTS > 0:
-        m = wide(tl.load(pointers[2] + i, mask=mask, other=0.0), tl.float32)
-    if MOMENTS > 1:
-        v = wide(tl.load(pointers[3] + i, mask=mask, other=0.0), tl.float32)
-    return wide(p, tl.float32), g, m, v
+    moments = ()
+    for k in tl.static_range(MOMENTS):
+        moment = wide(tl.load(pointers[2 + k] + i, mask=mask, other=0.0), tl.float32)
+        moments = moments + (moment,)  # type: ignore[assignment]  # noqa: RUF005
+    return wide(p, tl.float32), g, moments
 
 
 @jit
@@ -256,14 +254,8 @@ def _narrow_moment(x, dtype: tl.constexpr, noise):
 
 @jit
 def _store_block(
-    result, m, v, pointers, i, mask, start, key, MOMENTS: tl.constexpr, OTHER: tl.constexpr
+    result, moments, pointers, i, mask, start, key, MOMENTS: tl.constexpr, OTHER: tl.constexpr
 ):
-    noise1 = None
-    noise2 = None
-    if key is not None:
-        random = _mixed(_mixed((start + i).to(tl.uint32) ^ key) + key)
-        noise1 = random & 0xFFFF
-        noise2 = random >> 16
     param = pointers[0]
     if OTHER == "low":
         low = pointers[2 + MOMENTS]
@@ -272,12 +264,17 @@ def _store_block(
         tl.store(low + i, rest, mask=mask)
     else:
         tl.store(param + i, narrow(result, param.dtype.element_ty), mask=mask)
-    if MOMENTS > 0:
-        first = pointers[2]
-        tl.store(first + i, _narrow_moment(m, first.dtype.element_ty, noise1), mask=mask)
-    if MOMENTS > 1:
-        second = pointers[3]
-        tl.store(second + i, _narrow_moment(v, second.dtype.element_ty, noise2), mask=mask)
+    noise = None
+    if key is not None:
+        noise = _mixed((start + i).to(tl.uint32) ^ key)
+    for k in tl.static_range(MOMENTS):
+        half = None  # of 32 random bits, which are for two moments
+        if key is not None:
+            if k % 2 == 0:
+                noise = _mixed(noise + key)
+            half = (noise >> 16 * (k % 2)) & 0xFFFF
+        moment = pointers[2 + k]
+        tl.store(moment + i, _narrow_moment(moments[k], moment.dtype.element_ty, half), mask=mask)
     if OTHER == "model":
         model = pointers[2 + MOMENTS]
         tl.store(model + i, narrow(result, model.dtype.element_ty), mask=mask)
@@ -298,12 +295,12 @@ def _step_block(
     OTHER: tl.constexpr,
 ):
     """Step a block; or return the sums of squares of the parameter and of the direction."""
-    p, g, m, v = loaded
-    result, m, v = UPDATE(p, g, m, v, prepared, square_root)
+    p, g, moments = loaded
+    result, moments = UPDATE(p, g, moments, prepared, square_root)
     if MEASURES:
         result = tl.where(mask, result, 0.0)
         return tl.sum(p * p, axis=0), tl.sum(result * result, axis=0)
-    _store_block(result, m, v, pointers, i, mask, start, key, MOMENTS, OTHER)
+    _store_block(result, moments, pointers, i, mask, start, key, MOMENTS, OTHER)
     return 0.0, 0.0
 
 

@@ -29,7 +29,6 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     _ranges = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")
-    _moment_names = ("sum",)
     _required = frozenset({"params", "lr", "eps", "weight_decay"})
 
     def __init__(
@@ -64,5 +63,5 @@ class FusedAdagrad(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # apex's does not count: it knows no lr_decay
 
-    def _rule(self, group: Mapping[str, Any]) -> Any:
-        return kernels.adagrad.ADAGRAD
+    def _rules(self) -> Any:
+        return (kernels.adagrad.ADAGRAD,)

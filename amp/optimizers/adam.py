@@ -32,7 +32,6 @@ class FusedAdam(FusedOptimizer):
     """
 
     _ranges = ("lr", "eps", "weight_decay")
-    _moment_names = ("exp_avg", "exp_avg_sq")
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
     def __init__(
@@ -74,5 +73,5 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam does not support amsgrad=True: use torch.optim.Adam(..., amsgrad=True)"
             )
 
-    def _rule(self, group: Mapping[str, Any]) -> Any:
-        return kernels.adam.ADAM
+    def _rules(self) -> Any:
+        return (kernels.adam.ADAM,)

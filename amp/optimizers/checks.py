@@ -42,12 +42,6 @@ def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf
         raise AmpValueError(f"{name}={number:g} must be {limits}")
 
 
-def check_state_dtype(dtype: Any) -> None:
-    """Raise AmpValueError unless moments can be kept in it."""
-    if dtype is not None and dtype is not torch.bfloat16:
-        raise AmpValueError(f"state_dtype={brief(dtype)} is not one of torch.bfloat16, None")
-
-
 def check_betas(betas: Any) -> None:
     """Raise AmpValueError unless these are two numbers in [0, 1)."""
     is_list = isinstance(betas, (list, tuple)) or (isinstance(betas, Tensor) and betas.dim() == 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
 from amp.kernels.grad_mode import without_grad
 from amp.optimizers.batches import Batch, Batches
-from amp.optimizers.checks import check_betas, check_range, check_state_dtype
+from amp.optimizers.checks import check_betas, check_range
 from amp.optimizers.fused_step import step_batches
 from amp.optimizers.state_dicts import as_own_state
 from amp.state_checks import all_or_nothing, as_plain
@@ -24,7 +24,7 @@ from amp.training.step_inputs import inputs_outside_of_a_session
 
 if TYPE_CHECKING:
     from amp.kernels.changes import Changes
-    from amp.kernels.rule import Rule
+    from amp.kernels.rule import Moment, Rule
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -53,10 +53,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _ranges: tuple[str, ...] = ()
     """The hyper-parameters that are finite and at least 0, besides betas."""
-    _moment_names: tuple[str, ...] = ()
-    """Of the moments in the state of a parameter, in the rule's order."""
-    _signed: tuple[str, ...] = ("exp_avg", "momentum_buffer")
-    """Of those, which may be negative."""
     _scalars: tuple[str, ...] = ()
     """Of what the state has once for a whole parameter, besides its steps."""
     _flags = (
@@ -80,7 +76,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if max_grad_norm is not None:
             check_range("max_grad_norm", max_grad_norm)
-        check_state_dtype(state_dtype)
+        self._check_state_dtype(state_dtype)
         of_all = {
             "fused": True,
             "set_grad_none": set_grad_none,
@@ -108,9 +104,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What an optimizer has of its own.
 
+    def _rules(self) -> Sequence[Rule]:
+        """Return the formulas by which groups are stepped, first the one that keeps all moments."""
+        raise NotImplementedError
+
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         """Return the formula by which a group is stepped."""
-        raise NotImplementedError
+        return self._rules()[0]
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise AmpTypeError or AmpValueError if a group's hyper-parameters make no sense."""
@@ -123,12 +123,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments that a group has."""
-        return self._moment_names
+        return tuple([moment.name for moment in self._rule(group).moments])
 
-    @property
-    def _all_moments(self) -> tuple[str, ...]:
-        """The names of the moments that a group may have."""
-        return self._moment_names
+    def _all_moments(self) -> dict[str, Moment]:
+        """Return the moments that a group may have, by their names."""
+        return {moment.name: moment for moment in self._rules()[0].moments}
 
     def _first_moment(self, group: Mapping[str, Any]) -> float:
         """Return what moments start at."""
@@ -175,9 +174,18 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @state_dtype.setter
     def state_dtype(self, dtype: torch.dtype | None) -> None:
-        check_state_dtype(dtype)
+        self._check_state_dtype(dtype)
         self.defaults["state_dtype"] = dtype
         self._cast_moments()
+
+    def _check_state_dtype(self, dtype: Any) -> None:
+        """Raise AmpValueError unless moments can be kept in it."""
+        if dtype is None:
+            return
+        known = [set(moment.narrow) for moment in self._all_moments().values()]
+        if not isinstance(dtype, torch.dtype) or dtype not in set.intersection(*known):
+            names = ", ".join(map(str, set.intersection(*known)))
+            raise AmpValueError(f"state_dtype={brief(dtype)} is not one of {names}, None")
 
     def _cast_moments(self) -> None:
         self._batches = Batches()
@@ -185,7 +193,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             group["state_dtype"] = self.state_dtype
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
-                for name in self._moments(group):
+                for name in self._moments(group) if state else ():
                     if name in state:
                         state[name] = state[name].to(self.state_dtype or parameter.dtype)
 
@@ -232,7 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Take over what torch has cast to the parameter's dtype, which may be the narrower one."""
         for name in self._scalars if entry else ():
             self.state[parameter][name] = entry[name].to(parameter.device, copy=True)
-        for name in self._all_moments if self.state_dtype is not None else ():
+        for name in self._all_moments() if self.state_dtype is not None else ():
             if name in entry:
                 self.state[parameter][name] = entry[name].to(parameter.device, self.state_dtype)
 

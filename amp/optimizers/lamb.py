@@ -1,6 +1,5 @@
 """LAMB, and NVIDIA's variant of it, with apex's arguments."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _ranges = ("lr", "eps", "weight_decay")
-    _moment_names = ("exp_avg", "exp_avg_sq")
     _goes_by_norms = True
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
@@ -58,5 +56,5 @@ class FusedLAMB(FusedOptimizer):
         defaults |= {"grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb, "maximize": maximize}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
-    def _rule(self, group: Mapping[str, Any]) -> Any:
-        return kernels.lamb.LAMB
+    def _rules(self) -> Any:
+        return (kernels.lamb.LAMB,)

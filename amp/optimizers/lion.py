@@ -24,7 +24,6 @@ class FusedLion(FusedOptimizer):
     """
 
     _ranges = ("lr", "weight_decay")
-    _moment_names = ("exp_avg",)
     _required = frozenset({"params", "lr", "betas", "weight_decay"})
 
     def __init__(
@@ -45,5 +44,5 @@ class FusedLion(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # nothing depends on it, and others do not count
 
-    def _rule(self, group: Mapping[str, Any]) -> Any:
-        return kernels.lion.LION
+    def _rules(self) -> Any:
+        return (kernels.lion.LION,)

@@ -36,7 +36,6 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _ranges = ("lr", "eps", "weight_decay")
-    _moment_names = ("exp_avg",)
     _scalars = ("exp_avg_sq",)
     _goes_by_norms = True
     _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
@@ -101,8 +100,8 @@ class FusedNovoGrad(FusedOptimizer):
             for key, value in zip(same, values.unbind(), strict=True):
                 state[key]["exp_avg_sq"] = value
 
-    def _rule(self, group: Mapping[str, Any]) -> Any:
-        return kernels.novograd.NOVOGRAD
+    def _rules(self) -> Any:
+        return (kernels.novograd.NOVOGRAD,)
 
     def _of_tensor(
         self,

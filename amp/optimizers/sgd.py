@@ -75,19 +75,16 @@ class FusedSGD(FusedOptimizer):
                 "it needs a momentum above 0 and a dampening of 0"
             )
 
-    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if _has_momentum(group) else ()
-
-    @property
-    def _all_moments(self) -> tuple[str, ...]:
-        return ("momentum_buffer",)
-
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         # torch counts no steps, and its first one makes the momentum.
         return None if entry.get("momentum_buffer") is None else 1
 
+    def _rules(self) -> Any:
+        return kernels.sgd.MOMENTUM_SGD, kernels.sgd.SGD
+
     def _rule(self, group: Mapping[str, Any]) -> Any:
-        return kernels.sgd.MOMENTUM_SGD if _has_momentum(group) else kernels.sgd.SGD
+        with_momentum, without = self._rules()
+        return with_momentum if _has_momentum(group) else without
 
 
 def _has_momentum(group: Mapping[str, Any]) -> bool:

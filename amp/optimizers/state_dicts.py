@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError, brief, first_few
-from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
+from amp.state_checks import LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_no_others, check_settings, structure_of
 
 if TYPE_CHECKING:
@@ -80,17 +80,18 @@ def _check_entry(
 ) -> None:
     """Check the state of a parameter, and exchange tensors for copies."""
     entry["step"] = checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
+    moments = optimizer._all_moments()
     for name in entry.keys() - {"step"}:
-        low = -math.inf if name in optimizer._signed else 0.0
         if name in optimizer._scalars:
-            entry[name] = checks.scalar(entry, name, path, max(low, -FLOAT32_MAX))
-        elif name in optimizer._all_moments:
+            entry[name] = checks.scalar(entry, name, path, 0.0)
+        elif name in moments:
+            low = -math.inf if moments[name].is_signed else 0.0
             dtype = optimizer.state_dtype or parameter.dtype
             entry[name] = checks.tensor_like(
                 entry, name, path, parameter, dtype, low, may_be_inf=low == 0.0
             )
         else:
-            known = ", ".join(("step", *optimizer._all_moments, *optimizer._scalars))
+            known = ", ".join(("step", *moments, *optimizer._scalars))
             kind = type(optimizer).__name__
             checks.fail(path, name, f"{kind} has no such entry", f"only {known}, as {kind} has saved")
 

@@ -1,8 +1,6 @@
-"""What the state dict of an optimizer has to be: of any, and of those of `torch.optim`.
+"""Checks of an optimizer's state dict before torch loads it: structure, settings, steps, and moments.
 
-torch takes over what it is given, and finds out in the next step, or never. So a state dict is checked
-before torch loads it: its structure for every optimizer that loads as torch does, and settings and
-entries for torch's own classes, by `amp.training.torch_states`.
+torch takes over what it is given, and finds out in the next step, or never.
 """
 
 from __future__ import annotations
@@ -14,18 +12,19 @@ import torch
 from torch import Tensor
 
 from amp.errors import brief
-from amp.state_checks import FLOAT32_MAX, StateChecks, all_or_nothing, as_dict, as_float, as_plain
-from amp.training import torch_states
+from amp.state_checks import (
+    FLOAT32_MAX,
+    LARGEST_COUNT,
+    StateChecks,
+    all_or_nothing,
+    as_dict,
+    as_float,
+    as_plain,
+)
 from amp.training.optimizer_wrappers import inherits
 
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
-_ADDED_LATER = {*_FLAGS, "amsgrad", "nesterov", "decoupled_weight_decay"}
-"""Settings that are a bool, or None; and those that torch fills in where an older one has saved."""
-_ADDED: dict[str, set[str]] = {
-    "RMSprop": {*_ADDED_LATER, "momentum", "centered"},
-    **{name: {"foreach"} for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")},
-}
-"""The latter, of classes that are an exception."""
+"""Settings that are a bool, or None."""
 
 
 def structure_of(
@@ -140,32 +139,27 @@ def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwar
 def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
     """Return the state dict that torch is to load instead of another, after checks.
 
+    Of torch's own optimizers also settings, steps and other numbers are looked at, and entries with
+    the parameter's shape. What else an entry may be, the class itself knows.
+
     Raises:
         AmpTypeError, AmpValueError: an entry is not what it should be.
     """
     checks = StateChecks()
     own, found = structure_of(checks, optimizer, state_dict)
-    check_entry = torch_states.check_of(type(optimizer))
-    if check_entry is None:
+    if getattr(torch.optim, type(optimizer).__name__, None) is not type(optimizer):
         return own
     check_no_others(checks, own["state"], found)
-    group_of, kind = {}, type(optimizer).__name__
     for i, group in enumerate(own["param_groups"]):
-        path = f"state_dict['param_groups'][{i}]"
-        added = _ADDED.get(kind, _ADDED_LATER)
-        for name in optimizer.defaults.keys() - group.keys() - added:
-            checks.entry(group, name, path, f"a setting of {kind}")
-        check_settings(checks, group, path, optimizer.defaults)
-        of_group = [found[key] for key in group["params"]]
-        torch_states.check_group(checks, type(optimizer), group, path, of_group)
-        group_of.update(dict.fromkeys(group["params"], group))
-    for key in found if kind == "Adagrad" else ():  # which has a state from the start
-        checks.entry(own["state"], key, "state_dict['state']", "the state of each parameter")
+        check_settings(checks, group, f"state_dict['param_groups'][{i}]", optimizer.defaults)
     for key, entry in own["state"].items():
-        if entry or kind == "Adagrad":
-            path = f"state_dict['state'][{brief(key)}]"
-            check_entry(checks, entry, path, found[key], group_of[key], optimizer)
-    for group in own["param_groups"] if kind == "SGD" else ():
-        torch_states.complete_momenta(checks, own["state"], group, found)
+        path, parameter = f"state_dict['state'][{brief(key)}]", found[key]
+        for name, value in entry.items():
+            if name == "step":
+                entry[name] = checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
+            elif isinstance(value, Tensor) and not value.dim():
+                entry[name] = checks.scalar(entry, name, path)
+            elif isinstance(value, Tensor) and value.shape == parameter.shape:
+                entry[name] = checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
     checks.finish()
     return own

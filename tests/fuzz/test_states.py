@@ -25,17 +25,9 @@ Made = tuple[nn.Module, Any]
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01),
-    "Adam": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
-    "fused AdamW": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
-    "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
     **{
         cls.__name__: functools.partial(cls, lr=0.01)
-        for cls in (
-            *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta),
-            *(torch.optim.Adagrad, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor),
-            *(FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad),
-        )
+        for cls in (*(FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad),)
     },
     "FusedSGD": functools.partial(FusedSGD, lr=0.01, momentum=0.9),
 }
@@ -100,14 +92,16 @@ def check_optimizer(name: str, masters: str, examples: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "masters"),
-    [("AdamW", "FP32"), ("SGD", "kahan"), ("FusedLion", "split16"), ("FusedAdam", "FP32")],
+    [("FusedSGD", "kahan"), ("FusedLion", "split16"), ("FusedAdam", "FP32")],
 )
 def test_optimizers(name: str, masters: str) -> None:
     check_optimizer(name, masters, 60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "masters"), [*itertools.product(OPTIMIZERS, MASTERS)])
+@pytest.mark.parametrize(
+    ("name", "masters"), [*itertools.product(sorted(OPTIMIZERS.keys() - {"AdamW"}), MASTERS)]
+)
 def test_all_optimizers(name: str, masters: str) -> None:
     check_optimizer(name, masters, 16)
 

@@ -76,14 +76,14 @@ def stepping_case(
 ) -> Case:
     if moment is None:
         moment = F32 if model or low else param
-    moments = [moment] * rule.moments
+    moments = [moment] * len(rule.moments)
     constants = {
         "NUMBERS": NUMBERS[rule],
         "PREPARE": rule.prepare,
         "UPDATE": rule.update,
         "MAXIMIZE": False,
         "DTYPES": tuple(dtype for dtype in (param, grad, *moments, model, low) if dtype),
-        "MOMENTS": rule.moments,
+        "MOMENTS": len(rule.moments),
         "OTHER": "model" if model else "low" if low else None,
         "BLOCK": stepping.BLOCK,
         "COUNTERS": stepping.COUNTERS,

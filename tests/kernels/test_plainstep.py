@@ -54,7 +54,7 @@ class Tensors:
         ]
         self.params.append(torch.randn(40, 40)[:, ::2])
         self.models = None if dtype is F32 else [torch.empty_like(p, dtype=dtype) for p in self.params]
-        self.moments = [[torch.zeros_like(p) for p in self.params] for _ in range(rule.moments)]
+        self.moments = [[torch.zeros_like(p) for p in self.params] for _ in rule.moments]
         self.steps = [torch.zeros(()) for _ in self.params]
         self.steps[2] += 5  # that parameter came first
         self.dtype = dtype

@@ -165,7 +165,7 @@ class Tensors:
         torch.manual_seed(0)
         self.rule = rule
         self.params = [torch.randn(shape, device=device).to(dtype) for shape in SHAPES]
-        self.moments = [[torch.zeros_like(p) for p in self.params] for _ in range(rule.moments)]
+        self.moments = [[torch.zeros_like(p) for p in self.params] for _ in rule.moments]
         self.steps = [torch.zeros((), device=device) for _ in self.params]
 
     def grads(self, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
