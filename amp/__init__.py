@@ -6,102 +6,60 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-from amp.casting.regions import disable_casts as disable_casts
-from amp.casting.registry import bfloat16_function as bfloat16_function
-from amp.casting.registry import float_function as float_function
-from amp.casting.registry import half_function as half_function
-from amp.casting.registry import promote_function as promote_function
-from amp.casting.registry import register_bfloat16_function as register_bfloat16_function
-from amp.casting.registry import register_float_function as register_float_function
-from amp.casting.registry import register_half_function as register_half_function
-from amp.casting.registry import register_promote_function as register_promote_function
-from amp.casting.sharded import fsdp_policy as fsdp_policy
-from amp.dcp import get_state_dict as get_state_dict
-from amp.dcp import set_state_dict as set_state_dict
-from amp.diagnosis.diagnose import diagnose as diagnose
-from amp.errors import AmpError as AmpError
-from amp.errors import AmpWarning as AmpWarning
-from amp.frontend import Stateful as Stateful
-from amp.frontend import get_session as get_session
-from amp.frontend import history as history
-from amp.frontend import initialize as initialize
-from amp.frontend import load_state_dict as load_state_dict
-from amp.frontend import loss_scale as loss_scale
-from amp.frontend import master_params as master_params
-from amp.frontend import scale_loss as scale_loss
-from amp.frontend import state_dict as state_dict
-from amp.frontend import step_was_skipped as step_was_skipped
-from amp.grad_scaler import GradScaler as GradScaler
-from amp.profiles.levels import load_profile as load_profile
-from amp.profiles.loss_scaling import LossScaling as LossScaling
-from amp.profiles.properties import Properties as Properties
-from amp.profiles.rules import Rule as Rule
-from amp.saving import save
-from amp.scalars import scalars as scalars
-from amp.session import Session as Session
-from amp.trials.cures import doctor as doctor
-
-if TYPE_CHECKING:
-    from amp.trials.checking import check as check
-    from amp.trials.comparing import compare as compare
-    from amp.trials.explaining import explain as explain
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AmpError",
-    "AmpWarning",
-    "GradScaler",
-    "LossScaling",
-    "Properties",
-    "Rule",
-    "Session",
-    "Stateful",
-    "bfloat16_function",
-    "check",
-    "compare",
-    "diagnose",
-    "disable_casts",
-    "doctor",
-    "explain",
-    "float_function",
-    "fsdp_policy",
-    "get_session",
-    "get_state_dict",
-    "half_function",
-    "history",
-    "initialize",
-    "load_profile",
-    "load_state_dict",
-    "loss_scale",
-    "master_params",
-    "promote_function",
-    "register_bfloat16_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "save",
-    "scalars",
-    "scale_loss",
-    "set_state_dict",
-    "state_dict",
-    "step_was_skipped",
-]
-
-_PACKAGES = ("compat", "fp16_utils", "numerics", "optimizers")
-_SLOW = {
-    "check": "amp.trials.checking",
-    "compare": "amp.trials.comparing",
-    "explain": "amp.trials.explaining",
+_NAMES = {
+    "casting.regions": "disable_casts",
+    "casting.registry": (
+        "bfloat16_function float_function half_function promote_function "
+        "register_bfloat16_function register_float_function register_half_function "
+        "register_promote_function"
+    ),
+    "casting.sharded": "fsdp_policy",
+    "dcp": "get_state_dict set_state_dict",
+    "diagnosis.diagnose": "diagnose",
+    "errors": "AmpError AmpWarning",
+    "frontend": (
+        "Stateful get_session history initialize load_state_dict loss_scale master_params "
+        "scale_loss state_dict step_was_skipped"
+    ),
+    "grad_scaler": "GradScaler",
+    "profiles.levels": "load_profile",
+    "profiles.loss_scaling": "LossScaling",
+    "profiles.properties": "Properties",
+    "profiles.rules": "Rule",
+    "saving": "save",
+    "scalar_log": "scalars",
+    "session": "Session",
+    "trials.checking": "check",
+    "trials.comparing": "compare",
+    "trials.cures": "doctor",
+    "trials.explaining": "explain",
 }
+"""The public names, by the module that has them; `__init__.pyi` says the same to type checkers."""
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is slow to load when it is first asked for: `amp.numerics` after `import amp`."""
-    if name in _PACKAGES:
-        return importlib.import_module(f"amp.{name}")
-    if name in _SLOW:
-        return getattr(importlib.import_module(_SLOW[name]), name)
-    raise AttributeError(f"module 'amp' has no attribute '{name}'")
+    """Import a name, or a module of the package, when it is first asked for."""
+    if name.startswith("_"):
+        raise AttributeError(f"module 'amp' has no attribute '{name}'")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"amp.{_HOMES[name]}"), name)
+    else:
+        try:
+            value = importlib.import_module(f"amp.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"amp.{name}":
+                raise
+            raise AttributeError(f"module 'amp' has no attribute '{name}'") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

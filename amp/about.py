@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,13 @@ import torch
 from amp.lazy import kernels
 from amp.numerics.text import Printer
 from amp.profiles.keys import shown
-from amp.profiles.levels import LEVELS, aliases, load_profile
+from amp.profiles.levels import LEVELS, aliases, compute_dtype, load_profile
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "PyYAML",
-    "torchvision",
-    "lightning",
-    "pytorch-lightning",
-    "transformers",
-    "accelerate",
-    "pytorch-ignite",
-    "timm",
-)
+FRAMEWORKS = ("lightning", "pytorch-lightning", "transformers", "accelerate", "pytorch-ignite", "timm")
+PACKAGES = ("torch", "triton", "numpy", "PyYAML", "torchvision", *FRAMEWORKS)
 """The distributions whose versions a bug report needs."""
 
-_BF16_INSTRUCTIONS = {
-    "AVX512_BF16": "_is_avx512_bf16_supported",
-    "AMX": "_is_amx_tile_supported",
-}
+_BF16_INSTRUCTIONS = {"AVX512_BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
 """What multiplies in bfloat16, and who knows it in `torch.cpu`: nobody promises these functions."""
 
 VARIABLES = (
@@ -53,13 +40,14 @@ VARIABLES = (
 
 def add_commands(commands: Any) -> None:
     """Add the parsers of these commands to those of the program."""
-    parser = _add(commands, "env", "say what a bug report needs: versions, devices, kernels")
-    parser.set_defaults(run=_env)
-    parser = _add(commands, "levels", "list the levels, with their aliases")
-    parser.set_defaults(run=_levels)
+    _add(commands, "env", "say what a bug report needs: versions, devices, kernels", environment, _show)
+    _add(commands, "levels", "list the levels, with their aliases", levels, _show_levels)
 
 
-def _add(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+def _add(
+    commands: Any, name: str, text: str, find: Callable[[], Any], show: Callable[[Any], None]
+) -> None:
+    """Add the parser of a command that shows what `find` returns."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -68,7 +56,14 @@ def _add(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
-    return parser
+
+    def run(arguments: argparse.Namespace) -> None:
+        if arguments.json:
+            print(json.dumps(find(), indent=2))
+        else:
+            show(find())
+
+    parser.set_defaults(run=run)
 
 
 def environment() -> dict[str, Any]:
@@ -84,9 +79,11 @@ def environment() -> dict[str, Any]:
     found["cuda"], found["hip"] = torch.version.cuda, torch.version.hip
     libc = " ".join(platform.libc_ver())
     found["os"] = f"{platform.system()} {platform.machine()} {libc}".strip()
-    found["cpu"] = ", ".join(
-        [_cpu_name(), torch.backends.cpu.get_cpu_capability(), *_bf16_instructions()]
-    )
+    cpu = [_cpu_name(), torch.backends.cpu.get_cpu_capability()]
+    for name, function in _BF16_INSTRUCTIONS.items():
+        if getattr(torch.cpu, function, lambda: False)():
+            cpu.append(name)
+    found["cpu"] = ", ".join(cpu)
     found["threads"] = torch.get_num_threads()
     found["devices"] = _devices()
     found["kernels"] = _backends()
@@ -111,50 +108,27 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _bf16_instructions() -> list[str]:
-    return [
-        name
-        for name, function in _BF16_INSTRUCTIONS.items()
-        if getattr(torch.cpu, function, lambda: False)()
-    ]
-
-
 def _devices() -> list[dict[str, Any]]:
     """Return the accelerators, with what decides which formats they compute in."""
-    found = []
+    rows: list[tuple[str, str, str, int | None]] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         architecture = f"sm_{properties.major}{properties.minor}"
         if torch.version.hip is not None:
             architecture = properties.gcnArchName.partition(":")[0]
-        found.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "architecture": architecture,
-                "memory": properties.total_memory,
-            }
-        )
+        rows.append((f"cuda:{index}", properties.name, architecture, properties.total_memory))
     if torch.backends.mps.is_available():
-        found.append({"device": "mps", "name": "Apple GPU", "architecture": "mps", "memory": None})
+        rows.append(("mps", "Apple GPU", "mps", None))
     for index in range(torch.xpu.device_count()):
         xpu = torch.xpu.get_device_properties(index)
-        found.append(
-            {
-                "device": f"xpu:{index}",
-                "name": xpu.name,
-                "architecture": "xpu",
-                "memory": xpu.total_memory,
-            }
-        )
-    return found
+        rows.append((f"xpu:{index}", xpu.name, "xpu", xpu.total_memory))
+    return [dict(zip(("device", "name", "architecture", "memory"), row, strict=True)) for row in rows]
 
 
 def _backends() -> dict[str, str]:
     """Return which kernels run on the CPU and on the first CUDA or ROCm device."""
-    devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
     found = {}
-    for device in devices:
+    for device in ("cpu", *(["cuda:0"] if torch.cuda.is_available() else [])):
         try:
             uses_triton = kernels.backend.uses_triton(torch.device(device))
             found[device] = "Triton" if uses_triton else "plain torch"
@@ -168,11 +142,7 @@ def _without_path(value: str) -> str:
     return "(a path)" if "/" in value or "\\" in value else value
 
 
-def _env(arguments: argparse.Namespace) -> None:
-    found = environment()
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return
+def _show(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if isinstance(value, str | int):
             print(f"{name}: {value}")
@@ -200,9 +170,7 @@ def levels() -> list[dict[str, Any]]:
                 "aliases": [alias for alias, of in aliases().items() if of == level],
                 "brief": properties.brief,
                 "weights": shown(properties.cast_model_type or torch.float32),
-                "computes_in": shown(
-                    properties.patch_torch_functions_type or properties.cast_model_type
-                ),
+                "computes_in": shown(compute_dtype(properties)),
                 "masters": bool(properties.master_weights),
                 "loss_scale": properties.loss_scaling.mode,
                 "fp8": properties.fp8 is not None,
@@ -211,10 +179,6 @@ def levels() -> list[dict[str, Any]]:
     return rows
 
 
-def _levels(arguments: argparse.Namespace) -> None:
-    rows = levels()
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return
+def _show_levels(rows: list[dict[str, Any]]) -> None:
     shown_rows = [(row["level"], ", ".join(row["aliases"]) or "-", row["brief"]) for row in rows]
     Printer().table(("level", "alias", "what it does"), shown_rows)

@@ -1,8 +1,8 @@
-"""What `initialize` and `scale_loss` are given: read, or refused before anything is touched."""
+"""What `initialize` and `scale_loss` are given: read, refused, or advised on."""
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
 from amp.lazy import kernels
 from amp.profiles.properties import Properties
+from amp.profiles.rules import Rule
 from amp.training.attachment import AttachedOptimizer, keeps_moments
 from amp.training.optimizer_step import declares
 from amp.training.optimizer_wrappers import innermost, is_optimizer
@@ -141,10 +142,31 @@ def check_optimizers(
 ) -> None:
     """Raise AmpRuntimeError for an optimizer that would not train these models as a profile says."""
     _check_owns(models, optimizers)
-    _check_norms(optimizers, process_groups)
-    if properties.master_weights:
-        _check_masters(optimizers)
-    _check_state_dtype(optimizers, properties.state_dtype)
+    process_groups = [group for group in process_groups if torch.distributed.get_world_size(group) > 1]
+    for i, optimizer in enumerate(map(innermost, optimizers)):
+        kind = type(optimizer)
+        is_zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in kind.__mro__)
+        max_norm = getattr(optimizer.optim if is_zero else optimizer, "max_grad_norm", None)
+        if max_norm and (is_zero or _is_spread(optimizer, process_groups)):
+            raise AmpRuntimeError(
+                f"optimizers[{i}] is a {kind.__name__} with max_grad_norm={max_norm}, and "
+                "each rank has other parameters, whose gradients the others do not count. Pass "
+                "max_grad_norm=None, and clip what all ranks have together: "
+                "torch.nn.utils.get_total_norm of amp.master_params(optimizer), summed over the ranks, "
+                "for torch.nn.utils.clip_grads_with_norm_"
+            )
+        if is_zero and properties.master_weights:
+            raise AmpRuntimeError(
+                f"optimizers[{i}] is a {kind.__name__}, which steps by an optimizer of its own, where "
+                "no masters can stand. Take a level without master weights, such as opt_level='O1' or "
+                "'O4'"
+            )
+        if properties.state_dtype is not None and not keeps_moments(optimizer):
+            raise AmpRuntimeError(
+                f"state_dtype={dtype_name(properties.state_dtype)} needs an optimizer that rounds its "
+                f"moments, and optimizers[{i}] is {kind.__name__}. Take one of amp.optimizers, or "
+                "leave state_dtype out."
+            )
 
 
 def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
@@ -159,50 +181,11 @@ def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         )
 
 
-def _is_zero(optimizer: Any) -> bool:
-    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
-
-
-def _check_norms(optimizers: Sequence[Any], process_groups: Sequence[ProcessGroup]) -> None:
-    """Raise AmpRuntimeError for an optimizer that would clip by the norm of one rank's parameters."""
-    process_groups = [group for group in process_groups if torch.distributed.get_world_size(group) > 1]
-    for i, optimizer in enumerate(map(innermost, optimizers)):
-        stepping = optimizer.optim if _is_zero(optimizer) else optimizer
-        max_norm = getattr(stepping, "max_grad_norm", None)
-        if not max_norm:
-            continue
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known = groups_of_meshes(parameters)
-        if _is_zero(optimizer) or set(without_contained([*known, *process_groups])) - set(known):
-            raise AmpRuntimeError(
-                f"optimizers[{i}] is a {type(optimizer).__name__} with max_grad_norm={max_norm}, and "
-                "each rank has other parameters, whose gradients the others do not count. Pass "
-                "max_grad_norm=None, and clip what all ranks have together: "
-                "torch.nn.utils.get_total_norm of amp.master_params(optimizer), summed over the ranks, "
-                "for torch.nn.utils.clip_grads_with_norm_"
-            )
-
-
-def _check_masters(optimizers: Sequence[Any]) -> None:
-    """Raise AmpRuntimeError for an optimizer that would go on stepping the parameters of masters."""
-    for i, optimizer in enumerate(optimizers):
-        if _is_zero(optimizer):
-            raise AmpRuntimeError(
-                f"optimizers[{i}] is a {type(optimizer).__name__}, which steps by an optimizer of its "
-                "own, where no masters can stand. Take a level without master weights, such as "
-                "opt_level='O1' or 'O4'"
-            )
-
-
-def _check_state_dtype(optimizers: Sequence[Any], dtype: torch.dtype | None) -> None:
-    """Raise AmpRuntimeError if a profile wants moments in a dtype that an optimizer cannot keep."""
-    for i, optimizer in enumerate(optimizers):
-        if dtype is not None and not keeps_moments(innermost(optimizer)):
-            raise AmpRuntimeError(
-                f"state_dtype={dtype_name(dtype)} needs an optimizer that rounds its moments, and "
-                f"optimizers[{i}] is {type(optimizer).__name__}. Take one of amp.optimizers, or leave "
-                "state_dtype out."
-            )
+def _is_spread(optimizer: Any, process_groups: Sequence[ProcessGroup]) -> bool:
+    """Whether ranks of the groups have parameters of an optimizer that this rank does not count."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = groups_of_meshes(parameters)
+    return bool(set(without_contained([*known, *process_groups])) - set(known))
 
 
 def check_environment() -> None:
@@ -224,3 +207,45 @@ def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -
                 f"{name} must be {kind} or a list of them, and got {type(item).__name__}{hint}"
             )
     return items
+
+
+# What is allowed, and does not do what its author wants.
+
+
+def advise_on_float64(models: Sequence[nn.Module], properties: Properties) -> Iterator[str]:
+    """Yield a message for each model that is to be cast, and would stay float64 as a whole."""
+    casts = properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
+    for model in models if casts else ():
+        dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+        if dtypes == {torch.float64}:
+            by_default = torch.get_default_dtype() is torch.float64
+            yield (
+                f"all parameters of this {type(model).__name__} are float64"
+                f"{', the default dtype' if by_default else ''}. No level casts that: it trains in "
+                "float64. For mixed precision call model.float() before amp.initialize"
+            )
+
+
+def advise_on_rules(rules: Sequence[Rule], models: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield a message for each rule for modules that is for none of the models' modules."""
+    for rule in rules if models else ():
+        if rule.kind == "module" and not any(
+            rule.matches(name, module) for model in models for name, module in model.named_modules()
+        ):
+            yield (
+                f"{rule.source}: no module of the model is named '{rule.pattern}' or of a class of "
+                "that name; the rule does nothing"
+            )
+
+
+def advise_on_eps(optimizer: Any) -> Iterator[str]:
+    """Yield a message if an Adam that steps 16-bit weights themselves would divide by zero."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        dtypes = {parameter.dtype for parameter in group["params"]} & LOW_PRECISION
+        for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():
+            if torch.tensor(eps, dtype=dtype, device="cpu") == 0:
+                yield (
+                    f"{type(optimizer).__name__} has eps={eps:g}, which is 0 in {dtype}: its steps may "
+                    "divide by zero. Give it eps=1e-4, or use master_weights=True."
+                )

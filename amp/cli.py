@@ -32,13 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.reconfigure(errors="backslashreplace")  # characters that it cannot show
             status = arguments.run(arguments) or 0
             sys.stdout.flush()
-    except AmpError as error:
-        print(f"reamp: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader is gone: Python must not flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
+    except (AmpError, OSError) as error:
         print(f"reamp: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

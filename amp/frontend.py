@@ -18,8 +18,7 @@ from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError, AmpTypeError, brief, did_you_mean
 from amp.interrupts import followed_by
 from amp.profiles.loss_scaling import LossScaling
-from amp.profiles.overrides import SessionOptions
-from amp.profiles.properties import OVERRIDE_KEYS
+from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.training.recorder import Transition

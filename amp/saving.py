@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import re
-import secrets
 import stat
 import sys
 from collections.abc import Mapping
@@ -55,7 +54,9 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         swapped = "; they are in torch.save's order" if isinstance(path, Mapping) else ""
         raise AmpTypeError(f"amp.save takes a path and a state, and got {kinds}{swapped}")
     target = Path(os.path.realpath(path))
-    last = _status(target)
+    last = None
+    with contextlib.suppress(FileNotFoundError):
+        last = target.stat()
     if last is not None and not stat.S_ISREG(last.st_mode):
         raise AmpValueError(
             f"amp.save replaces files, and {str(path)!r} is a folder, a pipe or a device: give the "
@@ -63,14 +64,12 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         )
     beginning = _beginning(target.name)
     _remove_abandoned(target.parent, beginning)
-    beside = target.with_name(f"{beginning}.{secrets.token_hex(8)}.tmp")
+    beside = target.with_name(f"{beginning}.{os.urandom(8).hex()}.tmp")
     try:
         # A private file stays private: nobody opens the new one before it has the last one's mode.
         beside.touch(0o666 if last is None else 0o600, exist_ok=False)
         with beside.open("wb") as file:
-            _lock(file)
-            if last is not None:
-                _give_permissions(file, last)
+            _lock(file, last)
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -83,33 +82,26 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     _sync_folder(target.parent)
 
 
-def _status(path: Path) -> os.stat_result | None:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat()
-    return None
-
-
 def _beginning(name: str) -> str:
     """Return how names of files begin that are written first; file systems take 255 bytes."""
     is_short = len(os.fsencode(name)) + len(".0123456789abcdef.tmp") <= 255
     return name if is_short else hashlib.sha256(os.fsencode(name)).hexdigest()
 
 
-def _give_permissions(file: IO[bytes], last: os.stat_result) -> None:
-    """Give a file the group and the mode of the last one, where the system has them and lets us."""
+def _lock(file: IO[bytes], last: os.stat_result | None) -> None:
+    """Show that a file is being written, and give it the group and the mode of the last one.
+
+    Each of these only where the system has it and lets us. Without locks nobody removes the file.
+    """
     if sys.platform == "win32":
         return
     with contextlib.suppress(OSError):
-        os.fchown(file.fileno(), -1, last.st_gid)
-    with contextlib.suppress(OSError):
-        os.fchmod(file.fileno(), stat.S_IMODE(last.st_mode))
-
-
-def _lock(file: IO[bytes]) -> None:
-    """Show that a file is being written. Without locks nobody removes it."""
-    if sys.platform != "win32":
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if last is not None:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchown(file.fileno(), -1, last.st_gid)
+        with contextlib.suppress(OSError):
+            os.fchmod(file.fileno(), stat.S_IMODE(last.st_mode))
 
 
 def _remove_abandoned(folder: Path, beginning: str) -> None:
@@ -117,9 +109,8 @@ def _remove_abandoned(folder: Path, beginning: str) -> None:
     if sys.platform == "win32":
         return
     with contextlib.suppress(OSError):  # there is no such folder; writing says so
-        for path in folder.iterdir():
-            if not re.fullmatch(re.escape(beginning) + r"\.[0-9a-f]{16}\.tmp", path.name):
-                continue
+        names = re.compile(re.escape(beginning) + r"\.[0-9a-f]{16}\.tmp")
+        for path in [each for each in folder.iterdir() if names.fullmatch(each.name)]:
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(file.fileno()).st_size:  # the maker of an empty one may be about to lock it

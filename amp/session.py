@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from amp import active, arguments, checkpoint, distributed
-from amp.advice import advise_on_float64
 from amp.casting.by_op import CastOps
 from amp.casting.cast_cache import forwards
 from amp.casting.fp8 import Fp8Linears
@@ -33,8 +32,7 @@ from amp.masters.whole import MasterWeights
 from amp.observers import Observer, watching
 from amp.overflow_log import OverflowLog
 from amp.profiles.levels import resolve
-from amp.profiles.overrides import Overrides
-from amp.profiles.properties import Properties
+from amp.profiles.properties import Overrides, Properties
 from amp.setup import Setup
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
@@ -183,7 +181,7 @@ class Session:
             arguments.check_optimizers(
                 optimizer_list, [*self.live_models(), *model_list], self.properties, self.process_groups
             )
-            for message in advise_on_float64(model_list, self.properties):
+            for message in arguments.advise_on_float64(model_list, self.properties):
                 warn(message)
             Setup(self, model_list, optimizer_list).run()
             for observer in told:

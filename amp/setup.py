@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from amp import active, dcp
-from amp.advice import advise_on_eps, advise_on_rules
+from amp.arguments import advise_on_eps, advise_on_rules
 from amp.casting.by_op import CastOps
 from amp.casting.sharded import fsdp1_groups
 from amp.masters import averages

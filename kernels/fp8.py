@@ -16,7 +16,17 @@ Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32"]
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 
-MULTIPLE = {"tensor": 16, "row": 16, "1x128": 128, "128x128": 128, "1x32": 32}
+SIDE, GROUP = 128, 32
+"""How many numbers share a scale: a square with this side or a row of it, and a group of MX formats."""
+BLOCKS: dict[str, tuple[int | None, int | None]] = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "1x128": (1, SIDE),
+    "128x128": (SIDE, SIDE),
+    "1x32": (1, GROUP),
+}
+"""How many rows and columns share a scale; None is all that there are."""
+MULTIPLE = {granularity: columns or 16 for granularity, (_, columns) in BLOCKS.items()}
 """What the dimension that a product sums over must be a multiple of."""
 
 LARGEST_POWER = 253
@@ -68,6 +78,25 @@ def columns_of(rows: int, granularity: Granularity) -> int:
     return -(-rows // MULTIPLE[granularity]) * MULTIPLE[granularity]
 
 
+def counts_of(granularity: Granularity, rows: int, columns: int) -> tuple[int, int]:
+    """Return how many blocks a matrix has down and across."""
+    height, width = BLOCKS[granularity]
+    return rows // height if height else 1, columns // width if width else 1
+
+
+def shape_of_scales(granularity: Granularity, rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of the scales of an `Operand` `[rows, columns]`."""
+    down, across = counts_of(granularity, rows, columns)
+    return {"tensor": (), "1x128": (across, down)}.get(granularity, (down, across))
+
+
+def _blocks(x: Tensor, granularity: Granularity) -> Tensor:
+    """Return a view `[down, rows, across, columns]` of a matrix: the blocks that share a scale."""
+    down, across = counts_of(granularity, *x.shape)
+    height, width = BLOCKS[granularity]
+    return x.view(down, height or x.shape[0], across, width or x.shape[1])
+
+
 def quantize_reference(
     x: Tensor,
     dtype: torch.dtype,
@@ -78,100 +107,61 @@ def quantize_reference(
     factor: Tensor | None,
 ) -> Quantized:
     """Do `quantize` in plain torch."""
-    x = x.float()
-    if granularity == "tensor":
-        return _by_tensor(x, dtype, by_row, by_column, power_of_2, factor)
-    rows, columns = (
-        _operand(x, dim, dtype, granularity, power_of_2) if is_asked_for else None
-        for dim, is_asked_for in ((1, by_row), (0, by_column))
-    )
-    return Quantized(rows, columns)
-
-
-def _by_tensor(
-    x: Tensor,
-    dtype: torch.dtype,
-    by_row: bool,
-    by_column: bool,
-    power_of_2: bool,
-    factor: Tensor | None,
-) -> Quantized:
-    """Return float32 `[M, K]` in FP8, with one scale for all."""
-    amax = amax_of(x.reshape(-1), 0)
-    own = factor_of(amax, dtype, power_of_2)
-    factor = own if factor is None else torch.where(factor > 0, factor, own)
-    inverse = torch.where(amax < torch.inf, 1 / factor, torch.nan)
-    rows = x.shape[0]
+    count, x = x.shape[0], x.float()
     if by_column:
-        x = _padded(x, "tensor")
-    values = _saturated(x * factor, dtype)
-    transpose = values.t().contiguous() if by_column else None
-    return Quantized(
-        Operand(values[:rows], inverse, "tensor", power_of_2) if by_row else None,
-        # Not the same tensor: Dynamo takes none twice as the input of one autograd.Function.
-        None if transpose is None else Operand(transpose, inverse.clone(), "tensor", power_of_2),
-        amax,
-        factor,
-    )
-
-
-def _padded(x: Tensor, granularity: Granularity) -> Tensor:
-    return pad(x, (0, 0, 0, columns_of(x.shape[0], granularity) - x.shape[0]))
+        x = pad(x, (0, 0, 0, columns_of(count, granularity) - count))
+    to = dtype, granularity, power_of_2, factor
+    if granularity not in ("tensor", "128x128"):
+        rows = _operand(x[:count], *to)[0] if by_row else None
+        return Quantized(rows, _operand(x.t(), *to)[0] if by_column else None)
+    both, amax, used = _operand(x, *to)  # a cast to FP8 is what takes time: once for both
+    rows = columns = None
+    if by_row:
+        rows = both._replace(values=both.values[:count])
+    if by_column:  # scales in new memory: Dynamo takes no tensor twice as input of a Function
+        scales = both.inverse.t().clone(memory_format=torch.contiguous_format)
+        columns = both._replace(values=both.values.t().contiguous(), inverse=scales)
+    of_tensor = [amax.reshape(()), used.reshape(())] if granularity == "tensor" else []
+    return Quantized(rows, columns, *of_tensor)
 
 
 def _operand(
     x: Tensor,
-    dim: int,
     dtype: torch.dtype,
     granularity: Granularity,
     power_of_2: bool,
-) -> Operand:
-    """Return float32 `[M, K]`, or its transpose, in FP8, for products that sum over `dim` of it."""
-    if dim == 0:
-        x = _padded(x, granularity)
-    if granularity == "row":
-        factor = factor_of(amax_of(x, dim), dtype, power_of_2).unsqueeze(dim)
-        inverse = 1 / factor.reshape(-1, 1)
-        values = _saturated(x * factor, dtype)
-    elif granularity == "128x128":
-        squares = x.view(x.shape[0] // 128, 128, x.shape[1] // 128, 128)
-        factor = factor_of(amax_of(amax_of(squares, 3), 1), dtype, power_of_2)
-        inverse = 1 / (factor if dim == 1 else factor.t().contiguous())
-        values = _saturated(squares * factor[:, None, :, None], dtype)
+    factor: Tensor | None,
+) -> tuple[Operand, Tensor, Tensor]:
+    """Return float32 `[R, C]` in FP8, and for each block its amax and its factor `[down, across]`."""
+    blocks = _blocks(x, granularity)
+    amax = amax_of(blocks)
+    if granularity == "1x32":
+        own = factor_of(amax, dtype, power_of_2=True, of_zero=2.0**126)
     else:
-        group = MULTIPLE[granularity]
-        down, across = x.shape[0] // group, x.shape[1] // group
-        shape = (x.shape[0], across, group) if dim == 1 else (down, group, x.shape[1])
-        groups = x.view(shape)
-        amax = amax_of(groups, dim + 1)
-        by_row = amax if dim == 1 else amax.t()
-        factor, inverse = _of_groups(by_row, dtype, granularity, power_of_2)
-        factor = factor.unsqueeze(2) if dim == 1 else factor.t().unsqueeze(1)
-        values = _saturated(groups * factor, dtype)
-    values = values.view(x.shape)
-    values = values if dim == 1 else values.t().contiguous()
-    return Operand(values, inverse, granularity, power_of_2)
+        own = factor_of(amax, dtype, power_of_2)
+    used = own if factor is None else torch.where(factor > 0, factor, own)
+    inverse = torch.where(amax < torch.inf, 1 / used, torch.nan)
+    if granularity == "1x32":
+        inverse = exponent_of(inverse)
+    elif granularity == "1x128":
+        inverse = inverse.t()
+    inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
+    largest = torch.finfo(dtype).max
+    values = (blocks * used[:, None, :, None]).clamp(-largest, largest).to(dtype)
+    values = values.reshape(x.shape).contiguous()
+    return Operand(values, inverse, granularity, power_of_2), amax, used
 
 
-def _of_groups(
-    amax: Tensor, dtype: torch.dtype, granularity: Granularity, power_of_2: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the factors `[R, groups]` for amaxes of that shape, and an operand's inverse scales."""
-    if granularity == "1x128":
-        factor = factor_of(amax, dtype, power_of_2)
-        return factor, (1 / factor).t().contiguous()
-    power = power_of(amax, dtype)
-    is_finite = amax < torch.inf
-    exponent = torch.where(is_finite, 254 - power, E8M0_NAN)
-    factor = torch.where(is_finite, (power << 23).view(torch.float32), torch.nan)
-    return factor, exponent.to(torch.uint8).contiguous()
+def exponent_of(scale: Tensor) -> Tensor:
+    """Return float32 powers of 2 as E8M0, in uint8. NaN stays NaN."""
+    return ((scale.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
 
 
-def amax_of(x: Tensor, dim: int) -> Tensor:
-    """Return the largest magnitudes along a dimension; inf where there is an inf or NaN."""
-    if not x.shape[dim]:
-        return x.new_zeros([size for i, size in enumerate(x.shape) if i != dim])
-    amax = x.abs().amax(dim)
+def amax_of(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each block `[down, across]`; inf where one is inf or NaN."""
+    if not blocks.numel():
+        return blocks.new_zeros(blocks.shape[::2])
+    amax = blocks.abs().amax((1, 3))
     return torch.where(amax < torch.inf, amax, torch.inf)
 
 
@@ -187,23 +177,18 @@ def power_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return power.clamp(max=LARGEST_POWER)
 
 
-def factor_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+def factor_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, of_zero: float = 1.0) -> Tensor:
     """Return what brings values of up to `amax`, float32, into the range of `dtype`.
 
-    NaN where amax is inf or NaN, 1 where it is 0; at most 2^126, or FP32's largest number.
+    NaN where amax is inf or NaN, `of_zero` where it is 0; at most 2^126, or FP32's largest number.
     """
     if power_of_2:
         factor = (power_of(amax, dtype) << 23).view(torch.float32)
     else:  # not a number by a tensor, which torch rounds twice
         factor = torch.full_like(amax, torch.finfo(dtype).max) / amax
         factor = factor.clamp(max=LARGEST_FLOAT)
-    factor = torch.where(amax == 0, 1.0, factor)
+    factor = torch.where(amax == 0, of_zero, factor)
     return torch.where(amax < torch.inf, factor, torch.nan)
-
-
-def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
 
 
 def swizzle(scales: Tensor) -> Tensor:
@@ -219,6 +204,12 @@ def swizzle(scales: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
+def swizzled_size(rows: int, columns: int) -> int:
+    """Return how many scales `swizzle` makes of `[rows, columns]`."""
+    down, across = -(-rows // SWIZZLE_ROWS), -(-columns // SWIZZLE_COLUMNS)
+    return down * SWIZZLE_ROWS * across * SWIZZLE_COLUMNS
+
+
 def unswizzle(scales: Tensor, rows: int, columns: int) -> Tensor:
     """Return the scales `[rows, columns]` that `swizzle` was given."""
     down, across = -(-rows // SWIZZLE_ROWS), -(-columns // SWIZZLE_COLUMNS)
@@ -229,19 +220,12 @@ def unswizzle(scales: Tensor, rows: int, columns: int) -> Tensor:
 def dequantize(operand: Operand) -> Tensor:
     """Return float32 `[R, C]`, the values times their inverse scales."""
     values, inverse, granularity, _ = operand
-    rows, columns = values.shape
-    wide = values.float()
-    if granularity in ("tensor", "row"):
-        return wide * inverse
-    if granularity == "128x128":
-        squares = wide.view(rows // 128, 128, columns // 128, 128)
-        return (squares * inverse[:, None, :, None]).view(rows, columns)
-    if granularity == "1x128":
-        inverse = inverse.t()
-    else:
-        exponent = unswizzle(inverse, rows, columns // 32) if inverse.dim() == 1 else inverse
-        exponent = exponent.int()
-        inverse = (exponent << 23).view(torch.float32)
+    counts = counts_of(granularity, *values.shape)
+    if granularity == "1x32":
+        exponent = unswizzle(inverse, *counts) if inverse.dim() == 1 else inverse
+        inverse = (exponent.int() << 23).view(torch.float32)
         inverse = torch.where(exponent == E8M0_NAN, torch.nan, inverse)
-    groups = wide.view(rows, inverse.shape[1], MULTIPLE[granularity])
-    return (groups * inverse[:, :, None]).view(rows, columns)
+    elif granularity == "1x128":
+        inverse = inverse.t()
+    blocks = _blocks(values.float(), granularity)
+    return (blocks * inverse.reshape(counts)[:, None, :, None]).view(values.shape)

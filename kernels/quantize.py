@@ -33,7 +33,7 @@ from torch import Tensor
 
 from amp.kernels import quantize_tiles
 from amp.kernels.backend import uses_triton
-from amp.kernels.fp8 import DTYPES, MULTIPLE, SOURCES, Granularity, Quantized, quantize_reference
+from amp.kernels.fp8 import DTYPES, MULTIPLE, SIDE, SOURCES, Granularity, Quantized, quantize_reference
 from amp.kernels.grad_mode import without_grad
 
 
@@ -88,7 +88,9 @@ def _check(
         )
     multiple = MULTIPLE[granularity]
     rows, columns = x.shape
-    if (by_row and columns % multiple) or (granularity == "128x128" and (rows % 128 or columns % 128)):
+    if (by_row and columns % multiple) or (
+        granularity == "128x128" and (rows % SIDE or columns % SIDE)
+    ):
         raise ValueError(
             f"x has shape {tuple(x.shape)}, and scales for '{granularity}' need "
             f"{'both dimensions' if granularity == '128x128' else 'rows'} of a multiple of {multiple}"

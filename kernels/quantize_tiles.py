@@ -18,19 +18,23 @@ from torch import Tensor
 
 from amp.kernels.fp8 import (
     E8M0_NAN,
+    GROUP,
     LARGEST_FLOAT,
     LARGEST_POWER,
     MULTIPLE,
+    SIDE,
     Granularity,
     Operand,
     Quantized,
     columns_of,
+    shape_of_scales,
+    swizzled_size,
 )
 from amp.kernels.language import INTERPRETED, constant, jit, launch, tl
 
 TILE, WARPS = (64, 64), 8
-ROWS_TILE, ROWS_WARPS = (32, 64), 4
-LARGE_TILE = (128, 128)
+ROWS_TILE, ROWS_WARPS = (GROUP, 64), 4
+LARGE_TILE = (SIDE, SIDE)
 AMAX_BLOCK = 8192
 
 _LARGEST_POWER = constant(LARGEST_POWER)
@@ -82,36 +86,40 @@ def run(
         "E4M3": dtype is torch.float8_e4m3fn,
         "BY_BITS": rounds_by_bits(x.device),
     }
-    amax = used = None
-    inverses: tuple[Tensor | None, Tensor | None]
+    sizes = {"by_row": (rows, columns), "by_column": (columns, padded)}
+    inverses = [
+        None if values[name] is None else _new_scales(x, granularity, *size)
+        for name, size in sizes.items()
+    ]
+    scales = {"inverse": inverses[0], "transposed": inverses[1], "POW2": power_of_2}
+    of_tensor: tuple[Tensor, ...] = ()
     if granularity == "tensor":
         amax, used, inverse = x.new_zeros(3, dtype=torch.float32).unbind()
         _run_by_tensor(what, amax, used, inverse, factor, power_of_2)
-        inverses = inverse, inverse
+        inverses, of_tensor = [inverse, inverse], (amax, used)
     elif granularity == "row":
-        inverses = _run_by_row(what, power_of_2)
+        _run_by_row(what, scales)
     elif granularity == "128x128":
-        shape = rows // 128, columns // 128
-        inverses = (
-            x.new_empty(shape, dtype=torch.float32),
-            x.new_empty(shape[::-1], dtype=torch.float32),
-        )
-        _launch_tiles(
-            squares_kernel,
-            what,
-            LARGE_TILE,
-            16,
-            inverse=inverses[0],
-            transposed=inverses[1],
-            POW2=power_of_2,
-        )
+        _launch_tiles(squares_kernel, what, LARGE_TILE, 16, **scales)
     else:
-        inverses = _run_by_group(what, granularity, power_of_2)
+        is_mx = granularity == "1x32"
+        again = x.dtype is torch.float32 and casts_in_software(x.device)
+        of_groups = {"AGAIN": again, "G": MULTIPLE[granularity], "E8M0": is_mx}
+        tile, warps = (ROWS_TILE, ROWS_WARPS) if is_mx else (LARGE_TILE, 32)
+        _launch_tiles(groups_kernel, what, tile, warps, **scales, **of_groups)
     by_rows, by_columns = (
         None if each is None or inverse is None else Operand(each, inverse, granularity, power_of_2)
         for each, inverse in zip(values.values(), inverses, strict=True)
     )
-    return Quantized(by_rows, by_columns, amax, used)
+    return Quantized(by_rows, by_columns, *of_tensor)
+
+
+def _new_scales(x: Tensor, granularity: Granularity, rows: int, columns: int) -> Tensor:
+    """Return memory for the scales of an `Operand` `[rows, columns]`."""
+    shape = shape_of_scales(granularity, rows, columns)
+    if granularity == "1x32":
+        return x.new_zeros(swizzled_size(*shape), dtype=torch.uint8)
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def _launch_tiles(
@@ -158,54 +166,16 @@ def _run_by_tensor(
         launch(inverse_kernel, 1, x.device, 1, amax=amax, used=used, inverse=inverse)
 
 
-def _run_by_row(what: dict[str, Any], power_of_2: bool) -> tuple[Tensor | None, Tensor | None]:
-    x = what["x"]
-    amaxes, inverses = [], []
-    for name, size in (("by_row", what["M"]), ("by_column", what["K"])):
-        asked = what[name] is not None
-        amaxes.append(x.new_zeros(size, dtype=torch.float32) if asked else None)
-        inverses.append(x.new_empty((size, 1), dtype=torch.float32) if asked else None)
-    as_bits = [None if amax is None else amax.view(torch.int32) for amax in amaxes]
+def _run_by_row(what: dict[str, Any], scales: dict[str, Any]) -> None:
+    amaxes = {
+        name: None if inverse is None else torch.zeros_like(inverse)
+        for name, inverse in (("of_rows", scales["inverse"]), ("of_columns", scales["transposed"]))
+    }
+    as_bits = {name: each if each is None else each.view(torch.int32) for name, each in amaxes.items()}
     tiles = -(-what["M"] // TILE[0]) * -(-what["K"] // TILE[1])
-    of = {"of_rows": as_bits[0], "of_columns": as_bits[1]}
     sizes = {"M": what["M"], "K": what["K"], "TM": TILE[0], "TK": TILE[1]}
-    launch(amaxes_kernel, tiles, x.device, of_warps(WARPS), x=x, **of, **sizes)
-    _launch_tiles(
-        rows_kernel,
-        what,
-        ROWS_TILE,
-        ROWS_WARPS,
-        of_rows=amaxes[0],
-        of_columns=amaxes[1],
-        inverse=inverses[0],
-        transposed=inverses[1],
-        POW2=power_of_2,
-    )
-    return inverses[0], inverses[1]
-
-
-def _run_by_group(
-    what: dict[str, Any], granularity: Granularity, power_of_2: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    group, is_mx = MULTIPLE[granularity], granularity == "1x32"
-    inverses: list[Tensor | None] = []
-    for name, rows, columns in (
-        ("by_row", what["M"], what["K"] // group),
-        ("by_column", what["K"], what["PADDED"] // group),
-    ):
-        if what[name] is None:
-            inverses.append(None)
-        elif is_mx:
-            size = -(-rows // 128) * 128 * -(-columns // 4) * 4
-            inverses.append(what["x"].new_zeros(size, dtype=torch.uint8))
-        else:
-            inverses.append(what["x"].new_empty((columns, rows), dtype=torch.float32))
-    tile, warps = (ROWS_TILE, ROWS_WARPS) if is_mx else (LARGE_TILE, 32)
-    scales = {"inverse": inverses[0], "transposed": inverses[1]}
-    again = what["x"].dtype is torch.float32 and casts_in_software(what["x"].device)
-    of_groups = {"AGAIN": again, "G": group, "E8M0": is_mx, "POW2": power_of_2}
-    _launch_tiles(groups_kernel, what, tile, warps, **scales, **of_groups)
-    return inverses[0], inverses[1]
+    launch(amaxes_kernel, tiles, what["x"].device, of_warps(WARPS), x=what["x"], **as_bits, **sizes)
+    _launch_tiles(rows_kernel, what, ROWS_TILE, ROWS_WARPS, **amaxes, **scales)
 
 
 tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", "K", "PADDED", "n"))
@@ -413,8 +383,10 @@ def squares_kernel(
     tile = load_tile(x, m, k, M, K, TM, TK)
     factor, of_factor = scale_of(tl.max(tl.max(magnitude(tile), axis=1), axis=0), E4M3, POW2)
     down, across = M // TM, K // TK
-    tl.store(inverse + m // TM * across + k // TK, of_factor)
-    tl.store(transposed + k // TK * down + m // TM, of_factor)
+    if inverse is not None:
+        tl.store(inverse + m // TM * across + k // TK, of_factor)
+    if transposed is not None:
+        tl.store(transposed + k // TK * down + m // TM, of_factor)
     store_both(tile, factor, factor, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
 
 

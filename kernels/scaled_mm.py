@@ -27,13 +27,16 @@ from torch.nn.functional import pad
 
 from amp.kernels.fp8 import (
     DTYPES,
+    GROUP,
     MULTIPLE,
-    SWIZZLE_COLUMNS,
-    SWIZZLE_ROWS,
+    SIDE,
     Granularity,
     Operand,
     dequantize,
+    exponent_of,
+    shape_of_scales,
     swizzle,
+    swizzled_size,
 )
 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -95,9 +98,9 @@ def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     for operand in (a, b):
         if not _is_contiguous(operand):
             raise ValueError(f"{_shown(a, b)}: values and scales must be contiguous")
-        shape = _shape_of_scales(operand)
+        shape = shape_of_scales(operand.granularity, *operand.values.shape)
         if operand.granularity == "1x32" and operand.inverse.dim() == 1:
-            shape = (_size_of_swizzled(*shape),)
+            shape = (swizzled_size(*shape),)
         dtype = torch.uint8 if operand.granularity == "1x32" else torch.float32
         if operand.inverse.shape != shape or operand.inverse.dtype is not dtype:
             raise ValueError(
@@ -118,24 +121,6 @@ def _shown(a: Operand, b: Operand) -> str:
         f"scales for {each.granularity}"
         for name, each in (("a", a), ("b", b))
     )
-
-
-def _shape_of_scales(operand: Operand) -> tuple[int, ...]:
-    rows, columns = operand.values.shape
-    if operand.granularity == "tensor":
-        return ()
-    if operand.granularity == "row":
-        return (rows, 1)
-    if operand.granularity == "1x128":
-        return (columns // 128, rows)
-    if operand.granularity == "128x128":
-        return (rows // 128, columns // 128)
-    return (rows, columns // 32)
-
-
-def _size_of_swizzled(rows: int, columns: int) -> int:
-    down, across = -(-rows // SWIZZLE_ROWS), -(-columns // SWIZZLE_COLUMNS)
-    return down * SWIZZLE_ROWS * across * SWIZZLE_COLUMNS
 
 
 def _rocm_name(device: torch.device) -> str:
@@ -262,6 +247,6 @@ def _as_1x32(operand: Operand) -> Operand:
     """Return an operand with scales that are powers of 2 for every 32 neighbours in a row."""
     inverse = operand.inverse.t() if operand.granularity == "1x128" else operand.inverse
     if operand.granularity == "128x128":
-        inverse = inverse.repeat_interleave(128, 0)
-    exponent = (inverse.view(torch.int32) >> 23) & 0xFF  # 255 for NaN, as in E8M0
-    return Operand(operand.values, exponent.to(torch.uint8).repeat_interleave(4, 1), "1x32")
+        inverse = inverse.repeat_interleave(SIDE, 0)
+    exponent = exponent_of(inverse).repeat_interleave(SIDE // GROUP, 1)
+    return Operand(operand.values, exponent, "1x32")

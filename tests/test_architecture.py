@@ -25,7 +25,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "about",
     ),
     "session": (
-        "advice",
         "session",
         "setup",
         "overflow_log",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from typing import Any
 
+import amp as _amp
 from amp.lazy import kernels
-from tests.processes import run_python
+from tests.processes import ROOT, run_python
+
+amp: Any = _amp
 
 
 def run(code: str) -> str:
@@ -15,7 +20,7 @@ def run(code: str) -> str:
 
 def test_a_kernel_module_that_is_not_there_is_a_missing_attribute() -> None:
     assert not hasattr(kernels, "nothing")
-    assert kernels.adam.ADAM.moments == 2
+    assert [moment.name for moment in kernels.adam.ADAM.moments] == ["exp_avg", "exp_avg_sq"]
 
 
 def test_import_loads_neither_triton_nor_yaml() -> None:
@@ -26,8 +31,32 @@ def test_import_loads_neither_triton_nor_yaml() -> None:
     ]
 
 
+def test_import_loads_next_to_nothing() -> None:
+    code = "import torch, sys; had = set(sys.modules); import amp; print(*set(sys.modules) - had)"
+    assert [name for name in run(code).split() if name.startswith("amp")] == ["amp"]
+
+
 def test_everything_public_is_importable() -> None:
     assert run("import amp; print(all(hasattr(amp, name) for name in amp.__all__))") == "True"
+    assert run(
+        "import amp; from amp import *; print(scalars.__name__, initialize.__name__)"
+    ).split() == [
+        *("scalars", "initialize"),
+    ]
+
+
+def test_type_checkers_are_told_of_the_same_names() -> None:
+    stub = ast.parse((ROOT / "amp" / "__init__.pyi").read_text())
+    homes = {
+        alias.name: node.module.removeprefix("amp.")
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert homes == amp._HOMES
+    (exported,) = [node.value for node in stub.body if isinstance(node, ast.Assign)]
+    assert sorted(ast.literal_eval(exported)) == amp.__all__
+    assert sorted(amp.__all__) == amp.__all__
 
 
 def test_classes_of_results_are_importable_by_their_public_names() -> None:

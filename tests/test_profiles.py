@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 import amp
+from amp import frontend
 from amp.profiles.fp8_recipe import FP8_KEYS, Fp8Recipe
-from amp.profiles.keys import shown
+from amp.profiles.keys import Key, OneOf, shown
 from amp.profiles.levels import LEVELS, aliases, resolve
 from amp.profiles.loss_scaling import SCALING_KEYS
 from amp.profiles.properties import (
     OVERRIDE_KEYS,
     PROPERTY_KEYS,
+    Overrides,
+    Properties,
+    SessionOptions,
 )
 from tests.models import linear, sgd
 
@@ -376,25 +382,95 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         amp.load_profile(str(tmp_path / "none.yaml"))
 
 
-# What follows from the fields' metadata.
+# A key of profiles is one place, and the rest is compared with it.
 
 
-def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
-    columns = header.count("|") - 1
-    return "\n".join([header, "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+def docs_of(cls: type) -> dict[str, str]:
+    """Return what a class's docstring says of its attributes."""
+    text = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    return {name: " ".join(said.split()) for name, said in found}
 
 
-def test_the_tables_of_keys_in_the_docs_are_the_metadata() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "profiles.md").read_text()
-    rows = [(f"`{k.name}`", k.values or str(k.parse), k.doc) for k in PROPERTY_KEYS.values()]
-    assert table("| key | values | meaning |", rows) in page
-    scaling = amp.LossScaling()
-    more = []
-    for k in SCALING_KEYS.values():
-        default = getattr(scaling, k.field)
+def check_table(page: str, cls: type, keys: Mapping[str, Key], header: str) -> list[dict[str, str]]:
+    """Compare the table under a header with the keys of a class, and return its rows."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text()
+    lines = text[text.index(header) :].partition("\n\n")[0].splitlines()
+    heads, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    found = [dict(zip(heads, row, strict=True)) for row in rows]
+    assert [row["key"].strip("`") for row in found] == list(keys)
+    for row, key in zip(found, keys.values(), strict=True):
+        said = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", row["meaning"])
+        assert said == "see below" or f"{said}." == docs_of(cls)[key.field]
+        assert row.get("also known as", "") == ", ".join(f"`{name}`" for name in key.aliases)
+        if isinstance(key.parse, OneOf) and "values" in row:
+            for word in row["values"].split(", "):
+                key.parse(key.name, word)
+    return found
+
+
+def test_the_tables_of_keys_in_the_docs_are_the_keys() -> None:
+    check_table("profiles.md", Properties, PROPERTY_KEYS, "| key | values | meaning |")
+    header = "| key | default | also known as | meaning |"
+    for row in check_table("profiles.md", amp.LossScaling, SCALING_KEYS, header):
+        default = getattr(amp.LossScaling(), row["key"].strip("`"))
         shown = f"{default:.15g}" if isinstance(default, float) else str(default).lower()
-        more.append((f"`{k.name}`", shown, ", ".join(f"`{name}`" for name in k.aliases), k.doc))
-    assert table("| key | default | also known as | meaning |", more) in page
+        assert row["default"] == shown
+    header = "| key | values | default | also known as | meaning |"
+    for row in check_table("fp8.md", Fp8Recipe, FP8_KEYS, header):
+        default = getattr(Fp8Recipe(recipe="delayed"), name := row["key"].strip("`"))
+        shown = ", ".join(default) if name == "skip" else str(default).lower()
+        assert row["default"] == {"recipe": "current", "format": "by recipe"}.get(name, shown)
+
+
+SAMPLES: tuple[Any, ...] = (
+    *(None, True, False, torch.float16, torch.bfloat16, torch.float32, 2.0, {"init": 2.0}),
+    *("float32", "True", "dynamic", "kahan", "on_overflow", "current", {"recipe": "current"}, ["x"]),
+    *({"except": ["x"]}, [{"op": "torch.mm", "cast": None}], (), (amp.Rule("module", "x", None),)),
+    *(amp.LossScaling(), Fp8Recipe()),
+)
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, as a type checker sees it."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(is_of(value, each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return any(value == each and type(value) is type(each) for each in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float))
+    origin = get_origin(hint) or hint
+    return isinstance(value, origin) and not (origin is Sequence and isinstance(value, str))
+
+
+def test_initialize_takes_every_key_as_its_field_does_and_says_so() -> None:
+    """Its parameters, their types for a checker and its docstring have these keys, and no others."""
+    names = OVERRIDE_KEYS.keys() - {"enabled"}
+    types, of_fields = get_type_hints(Overrides), get_type_hints(Properties)
+    assert types.keys() == names
+    parameters = inspect.signature(amp.initialize).parameters
+    own = parameters.keys() - names - {"models", "optimizers", "enabled", "opt_level", "others"}
+    assert own == SessionOptions.__annotations__.keys() - names
+    text = (inspect.getdoc(amp.initialize) or "").partition("Args:")[2].partition("Returns:")[0]
+    described = re.findall(r"^    (?:    - `)?(\w+)`?: \S", text, re.MULTILINE)
+    assert sorted(described) == sorted((names | parameters.keys()) - {"others"})
+    for name in names:
+        key = OVERRIDE_KEYS[name]
+        if name in parameters:
+            assert eval(parameters[name].annotation, vars(frontend)) == types[name], name
+        with pytest.raises(amp.AmpError, match=f"^{name}="):
+            amp.initialize(linear(), **{name: object()})  # type: ignore[call-overload]
+        taken = [None]
+        for value in SAMPLES:
+            with suppress(amp.AmpError):
+                key.parse(key.name, value)
+                taken.append(value)
+        held = [value for value in SAMPLES if is_of(value, of_fields.get(key.field, float))]
+        others = [value for value in taken if not isinstance(value, (str, torch.dtype))]
+        for value in (*held, *others):  # words and dtypes are spellings of the others
+            assert is_of(value, types[name]), (name, value)
+        for arm in get_args(types[name]):
+            assert any(is_of(value, arm) for value in taken), (name, arm)
 
 
 def test_the_table_of_levels_in_the_docs_is_what_they_resolve_to() -> None:
@@ -409,13 +485,6 @@ def test_the_table_of_levels_in_the_docs_is_what_they_resolve_to() -> None:
             patches += f" ({shown(p.patch_torch_functions_type)})"
         row = (level, names, cells[0], patches, *cells[1:])
         assert f"| {' | '.join(row)} |".replace("|  |", "| |") in page
-
-
-@pytest.mark.parametrize("name", OVERRIDE_KEYS)
-def test_initialize_takes_every_key_that_may_be_overridden(name: str) -> None:
-    wrong: dict[str, Any] = {name: "O2" if name == "enabled" else object()}
-    with pytest.raises(amp.AmpError, match=f"^{name}="):
-        amp.initialize(linear(), **wrong)
 
 
 # Through initialize.
@@ -461,19 +530,6 @@ def test_an_unknown_argument_names_the_nearest() -> None:
 
 
 # FP8.
-
-
-def test_the_table_of_fp8_keys_in_the_docs_is_the_metadata() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "fp8.md").read_text()
-    recipe = Fp8Recipe(recipe="delayed")
-    rows = []
-    for k in FP8_KEYS.values():
-        default = getattr(recipe, k.field)
-        shown_default = ", ".join(default) if k.name == "skip" else str(default).lower()
-        shown_default = {"recipe": "current", "format": "by recipe"}.get(k.name, shown_default)
-        aliases_ = ", ".join(f"`{name}`" for name in k.aliases)
-        rows.append((f"`{k.name}`", k.values, shown_default, aliases_, k.doc))
-    assert table("| key | values | default | also known as | meaning |", rows) in page
 
 
 SAME: dict[str, tuple[Any, Any]] = {

@@ -1,15 +1,13 @@
 """What a type checker knows of `initialize`: `make types` reads this file."""
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from typing import assert_type, get_type_hints
+from typing import assert_type
 
 import pytest
 import torch
 from torch import nn
 
 import amp
-from amp.profiles.overrides import Overrides
-from amp.profiles.properties import OVERRIDE_KEYS
 
 
 def test_what_goes_in_comes_out() -> None:
@@ -33,7 +31,3 @@ def test_unknown_keywords_are_errors_for_a_checker_too() -> None:
         amp.initialize(nn.Linear(2, 2), los_scale=128.0)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="los_scale"):
         amp.Session("O1", los_scale=128.0)  # pyright: ignore[reportCallIssue]
-
-
-def test_the_checker_knows_every_property() -> None:
-    assert get_type_hints(Overrides).keys() == OVERRIDE_KEYS.keys() - {"enabled"}

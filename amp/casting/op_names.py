@@ -11,7 +11,7 @@ import importlib
 import inspect
 import operator
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
@@ -39,18 +39,13 @@ def resolve(place: str) -> Any:
     if isinstance(holder, ModuleType):
         if not _is_of_torch(_name_of(holder, parent)):
             return vars(holder)[name]  # a `__getattr__` of its own may import anything
-        if _is_public(place) and not hasattr(holder, name):
+        if _is_of_torch(place) and "._" not in place and not hasattr(holder, name):
             return importlib.import_module(place)
     return getattr(holder, name)
 
 
 def _is_of_torch(place: str) -> bool:
     return place.partition(".")[0] == "torch"
-
-
-def _is_public(place: str) -> bool:
-    """Whether a module is a part of torch that may be imported: one that no name marks as private."""
-    return _is_of_torch(place) and not any(part.startswith("_") for part in place.split("."))
 
 
 def _name_of(holder: Any, written: str = "") -> str:
@@ -74,13 +69,12 @@ def find(op: str) -> tuple[Any, str, str]:
     return holder, place, name
 
 
-_MAY_BE_OPS = ("math", "operator", "_operator")
+_PYTHONS = sys.stdlib_module_names - {"__main__", "math", "operator", "_operator"} | {"amp"}
 
 
 def is_of_python(place: str) -> bool:
     """Whether a module is one of Python's own, or of this library, by which casts themselves work."""
-    first = place.partition(".")[0]
-    return first == "amp" or (first in sys.stdlib_module_names - {"__main__"} - {*_MAY_BE_OPS})
+    return place.partition(".")[0] in _PYTHONS
 
 
 def is_immutable(holder: Any) -> bool:
@@ -120,19 +114,17 @@ def functions_of(rules: Iterable[Rule]) -> dict[tuple[str, str], Rule]:
         AmpValueError: a rule names no function of this torch or of what the script has imported, or one
             that is left alone.
     """
-    public: dict[int, list[str]] = {}
-    spelled: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    public = functools.cache(_public_functions)
+    spelled = functools.cache(lambda *op: list(spellings(*op)))
     found: dict[tuple[str, str], Rule] = {}
     for rule in rules:
         for op in _matches(rule, public):
-            if op not in spelled:
-                spelled[op] = list(spellings(*op))
-            found |= dict.fromkeys(spelled[op], rule)
+            found |= dict.fromkeys(spelled(*op), rule)
     return found
 
 
-def _matches(rule: Rule, public: dict[int, list[str]]) -> list[tuple[str, str]]:
-    """Return the functions that a rule is for; `public` keeps the names in modules and classes."""
+def _matches(rule: Rule, public: Callable[[str], list[str]]) -> list[tuple[str, str]]:
+    """Return the functions that a rule is for; `public` is a cache of `_public_functions`."""
     holder, place, name = find(rule.pattern)
     if holder is None:
         why = (
@@ -148,30 +140,29 @@ def _matches(rule: Rule, public: dict[int, list[str]]) -> list[tuple[str, str]]:
     elif place in ("torch", "torch.Tensor") and not name.strip("*?"):
         why = f"it is too broad: casting needs some of {place}"
     else:
-        if id(holder) not in public:
-            public[id(holder)] = [
-                each for each in _names_in(holder) if each[0] != "_" and may_be_cast(holder, each)
-            ]
-        matching = [each for each in public[id(holder)] if fnmatchcase(each, name)]
-        if not matching and may_be_cast(holder, name):
-            matching = [name]
-        if matching:
-            return [(place, each) for each in matching]
+        matching = [each for each in public(place) if fnmatchcase(each, name)]
+        if matching or may_be_cast(holder, name):
+            return [(place, each) for each in matching or [name]]
+        why = "it takes no tensors, or casts themselves work by it"
         if member(holder, name) is None:
-            why = f"{brief(place)} has no such function{did_you_mean(name, public[id(holder)])}"
-        else:
-            why = "it takes no tensors, or casts themselves work by it"
+            why = f"{brief(place)} has no such function{did_you_mean(name, public(place))}"
     raise AmpValueError(f"{rule.source}: op {brief(rule.pattern)}: {why}")
 
 
-def _names_in(holder: Any) -> list[str]:
-    of_others = isinstance(holder, ModuleType) and not _is_of_torch(_name_of(holder))
-    return [name for name in (list(vars(holder)) if of_others else dir(holder)) if name]
+def _public_functions(place: str) -> list[str]:
+    """Return the public names in a module or class of what may be cast."""
+    holder = resolve(place)
+    names = list(vars(holder)) if _is_module_of_others(holder) else dir(holder)
+    return [name for name in names if name and name[0] != "_" and may_be_cast(holder, name)]
+
+
+def _is_module_of_others(holder: Any) -> bool:
+    return isinstance(holder, ModuleType) and not _is_of_torch(_name_of(holder))
 
 
 def member(holder: Any, name: str) -> Any:
     """Return an attribute of a module or class, or None. It imports nothing but parts of torch."""
-    if isinstance(holder, ModuleType) and not _is_of_torch(_name_of(holder)):
+    if _is_module_of_others(holder):
         return vars(holder).get(name)
     try:
         return getattr(holder, name, None)

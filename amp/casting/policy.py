@@ -1,20 +1,21 @@
-"""Which functions run in which precision: the tables of `configs/ops/*.yaml` as a frozen value."""
+"""Which functions run in which precision, and why: the tables of `configs/ops/*.yaml`, and rules."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from amp.casting.op_names import functions_of, resolve
+from amp.casting.op_names import find, functions_of, member, resolve, spellings
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
-from amp.profiles.levels import CONFIGS
+from amp.profiles.keys import shown
+from amp.profiles.levels import CONFIGS, levels_with
 from amp.profiles.properties import Properties
-from amp.profiles.yamlfile import Entry, read_mapping
+from amp.profiles.yamlfile import Lines, read_mapping
 
 TableCategory = Literal[
     "native", "half", "recurrent", "float", "promote", "padding", "sequence", "banned", "calls"
@@ -94,34 +95,101 @@ def policy_of(properties: Properties) -> OpPolicy:
 def load_policy(dtype: torch.dtype) -> OpPolicy:
     """Return the table of `configs/ops` for `dtype`, float16 or bfloat16."""
     table = _load(CONFIGS / "ops" / f"{dtype_name(dtype)}.yaml")
-    closed, _ = table.pop("closed")
+    closed, *_ = table.pop("closed")
     rules = tuple(
         OpRule(
             category,  # type: ignore[arg-type]
             place,
             name,
             note=names[name] if isinstance(names, dict) else "",
-            closed=name in closed.value.get(place, ()),
-            source=f"configs/ops/{file}:{entry.lines[place, name]}",
+            closed=name in closed.get(place, ()),
+            source=f"configs/ops/{file}:{lines[category, place, name]}",
         )
-        for category, (entry, file) in table.items()
-        for place, names in entry.value.items()
+        for category, (ops, lines, file) in table.items()
+        for place, names in ops.items()
         for name in names
     )
     return OpPolicy(dtype, rules)
 
 
-def _load(path: Path) -> dict[str, tuple[Entry, str]]:
-    """Return the entries of a table and of those that it extends, each with the name of its file."""
-    table: dict[str, tuple[Entry, str]] = {}
-    for entry in read_mapping(path):
-        if entry.key == "extends":
-            table = _load(path.with_name(f"{entry.value}.yaml"))
-        elif entry.key in _KEYS:
-            table[entry.key] = entry, path.name
+def _load(path: Path) -> dict[str, tuple[Any, Lines, str]]:
+    """Return what is in a table and in those that it extends, each with its file's lines and name."""
+    table: dict[str, tuple[Any, Lines, str]] = {}
+    values, lines = read_mapping(path)
+    for key, value in values.items():
+        if key == "extends":
+            table = _load(path.with_name(f"{value}.yaml"))
+        elif key in _KEYS:
+            table[key] = value, lines, path.name
         else:
             raise AmpValueError(
-                f"{path}:{entry.line}: '{entry.key}' is not one of extends, "
-                f"{', '.join(_KEYS)}{did_you_mean(entry.key, _KEYS)}"
+                f"{path}:{lines[key,]}: '{key}' is not one of extends, "
+                f"{', '.join(_KEYS)}{did_you_mean(key, _KEYS)}"
             )
     return table
+
+
+# Why a function runs in the precision that it does.
+
+
+def explain(op: str, properties: Properties) -> str:
+    """Return what happens to the function of this full name, and which rule of which file says so."""
+    op = op.strip()
+    holder, place, name = find(op)
+    function = member(holder, name)
+    if not callable(function):
+        hint = did_you_mean(name, dir(holder)) if holder is not None else ""
+        raise AmpValueError(f"there is no function '{op}'; give a full name: torch.softmax{hint}")
+    op = f"{place}.{name}"
+    if isinstance(function, type):
+        raise AmpValueError(f"'{op}' is a class; ask about a function that it calls")
+    level = properties.opt_level or "this profile"
+    if not properties.patch_torch_functions:
+        return (
+            f"{op} at {level}: runs in the dtype of its arguments. Functions cast only at "
+            f"{levels_with('patch_torch_functions')}; here the model's weights and inputs are "
+            f"{shown(properties.cast_model_type) if properties.casts_model else 'what they were'}."
+        )
+    policy = policy_of(properties)
+    in_place = [rule.in_place for rule in policy.rules if rule.in_place is not None]
+    rules = {rule.op: rule for rule in (*in_place, *policy.rules)}
+    rule = rules.get(op)
+    lines = [f"{op} at {level}: {describe(rule, policy)}"]
+    categories = {rule and rule.category}
+    if rule is not None and rule.category == "calls":
+        lines.append(f"{rule.note}: {describe(rules[rule.note], policy)}")
+        categories.add(rules[rule.note].category)
+    others = [f"{p}.{n}" for p, n in spellings(place, name) if (p, n) != (place, name)]
+    if others:
+        lines.append(f"other spellings: {', '.join(others)}")
+    for other in others:
+        rule = rules.get(other)
+        if (rule and rule.category) not in categories:
+            lines.append(f"{other}: {describe(rule, policy)}")
+    return "\n".join(lines)
+
+
+def describe(rule: OpRule | None, policy: OpPolicy) -> str:
+    """Return what a rule does, and where it is written, as the rest of a sentence."""
+    if rule is None:
+        return "follows its input: no rule names it, so it runs in the dtype of its arguments."
+    half = dtype_name(policy.dtype)
+    cast = dtype_name(rule.dtype) if rule.dtype else ""
+    what = {
+        "native": f"runs in {half}; in a model's forward torch.autocast casts its arguments, elsewhere "
+        "the function itself does",
+        "half": f"runs in {half}: its floating arguments are cast down",
+        "recurrent": f"runs in {half}: input, state and weights are cast down",
+        "float": "runs in float32: half arguments are cast up, unless it is given a dtype",
+        "promote": "runs in the widest dtype among its floating arguments",
+        "padding": "runs in float32 where mode is reflect or replicate, else follows its input",
+        "sequence": "runs in the widest dtype among the tensors of its first argument",
+        "banned": f"raises on half arguments: {rule.note}",
+        "calls": f"is not patched itself: it calls {rule.note}, which is",
+        "in_place": "casts its other arguments to the dtype that it writes to",
+        "in_place_float": f"raises on half tensors, because {rule.note} gives float32",
+        "cast": f"runs in {cast}, and so does all that it calls"
+        if cast
+        else "follows its input, and nothing that it calls casts",
+    }[rule.category]
+    return f"{what} ({rule.category}, {rule.source})."

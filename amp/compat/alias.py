@@ -4,8 +4,7 @@ A finder on `sys.meta_path` answers for `apex` and what is in it. Each of its mo
 names of one of ours. What is not here says so by name, and says what to use.
 """
 
-from __future__ import annotations
-
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -22,49 +21,33 @@ import torch
 from amp.errors import AmpRuntimeError
 from amp.fp16_utils.loss_scaler import SAFE_GLOBALS
 
-MODULES: dict[str, str | None] = {
-    "amp_C": "amp.compat.amp_c",
-    "apex_C": "amp.compat.apex_c",
-    "apex": None,
-    "apex.amp": "amp.compat.apex_amp",
-    "apex.amp.amp": "amp.compat.apex_amp",
-    "apex.amp.frontend": "amp.compat.apex_amp",
-    "apex.amp._amp_state": "amp.compat.state",
-    "apex.amp.handle": "amp.compat.handle",
-    "apex.amp.lists": "amp.compat.lists",
-    "apex.amp.lists.functional_overrides": "amp.compat.lists.functional_overrides",
-    "apex.amp.lists.tensor_overrides": "amp.compat.lists.tensor_overrides",
-    "apex.amp.lists.torch_overrides": "amp.compat.lists.torch_overrides",
-    "apex.amp.opt": "amp.compat.handle",
-    "apex.amp.scaler": "amp.compat.state",
-    "apex.contrib": None,
-    "apex.contrib.optimizers": "amp.compat.optimizers",
-    "apex.contrib.optimizers.fp16_optimizer": "amp.compat.optimizers",
-    "apex.contrib.optimizers.fused_adam": "amp.compat.optimizers",
-    "apex.contrib.optimizers.fused_lamb": "amp.compat.optimizers",
-    "apex.contrib.optimizers.fused_sgd": "amp.compat.optimizers",
-    "apex.fp16_utils": "amp.fp16_utils",
-    "apex.fp16_utils.fp16_optimizer": "amp.fp16_utils",
-    "apex.fp16_utils.fp16util": "amp.fp16_utils",
-    "apex.fp16_utils.loss_scaler": "amp.fp16_utils",
-    "apex.multi_tensor_apply": "amp.compat.amp_c",
-    "apex.multi_tensor_apply.multi_tensor_apply": "amp.compat.amp_c",
-    "apex.normalization": "amp.compat.normalization",
-    "apex.normalization.fused_layer_norm": "amp.compat.normalization",
-    "apex.optimizers": "amp.compat.optimizers",
-    "apex.optimizers.fp16_optimizer": "amp.compat.optimizers",
-    "apex.optimizers.fused_adagrad": "amp.compat.optimizers",
-    "apex.optimizers.fused_adam": "amp.compat.optimizers",
-    "apex.optimizers.fused_lamb": "amp.compat.optimizers",
-    "apex.optimizers.fused_novograd": "amp.compat.optimizers",
-    "apex.optimizers.fused_sgd": "amp.compat.optimizers",
-    "apex.parallel": "amp.compat.parallel",
-    "apex.parallel.LARC": "amp.compat.parallel",
-    "apex.parallel.distributed": "amp.compat.parallel",
-    "apex.parallel.optimized_sync_batchnorm": "amp.compat.parallel",
-    "apex.parallel.sync_batchnorm": "amp.compat.parallel",
-}
+_TABLE = (
+    ("compat.amp_c", "amp_C", ""),
+    ("compat.amp_c", "apex.multi_tensor_apply", "multi_tensor_apply"),
+    ("compat.apex_c", "apex_C", ""),
+    ("compat.apex_amp", "apex.amp", "amp frontend"),
+    ("compat.handle", "apex.amp.handle", ""),
+    ("compat.handle", "apex.amp.opt", ""),
+    ("compat.lists", "apex.amp.lists", ""),
+    ("compat.lists.functional_overrides", "apex.amp.lists.functional_overrides", ""),
+    ("compat.lists.tensor_overrides", "apex.amp.lists.tensor_overrides", ""),
+    ("compat.lists.torch_overrides", "apex.amp.lists.torch_overrides", ""),
+    ("compat.normalization", "apex.normalization", "fused_layer_norm"),
+    ("compat.optimizers", "apex.contrib.optimizers", "fp16_optimizer fused_adam fused_lamb fused_sgd"),
+    ("compat.optimizers", "apex.optimizers", "fp16_optimizer fused_adam fused_lamb fused_sgd"),
+    ("compat.optimizers", "apex.optimizers", "fused_adagrad fused_novograd"),
+    ("compat.parallel", "apex.parallel", "LARC distributed optimized_sync_batchnorm sync_batchnorm"),
+    ("compat.state", "apex.amp._amp_state", ""),
+    ("compat.state", "apex.amp.scaler", ""),
+    ("fp16_utils", "apex.fp16_utils", "fp16_optimizer fp16util loss_scaler"),
+)
+"""What in `amp` holds the names of a module of apex, and modules inside of that with the same names."""
+
+MODULES: dict[str, str | None] = {"apex": None, "apex.contrib": None}
 """apex's modules, and what holds their names here."""
+for _ours, _module, _parts in _TABLE:
+    for _name in (_module, *(f"{_module}.{part}" for part in _parts.split())):
+        MODULES[_name] = f"amp.{_ours}"
 
 REPLACEMENTS = {
     "amp_C.multi_tensor_adagrad": "amp.optimizers.FusedAdagrad",
@@ -114,9 +97,6 @@ class _Finder(metadata.DistributionFinder, Loader):
         if context is not None and context.name == "apex":
             yield _Distribution()
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         # Its parts first: LARC and _amp_state are names of a module and of what is in it.
         for name in MODULES:
@@ -125,9 +105,8 @@ class _Finder(metadata.DistributionFinder, Loader):
         source = MODULES[module.__name__]
         if source is not None:
             ours = importlib.import_module(source)
-            vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("__")})
-            module.__doc__ = ours.__doc__
-            vars(module)["__all__"] = ours.__all__
+            names = {k: v for k, v in vars(ours).items() if not k.startswith("__")}
+            vars(module).update(names, __doc__=ours.__doc__, __all__=_public(ours))
 
         def no_such_part(name: str) -> Any:
             raise AttributeError(_missing(f"{module.__name__}.{name}"), name=name, obj=module)
@@ -145,19 +124,22 @@ class _Distribution(metadata.Distribution):
         return Path(path)
 
 
+def _public(module: ModuleType) -> list[str]:
+    """Return what `from module import *` has: `__all__`, or else the public names that it defines."""
+    own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+
+
 def _missing(name: str) -> str:
-    return f"'{name}' is a part of apex that reamp does not have{_advice(name)}"
-
-
-def _advice(name: str) -> str:
-    """Return what to use for a part of apex that is not here."""
-    for part, replacement in REPLACEMENTS.items():
-        if f"{name}.".startswith(f"{part}."):
-            return f"; use {replacement} instead"
-    return ""
+    """Return what is said of a part of apex that is not here, and what to use instead."""
+    uses = [use for part, use in REPLACEMENTS.items() if f"{name}.".startswith(f"{part}.")]
+    advice = f"; use {uses[0]} instead" if uses else ""
+    return f"'{name}' is a part of apex that reamp does not have{advice}"
 
 
 _FINDER = _Finder()
+_installed = contextlib.ExitStack()
+"""What `uninstall` undoes."""
 
 
 def install(replace: bool = False) -> None:
@@ -173,16 +155,20 @@ def install(replace: bool = False) -> None:
     """
     if _FINDER in sys.meta_path:
         return
-    real = sys.modules.get("apex")
-    found = real is not None or importlib.util.find_spec("apex") is not None
-    if found and not replace:
+    if not replace and (sys.modules.get("apex") or importlib.util.find_spec("apex")):
         raise AmpRuntimeError(
             "a real apex is installed here, and amp.compat.install() does not stand in for it unasked: "
             "uninstall it, or call amp.compat.install(replace=True)"
         )
     _forget_modules()
     sys.meta_path.insert(0, _FINDER)
-    torch.serialization.add_safe_globals(SAFE_GLOBALS)
+    _installed.enter_context(torch.serialization.safe_globals(SAFE_GLOBALS))
+
+
+def take_the_place_of(module: str) -> None:
+    """Install the alias, and import a module by it: the module of this name that is asking is gone."""
+    install(replace=True)
+    importlib.import_module(module)
 
 
 def uninstall() -> None:
@@ -190,11 +176,7 @@ def uninstall() -> None:
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
         _forget_modules()
-        others = [
-            known for known in torch.serialization.get_safe_globals() if known not in SAFE_GLOBALS
-        ]
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(others)
+        _installed.close()
 
 
 def _forget_modules() -> None:

@@ -5,8 +5,6 @@ is set where something is inf or NaN, and that makes optimizer steps skip; and l
 host does not wait for the device on GPUs with Triton.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,20 +14,7 @@ from torch import Tensor
 
 from amp.lazy import kernels
 from amp.profiles.keys import SMALLEST_SCALE
-from amp.training import recorder
-
-__all__ = [
-    "MultiTensorApply",
-    "multi_tensor_adam",
-    "multi_tensor_applier",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_lamb",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis",
-]
+from amp.training.recorder import FOUND_INF, GOOD_STEPS, HYSTERESIS, SCALE, STATE_SIZE
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -96,9 +81,8 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the norms of `lists[0] * inv_scale`, as `multi_tensor_l2norm` does."""
     found_inf = torch.zeros_like(flag, dtype=torch.float32)
-    norms = kernels.l2norm.l2norm(
-        lists[0], None if inv_scale is None else _one(inv_scale, flag), found_inf=found_inf
-    )
+    inv_scale = None if inv_scale is None else _one(inv_scale, flag)
+    norms = kernels.l2norm.l2norm(lists[0], inv_scale, found_inf=found_inf)
     _raise_flag(flag, found_inf)
     return norms.total, norms.each if per_tensor else norms.each[:0]
 
@@ -131,14 +115,8 @@ def multi_tensor_adam(
         bias_correction: whether moments are corrected for having started at 0.
         weight_decay: the weight decay.
     """
-    group = {
-        "lr": lr,
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "decoupled_weight_decay": mode == 1,
-        "bias_correction": bias_correction,
-    }
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    group |= {"decoupled_weight_decay": mode == 1, "bias_correction": bias_correction}
     _step(kernels.adam.ADAM, group, flag, lists, step)
 
 
@@ -160,16 +138,9 @@ def multi_tensor_lamb(
     use_nvlamb: bool = False,
 ) -> None:
     """Step parameters by LAMB, clipped by a norm that is known; see `multi_tensor_adam`."""
-    group = {
-        "lr": lr,
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "adam_w_mode": mode == 1,
-        "bias_correction": bias_correction,
-        "grad_averaging": grad_averaging,
-        "use_nvlamb": use_nvlamb,
-    }
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    group |= {"adam_w_mode": mode == 1, "bias_correction": bias_correction}
+    group |= {"grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb}
     clip = (max_grad_norm / _one(global_grad_norm, flag)).clamp(max=1.0) if max_grad_norm else None
     _step(kernels.lamb.LAMB, group, flag, lists, step, clip=clip)
 
@@ -202,25 +173,10 @@ def multi_tensor_sgd(
         wd_after_momentum: whether the weight decay stays out of the momentum.
         scale: what to multiply the gradients by.
     """
-    group = {
-        "lr": lr,
-        "momentum": momentum,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "wd_after_momentum": wd_after_momentum,
-    }
-    models = lists[3] if len(lists) > 3 else None
-    step = 1 if first_run else 2
-    _step(
-        kernels.sgd.MOMENTUM_SGD,
-        group,
-        flag,
-        lists[:3],
-        step,
-        models=models,
-        inv_scale=_one(scale, flag),
-    )
+    group = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    group |= {"weight_decay": weight_decay, "wd_after_momentum": wd_after_momentum}
+    options = {"models": lists[3] if len(lists) > 3 else None, "inv_scale": _one(scale, flag)}
+    _step(kernels.sgd.MOMENTUM_SGD, group, flag, lists[:3], 1 if first_run else 2, **options)
 
 
 def update_scale_hysteresis(
@@ -237,13 +193,9 @@ def update_scale_hysteresis(
 
     As apex's it does not grow to inf, and it falls to 0 instead of a denormal number.
     """
-    parts = {
-        recorder.SCALE: current_scale,
-        recorder.GOOD_STEPS: growth_tracker,
-        recorder.HYSTERESIS: hysteresis_tracker,
-    }
-    state = torch.zeros(recorder.STATE_SIZE, dtype=torch.float32, device=current_scale.device)
-    for at, part in {**parts, recorder.FOUND_INF: found_inf}.items():
+    parts = {SCALE: current_scale, GOOD_STEPS: growth_tracker, HYSTERESIS: hysteresis_tracker}
+    state = torch.zeros(STATE_SIZE, dtype=torch.float32, device=current_scale.device)
+    for at, part in {**parts, FOUND_INF: found_inf}.items():
         state[at].copy_(part.reshape(()))
     kernels.update_scale.update_scale(
         state,
@@ -255,7 +207,7 @@ def update_scale_hysteresis(
         floor=0.0,
         ceiling=math.inf,
     )
-    scale = state[recorder.SCALE]
+    scale = state[SCALE]
     scale.copy_(torch.where(scale.isinf(), current_scale.reshape(()), scale))
     scale.mul_(scale >= SMALLEST_SCALE)
     for at, part in parts.items():
@@ -268,10 +220,9 @@ def _step(
 ) -> None:
     grads, params, *moments = lists
     counters = torch.full((len(params),), t - 1.0, dtype=torch.float32, device=params[0].device)
-    found_inf = flag.reshape(1).float()
-    numbers = rule.numbers(group)
+    state = (params, grads, moments, counters.unbind())
     kernels.stepping.step(
-        rule, numbers, params, grads, moments, counters.unbind(), found_inf=found_inf, **options
+        rule, rule.numbers(group), *state, found_inf=flag.reshape(1).float(), **options
     )
 
 

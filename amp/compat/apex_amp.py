@@ -1,7 +1,5 @@
 """What `apex.amp` had, as it spelled it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from amp import frontend

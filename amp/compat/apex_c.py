@@ -1,13 +1,9 @@
 """What `apex_C` had: many tensors in one, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-__all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

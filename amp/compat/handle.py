@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -12,12 +12,10 @@ from torch import Tensor
 from amp.casting.regions import disable_casts
 from amp.compat import lists
 from amp.compat.state import _amp_state
-from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpNotImplementedError, AmpRuntimeError, brief
-from amp.profiles.levels import LEVELS, load_profile
 from amp.session import Session
 
-__all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
+_LEVELS = {torch.float16: "O1", torch.bfloat16: "O4"}
 
 
 def init(
@@ -47,25 +45,21 @@ def init(
     """
     if not enabled:
         return NoOpHandle()
-    if not isinstance(patch_type, torch.dtype) or patch_type not in LOW_PRECISION:
-        shown = brief(patch_type)
-        raise AmpRuntimeError(f"patch_type={shown} is not one of torch.float16, torch.bfloat16")
-    allowed = [
-        {"op": f"torch.nn.functional.{name}", "cast": torch.float32}
-        for name, _ in lists.functional_overrides.BANNED_FUNCS
-        if allow_banned
-    ]
+    if not isinstance(patch_type, torch.dtype) or patch_type not in _LEVELS:
+        raise AmpRuntimeError(
+            f"patch_type={brief(patch_type)} is not one of {', '.join(map(str, _LEVELS))}"
+        )
+    banned = lists.functional_overrides.BANNED_FUNCS if allow_banned else []
+    rules = [{"op": f"torch.nn.functional.{name}", "cast": torch.float32} for name, _ in banned]
     lists.heed()
-    levels = {load_profile(level).patch_torch_functions_type: level for level in reversed(LEVELS)}
-    session = Session(levels[patch_type], loss_scale=loss_scale, verbosity=0, rules=allowed)
+    session = Session(_LEVELS[patch_type], loss_scale=loss_scale, verbosity=0, rules=rules)
     session.initialize(None)
-    handle = AmpHandle(session, enable_caching, verbose)
-    _amp_state.handle = handle
+    handle = _amp_state.handle = AmpHandle(session, enable_caching, verbose)
     return handle
 
 
-class AmpHandle:
-    """apex's handle on the functions that cast.
+class _Handle:
+    """What both handles have.
 
     Args:
         session: whose functions they are.
@@ -82,16 +76,26 @@ class AmpHandle:
         """Whether functions cast, here and now."""
         return self._session.casts_ops
 
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return the optimizer with a `scale_loss` of its own, and a scale for each of `num_loss`."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    _disable_casts = staticmethod(disable_casts)
+    _clear_cache = staticmethod(torch.clear_autocast_cache)
+
+    def _deactivate(self) -> None:
+        self._session.stop_casting_ops()
+
+
+class AmpHandle(_Handle):
+    """apex's handle on the functions that cast."""
+
     def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
         """Raise: apex took this away in 2019."""
         raise AmpRuntimeError(
             "amp_handle.scale_loss is of apex's first API. Use amp.initialize and amp.scale_loss, or "
             "optimizer = amp_handle.wrap_optimizer(optimizer) and optimizer.scale_loss(loss)"
         )
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Return the optimizer with a `scale_loss` of its own, and a scale for each of `num_loss`."""
-        return OptimWrapper(optimizer, self, num_loss)
 
     @property
     def cache(self) -> dict[Tensor, Tensor]:
@@ -102,41 +106,16 @@ class AmpHandle:
         """Forget the casts of weights."""
         torch.clear_autocast_cache()
 
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
 
-    _disable_casts = staticmethod(disable_casts)
-
-    def _deactivate(self) -> None:
-        self._session.stop_casting_ops()
-
-
-class NoOpHandle:
+class NoOpHandle(_Handle):
     """What `init(enabled=False)` returns: nothing is cast, and nothing is scaled."""
 
-    has_cache = False
-    verbose = False
+    def __init__(self) -> None:
+        super().__init__(Session(enabled=False), enable_caching=False)
 
-    def is_active(self) -> bool:
-        """Return False."""
-        return False
-
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Yield the loss."""
-        yield loss
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Return the optimizer with a `scale_loss` that yields the loss."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    _disable_casts = staticmethod(disable_casts)
-
-    def _clear_cache(self) -> None:
-        """Do nothing."""
-
-    def _deactivate(self) -> None:
-        """Do nothing."""
+        return nullcontext(loss)
 
 
 class OptimWrapper:
@@ -150,12 +129,12 @@ class OptimWrapper:
         num_loss: how many losses have a scale of their own.
     """
 
-    def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+    def __init__(self, optimizer: Any, amp_handle: _Handle, num_loss: int) -> None:
         self._optimizer = optimizer
         self._next_loss = 0
-        self._session = Session(enabled=False)
-        if isinstance(amp_handle, AmpHandle):
-            scale = amp_handle._session.properties.loss_scale
+        self._session = amp_handle._session
+        if self._session.properties.enabled:
+            scale = self._session.properties.loss_scale
             self._session = Session(
                 "O0", cast_model_type=False, loss_scale=scale, num_losses=num_loss, verbosity=0
             )

@@ -1,26 +1,12 @@
 """What `apex.normalization` had: torch's norms, which are fused, by apex's names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from amp.errors import AmpRuntimeError
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedRMSNorm",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-]
 
 
 class _Arguments:
@@ -33,8 +19,7 @@ class _Arguments:
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        options: dict[str, Any] = {"eps": eps, "elementwise_affine": elementwise_affine}
-        super().__init__(normalized_shape, **options)  # type: ignore[call-arg]
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)  # type: ignore[call-arg]
 
 
 class FusedLayerNorm(_Arguments, nn.LayerNorm):
@@ -65,9 +50,9 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the norm of the input, in the weight's dtype."""
-        return F.layer_norm(
-            input.float(), self.normalized_shape, _wide(self.weight), _wide(self.bias), self.eps
-        ).to(self.weight.dtype)
+        weight, bias = self.weight.float(), self.bias.float()
+        wide = F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
+        return wide.to(self.weight.dtype)
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
@@ -75,7 +60,7 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of the input, in the weight's dtype."""
-        wide = F.rms_norm(x.float(), list(self.normalized_shape), _wide(self.weight), self.eps)
+        wide = F.rms_norm(x.float(), list(self.normalized_shape), self.weight.float(), self.eps)
         return wide.to(self.weight.dtype)
 
 
@@ -85,11 +70,7 @@ def fused_layer_norm(input: Tensor, normalized_shape: Sequence[int], eps: float 
 
 
 def fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Sequence[int],
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6
 ) -> Tensor:
     """Return the layer norm of an input, times a weight and with a bias."""
     return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
@@ -101,14 +82,7 @@ def fused_rms_norm(input: Tensor, normalized_shape: Sequence[int], eps: float = 
 
 
 def fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: Sequence[int],
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6
 ) -> Tensor:
     """Return the RMS norm of an input, times a weight."""
     return F.rms_norm(input, list(normalized_shape), weight, eps)
-
-
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(torch.float32)

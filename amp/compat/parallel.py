@@ -1,7 +1,5 @@
 """What `apex.parallel` had: torch's distributed training by apex's names, and LARC."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,15 +8,6 @@ from torch.nn import functional as F
 
 from amp.errors import AmpValueError
 from amp.kernels.grad_mode import without_grad
-
-__all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -64,7 +53,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             before = 1 / gradient_predivide_factor
             world = distributed.get_world_size()
             after = gradient_predivide_factor / world if gradient_average else 1.0
-            # torch compares annotations with classes, and here they are strings: a lambda has none.
+            # torch asks a hook for its name, which a partial has not.
             self.register_comm_hook(
                 None, lambda _, bucket: _reduce(bucket, before, after, allreduce_always_fp32)
             )
@@ -74,11 +63,8 @@ def _reduce(bucket: Any, before: float, after: float, in_fp32: bool) -> torch.fu
     """Sum a bucket of gradients over the ranks, multiplied before and after, perhaps in float32."""
     buffer = bucket.buffer()
     wide = buffer.float() if in_fp32 else buffer
-    reduced = distributed.all_reduce(wide * before, async_op=True)
-    assert reduced is not None
-    return reduced.get_future().then(  # type: ignore[no-any-return]
-        lambda future: (future.value()[0] * after).to(buffer.dtype)
-    )
+    work: Any = distributed.all_reduce(wide * before, async_op=True)
+    return work.get_future().then(lambda future: (future.value()[0] * after).to(buffer.dtype))  # type: ignore[no-any-return]
 
 
 class Reducer:
@@ -146,8 +132,7 @@ def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
     """Return a model whose batch norms share their statistics over the ranks."""
-    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-    converted: nn.Module = convert(module, process_group)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
     for norm in converted.modules():
         if type(norm) is nn.SyncBatchNorm:  # scripts ask whether it is apex's
             norm.__class__ = SyncBatchNorm
@@ -165,12 +150,10 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """
     if group_size == 0:
         return None
-    world, rank = distributed.get_world_size(), distributed.get_rank()
+    world = distributed.get_world_size()
     if group_size < 1 or world % group_size:
         raise AmpValueError(f"group_size={group_size} does not divide the {world} ranks there are")
-    starts = range(0, world, group_size)
-    groups = [distributed.new_group(list(range(at, at + group_size))) for at in starts]
-    return groups[rank // group_size]
+    return distributed.new_subgroups(group_size)[0]  # type: ignore[no-untyped-call]
 
 
 class LARC:
@@ -201,11 +184,6 @@ class LARC:
         return getattr(self.optim, name)
 
     @property
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self.optim.state
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups."""
         return self.optim.param_groups  # type: ignore[no-any-return]
@@ -214,25 +192,20 @@ class LARC:
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optim.param_groups = value
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients."""
-        self.optim.zero_grad(*args, **kwargs)
-
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Adapt the gradients and step. The host does not wait for the device."""
-        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
+        decays = [(g, g["weight_decay"]) for g in self.param_groups if "weight_decay" in g]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._adapt(parameter, group.get("weight_decay", 0.0), group["lr"])
         try:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = 0.0
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._adapt(parameter, decay, group["lr"])
+            for group, _ in decays:
+                group["weight_decay"] = 0.0
             return self.optim.step(*args, **kwargs)
         finally:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = decay
+            for group, decay in decays:
+                group["weight_decay"] = decay
 
     @without_grad
     def _adapt(self, parameter: Tensor, decay: float, lr: float) -> None:
@@ -243,5 +216,4 @@ class LARC:
         if self.clip:
             rate = (rate / lr).clamp(max=1.0)
         adapts = (of_parameter != 0) & (of_grad != 0)
-        adapted = (grad + decay * parameter) * rate
-        grad.copy_(torch.where(adapts, adapted, grad))
+        grad.copy_(torch.where(adapts, (grad + decay * parameter) * rate, grad))

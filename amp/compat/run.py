@@ -1,7 +1,5 @@
 """`python -m amp run`: a script that imports apex, unchanged."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import io

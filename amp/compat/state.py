@@ -1,23 +1,39 @@
 """What scripts read of apex's insides: `_amp_state`, its loss scalers, and an optimizer's stash."""
 
-from __future__ import annotations
-
 import dataclasses
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from amp import frontend
 from amp.errors import AmpRuntimeError
-from amp.fp16_utils.groups import MasterGroups
+from amp.fp16_utils.optimizer import MasterGroups
 from amp.lazy import kernels
 from amp.profiles.loss_scaling import LossScaling
 from amp.training import scaler
 from amp.training.attachment import AttachedOptimizer
 
 __all__ = ["LossScaler", "_amp_state"]
+
+_ARGUMENTS = {
+    "_scale_factor": "scale_factor",
+    "_scale_seq_len": "scale_window",
+    "_min_loss_scale": "min_loss_scale",
+    "_max_loss_scale": "max_loss_scale",
+}
+"""What a pickle of a scaler has besides its state; apex's has no factor, which was 2."""
+
+
+def _setting(field: str) -> Any:
+    """Return a property of `LossScaler`: a field of the configuration, which may be set."""
+
+    def set_field(face: Any, value: Any) -> None:
+        face._ours.config = dataclasses.replace(face._ours.config, **{field: value})
+
+    return property(operator.attrgetter(f"_ours.config.{field}"), set_field)
 
 
 class LossScaler:
@@ -44,10 +60,10 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        dynamic = loss_scale == "dynamic"
+        is_dynamic = loss_scale == "dynamic"
         config = LossScaling(
-            mode="dynamic" if dynamic else "static",
-            init=init_scale if dynamic else float(loss_scale),
+            mode="dynamic" if is_dynamic else "static",
+            init=init_scale if is_dynamic else float(loss_scale),
             growth_factor=scale_factor,
             backoff_factor=1 / scale_factor,
             growth_interval=scale_window,
@@ -59,7 +75,7 @@ class LossScaler:
     _given_buf: Tensor | None = None
 
     @classmethod
-    def of(cls, ours: scaler.LossScaler) -> LossScaler:
+    def of(cls, ours: scaler.LossScaler) -> Self:
         """Return the face of a scaler."""
         face = cls.__new__(cls)
         face._ours = ours
@@ -143,85 +159,42 @@ class LossScaler:
 
     @dynamic.setter
     def dynamic(self, value: bool) -> None:
-        scale = self._ours.loss_scale()
-        self._configure(mode="dynamic" if value else "static", init=scale)
+        self._ours.config = dataclasses.replace(
+            self._ours.config, mode="dynamic" if value else "static", init=self._ours.loss_scale()
+        )
 
     @property
     def _overflow_buf(self) -> Tensor:
-        if self._given_buf is not None:
-            return self._given_buf
-        found_inf = self._ours.found_inf
-        if found_inf is None:
-            return torch.zeros(1, dtype=torch.int32, device="cpu")
-        return found_inf.int()
+        found_inf = self._ours.found_inf if self._given_buf is None else self._given_buf
+        return torch.zeros(1, dtype=torch.int32, device="cpu") if found_inf is None else found_inf.int()
 
     @_overflow_buf.setter
     def _overflow_buf(self, value: Tensor) -> None:
         self._given_buf = value
 
     @property
-    def _scale_factor(self) -> float:
-        return self._ours.config.growth_factor
-
-    @property
     def _has_overflow(self) -> bool:
-        found_inf = self._ours.found_inf
-        if found_inf is None:
-            return False
-        return found_inf.item() > 0 or self._ours.state_dict()["overflows_in_a_row"] > 0
+        found_inf, state_of = self._ours.found_inf, self._ours.state_dict
+        return found_inf is not None and (found_inf.item() > 0 or state_of()["overflows_in_a_row"] > 0)
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
         self._ours.load_state_dict({**self._ours.state_dict(), "overflows_in_a_row": int(value)})
 
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self._ours.config.min
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float | None) -> None:
-        self._configure(min=value)
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return self._ours.config.max
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self._configure(max=value)
-
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._ours.config.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._configure(growth_interval=value)
-
-    def _configure(self, **changes: Any) -> None:
-        self._ours.config = dataclasses.replace(self._ours.config, **changes)
+    _scale_factor = property(operator.attrgetter("_ours.config.growth_factor"))
+    _min_loss_scale: float | None = _setting("min")
+    _max_loss_scale: float = _setting("max")
+    _scale_seq_len: int = _setting("growth_interval")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _SAVED}
+        names = ("dynamic", "_loss_scale", "_unskipped", *_ARGUMENTS)
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(  # type: ignore[misc]
-            "dynamic" if state["dynamic"] else state["_loss_scale"],
-            scale_factor=state.get("_scale_factor", 2.0),
-            scale_window=state["_scale_seq_len"],
-            min_loss_scale=state["_min_loss_scale"],
-            max_loss_scale=state["_max_loss_scale"],
-        )
+        options = {argument: state[name] for name, argument in _ARGUMENTS.items() if name in state}
+        self.__init__("dynamic" if state["dynamic"] else state["_loss_scale"], **options)  # type: ignore[misc]
         saved = {"loss_scale": state["_loss_scale"], "unskipped": state["_unskipped"]}
         self._ours.load_state_dict(saved)
-
-
-_SAVED = (
-    *("dynamic", "_loss_scale", "_unskipped"),
-    *("_scale_seq_len", "_min_loss_scale", "_max_loss_scale"),
-    "_scale_factor",
-)
-"""What a pickle has; apex's has no factor, which was 2."""
 
 
 class _NotInitializedError(AmpRuntimeError, AttributeError):
@@ -239,11 +212,9 @@ class AmpState:
     """
 
     handle: Any
-
-    def __init__(self) -> None:
-        self.hard_override = False
-        self.allow_incoming_model_not_fp32 = False
-        self.verbosity = 1
+    hard_override = False
+    allow_incoming_model_not_fp32 = False
+    verbosity = 1
 
     @property
     def opt_properties(self) -> Any:
@@ -283,20 +254,15 @@ class Stash(MasterGroups):
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.lazy_init_called = True
         self.already_patched = False
-
-    def _optimizer_of_groups(self) -> Any:
-        return self._optimizer
 
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether there are gradients that wait for unscaling."""
-        attached = AttachedOptimizer.of(self._optimizer)
+        attached = AttachedOptimizer.of(self.optimizer)
         return attached is not None and attached.gradients.delayed is not None
 
-    @property
-    def all_fp32_params(self) -> list[Tensor]:
-        """The parameters without a master, by the name that they have where none has one."""
-        return self.all_fp32_from_fp32_params
+    all_fp32_params = MasterGroups.all_fp32_from_fp32_params
+    """The parameters without a master, by the name that they have where none has one."""

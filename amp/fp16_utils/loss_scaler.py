@@ -1,7 +1,5 @@
 """Static and dynamic loss scalers with the names of `apex.fp16_utils`, made of this library's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +28,7 @@ class LossScaler:
     @property
     def loss_scale(self) -> float:
         """The scale. The host waits for the device."""
-        return self._scaler.loss_scale()
+        return self.cur_scale
 
     @property
     def cur_scale(self) -> float:
@@ -110,9 +108,7 @@ class DynamicLossScaler(LossScaler):
 
     def update_scale(self, overflow: bool) -> None:
         """Move the scale by whether there was an overflow. The host does not wait."""
-        found_inf = self._scaler.found_inf
-        assert found_inf is not None
-        found_inf.fill_(float(overflow))
+        self._scaler.found_inf.fill_(float(overflow))  # type: ignore[union-attr]
         self._scaler.update()
         self._scaler.recorder.learn()
         self._scaler.recorder.warn_if_endless()
@@ -126,8 +122,7 @@ class DynamicLossScaler(LossScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["cur_scale"], state["scale_factor"], state["scale_window"])  # type: ignore[misc]
-        self.cur_iter = state["cur_iter"]
-        self.last_overflow_iter = state["last_overflow_iter"]
+        self.cur_iter, self.last_overflow_iter = state["cur_iter"], state["last_overflow_iter"]
         good = (self.cur_iter - self.last_overflow_iter - 1) % self.scale_window
         self._scaler.load_state_dict({"loss_scale": state["cur_scale"], "unskipped": good})
 
@@ -138,10 +133,10 @@ def backoff_of(scale_factor: Any) -> float:
 
 
 class SavedLossScaler:
-    """The scaler that `FP16_Optimizer.state_dict()` of apex held: what it was, and nothing it did."""
+    """The scaler that `FP16_Optimizer.state_dict()` of apex held: what it was, and nothing it did.
 
-    _loss_scale: float
-    _unskipped: int
+    It has `_loss_scale` and `_unskipped`.
+    """
 
 
 SAFE_GLOBALS: list[Any] = [
@@ -159,7 +154,6 @@ SAFE_GLOBALS: list[Any] = [
 def _is_not_finite(tensors: list[Tensor]) -> bool:
     if not tensors:
         return False
-    device = tensors[0].device
-    found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-    kernels.unscale.check(tensors, torch.ones(1, dtype=torch.float32, device=device), found_inf)
+    found_inf = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
+    kernels.unscale.check(tensors, torch.ones_like(found_inf), found_inf)
     return found_inf.item() > 0

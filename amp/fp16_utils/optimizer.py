@@ -4,8 +4,8 @@ It is a session with one optimizer and no model: `backward` is a `scale_loss` bl
 at what is attached to the optimizer.
 """
 
-from __future__ import annotations
-
+import itertools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpRuntimeError, AmpTypeError, brief, truth_of
-from amp.fp16_utils.groups import MasterGroups
 from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, backoff_of
 from amp.kernels.grad_mode import without_grad
 from amp.profiles.keys import SMALLEST_SCALE, parse_number
@@ -23,15 +22,63 @@ from amp.training import scaler
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.optimizer_wrappers import is_optimizer
-from amp.training.scaler import read_state
 
-_DYNAMIC_ARGUMENTS = {
-    "init_scale": "init",
-    "scale_factor": "growth_factor",
-    "scale_window": "growth_interval",
-    "min_loss_scale": "min",
-    "max_loss_scale": "max",
-}
+_DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
+
+
+def _flat(groups: str) -> Any:
+    """Return a property of `MasterGroups`: the parameters of all groups."""
+    return property(lambda self: list(itertools.chain.from_iterable(getattr(self, groups))))
+
+
+class MasterGroups:
+    """The trainable parameters of an optimizer that a session has, group by group.
+
+    Attributes:
+        optimizer: the optimizer.
+    """
+
+    optimizer: Any
+
+    def _groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
+        """Return what is stepped of each group, with the model's parameter of each master."""
+        attached = AttachedOptimizer.of(self.optimizer)
+        if attached is None:
+            return []
+        model = attached.masters.model
+        groups = [[(p, model(p)) for p in group["params"]] for group in self.optimizer.param_groups]
+        return [[(p, m) for p, m in group if (p if m is None else m).requires_grad] for group in groups]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The 16-bit parameters of each group."""
+        return [[model for _, model in group if model is not None] for group in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of those."""
+        return [[stepped for stepped, model in group if model is not None] for group in self._groups()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The other parameters of each group."""
+        return [[stepped for stepped, model in group if model is None] for group in self._groups()]
+
+    all_fp16_params = _flat("fp16_groups")
+    """The parameters of `fp16_groups`."""
+    all_fp32_from_fp16_params = _flat("fp32_from_fp16_groups")
+    """The parameters of `fp32_from_fp16_groups`."""
+    all_fp32_from_fp32_params = _flat("fp32_from_fp32_groups")
+    """The parameters of `fp32_from_fp32_groups`."""
+
+
+def _shown(name: str) -> Any:
+    """Return a property of `FP16_Optimizer`: an attribute of the optimizer inside, which may be set."""
+
+    def set_inside(outer: Any, value: Any) -> None:
+        setattr(outer.optimizer, name, value)
+
+    return property(operator.attrgetter(f"optimizer.{name}"), set_inside)
 
 
 class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's name)
@@ -73,16 +120,14 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         if dynamic_loss_args is not None and not isinstance(dynamic_loss_args, Mapping):
             raise AmpTypeError(f"dynamic_loss_args={brief(dynamic_loss_args)} is no dict")
         if truth_of("dynamic_loss_scale", dynamic_loss_scale):
-            loss_scale = {"mode": "dynamic"}
-            for name, value in (dynamic_loss_args or {}).items():
+            loss_scale = {"mode": "dynamic", **(dynamic_loss_args or {})}
+            for name in dynamic_loss_args or ():
                 if name not in _DYNAMIC_ARGUMENTS:
                     raise AmpTypeError(
                         f"dynamic_loss_args has {brief(name)}; allowed: {', '.join(_DYNAMIC_ARGUMENTS)}"
                     )
-                if value is not None:
-                    loss_scale[_DYNAMIC_ARGUMENTS[name]] = value
-            if "growth_factor" in loss_scale:
-                loss_scale["backoff_factor"] = backoff_of(loss_scale["growth_factor"])
+            if loss_scale.get("scale_factor") is not None:
+                loss_scale["backoff_factor"] = backoff_of(loss_scale["scale_factor"])
         verbosity = int(truth_of("verbose", verbose))
         self._session = Session("O2", verbosity=verbosity, loss_scale=loss_scale)
         self._session.initialize([], init_optimizer)
@@ -105,37 +150,16 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     # What it shows of the optimizer.
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, of masters."""
-        return self.optimizer.param_groups  # type: ignore[no-any-return]
-
-    @param_groups.setter
-    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, value: list[dict[str, Any]]
-    ) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The optimizer's defaults."""
-        return self.optimizer.defaults  # type: ignore[no-any-return]
+    param_groups = _shown("param_groups")
+    """The optimizer's groups, of masters."""
+    state = _shown("state")
+    """The optimizer's state."""
+    defaults = _shown("defaults")
+    """The optimizer's defaults."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose 16-bit parameters get masters."""
         self.optimizer.add_param_group(param_group)
-
-    def _optimizer_of_groups(self) -> Any:
-        return self.optimizer
 
     # A training step.
 
@@ -163,9 +187,8 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
                 `update_master_grads` after the last backward.
             retain_graph: as for `torch.Tensor.backward`.
         """
-        with self._session.scale_loss(
-            loss, self.optimizer, delay_unscale=not update_master_grads
-        ) as scaled_loss:
+        delayed = not update_master_grads
+        with self._session.scale_loss(loss, self.optimizer, delay_unscale=delayed) as scaled_loss:
             scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def update_master_grads(self) -> None:
@@ -176,10 +199,10 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         """
         gradients = self._attached.gradients
         if gradients.delayed is None and any(p.grad is not None for p in self.all_fp16_params):
-            block = Block(scaler := self._session.scalers[0], [gradients])
-            block.scale = scaler.scale_now()  # by which the caller has scaled the loss
+            block = Block(self.loss_scaler, [gradients])
+            block.scale = self.loss_scaler.scale_now()  # by which the caller has scaled the loss
             gradients.delay(block)()
-        self._attached.gradients.finish_delayed()
+        gradients.finish_delayed()
 
     @property
     def overflow(self) -> bool:
@@ -221,7 +244,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._session.scalers[0].set_scale(value)
+        self.loss_scaler.set_scale(value)
 
     @property
     def cur_scale(self) -> float:
@@ -237,16 +260,13 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer and scale, and the masters; read under `weights_only=True`."""
-        scaler = self._session.scalers[0]
         return {
-            "loss_scaler": scaler.state_dict(),
-            "dynamic_loss_scale": scaler.config.dynamic,
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.loss_scaler.config.dynamic,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [
-                [master.detach() for master in masters] for masters in self.fp32_from_fp16_groups
-            ],
+            "fp32_from_fp16": [[p.detach() for p in group] for group in self.fp32_from_fp16_groups],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -259,60 +279,40 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
                 changed then.
         """
         state_dict = as_dict(state_dict, "what FP16_Optimizer.state_dict() returns")
-        checks, masters = StateChecks(), self.fp32_from_fp16_groups
-        saved = _saved_masters(checks, state_dict, masters)
+        checks, own = StateChecks(), self.loss_scaler
+        saved = _saved_masters(checks, state_dict, self.fp32_from_fp16_groups)
         is_dynamic = checks.flag(state_dict, "dynamic_loss_scale", "state_dict")
-        state = _as_state(
-            checks.entry(state_dict, "loss_scaler", "state_dict", "a loss scaler's state")
-        )
-        path = "state_dict['loss_scaler']"
-        of_scaler, scaler = read_state(state, path), self._session.scalers[0]
-        if not (is_dynamic or scaler.config.dynamic):
+        saved_scaler = checks.entry(state_dict, "loss_scaler", "state_dict", "a loss scaler's state")
+        state, path = _as_state(saved_scaler), "state_dict['loss_scaler']"
+        of_scaler = scaler.read_state(state, path)
+        if not (is_dynamic or own.config.dynamic):
             checks.number(state, "loss_scale", path, SMALLEST_SCALE, torch.finfo(torch.float32).max)
-        inner = checks.mapping(
-            state_dict,
-            "optimizer_state_dict",
-            "state_dict",
-            "what the inner optimizer's state_dict() is",
-        )
+        expected = "what the inner optimizer's state_dict() is"
+        inner = checks.mapping(state_dict, "optimizer_state_dict", "state_dict", expected)
         checks.finish()
         self.optimizer.load_state_dict(inner)
-        if scaler.config.dynamic:
-            scaler.restore(of_scaler)
+        if own.config.dynamic:
+            own.restore(of_scaler)
         elif not is_dynamic:
-            scaler.set_scale(of_scaler.scale)
-        for into, group in zip(masters, saved, strict=True):
-            for master, values in zip(into, group, strict=True):
-                without_grad(master.copy_)(values)
+            own.set_scale(of_scaler.scale)
+        for master, values in zip(self.all_fp32_from_fp16_params, saved, strict=True):
+            without_grad(master.copy_)(values)
         self._attached.write_back.of_all()
 
     def __getstate__(self) -> dict[str, Any]:
         raise AmpRuntimeError("an FP16_Optimizer is saved by state_dict(), not by pickling")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise AmpRuntimeError("an FP16_Optimizer is loaded by load_state_dict(), not by unpickling")
 
-
-def _saved_masters(
-    checks: StateChecks, state_dict: Any, masters: list[list[Tensor]]
-) -> list[list[Tensor]]:
-    """Return copies of the saved masters, group by group."""
-    key = "fp32_from_fp16"
+def _saved_masters(checks: StateChecks, state_dict: Any, masters: list[list[Tensor]]) -> list[Tensor]:
+    """Return copies of the saved masters of all groups."""
     expected = f"a list of {len(masters)} lists of tensors, as this optimizer has groups"
-    saved = checks.items(state_dict, key, "state_dict", expected)
-    if len(saved) != len(masters):
-        checks.fail("state_dict", key, brief(saved), expected)
-    for i, (group, own) in enumerate(zip(saved, masters, strict=True)):
-        if not isinstance(group, (list, tuple)) or len(group) != len(own):
-            expected = f"a list of {len(own)} tensors: the masters of this optimizer's group {i}"
-            checks.fail(f"state_dict['{key}']", i, brief(group), expected)
-    return [
-        [
-            checks.tensor_like(dict(enumerate(group)), j, f"state_dict['{key}'][{i}]", master)
-            for j, master in enumerate(own)
-        ]
-        for i, (group, own) in enumerate(zip(saved, masters, strict=True))
-    ]
+    groups = checks.items(state_dict, "fp32_from_fp16", "state_dict", expected, len(masters))
+    path, saved = "state_dict['fp32_from_fp16']", list[Tensor]()
+    for i, own in enumerate(masters):
+        expected = f"a list of {len(own)} tensors: the masters of this optimizer's group {i}"
+        group = dict(enumerate(checks.items(dict(enumerate(groups)), i, path, expected, len(own))))
+        saved += [checks.tensor_like(group, j, f"{path}[{i}]", p) for j, p in enumerate(own)]
+    return saved
 
 
 def _as_state(scaler: Any) -> dict[str, Any]:

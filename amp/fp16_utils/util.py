@@ -1,7 +1,6 @@
 """Half precision by hand: models, lists of masters, and the ways between them."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from amp.errors import AmpTypeError, AmpValueError
 from amp.kernels.grad_mode import without_grad
 from amp.lazy import kernels
+from amp.undo import Contents
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
@@ -41,14 +41,9 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating-point parameters, gradients and buffers of a module, not of its children."""
-    for parameter in module.parameters(recurse=False):
-        if parameter.is_floating_point():
-            grad, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.to(dtype)
-            parameter.grad = None if grad is None else grad.to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+    for tensor in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            Contents.cast(tensor, dtype).put_into(tensor)
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
@@ -119,17 +114,13 @@ def model_grads_to_master_grads(
     _check_lists(model_params, master_params, flat_master)
     grads = [parameter.grad for parameter in model_params]
     if flat_master:
-        there = [grad for grad in grads if grad is not None]
-        if len(there) < len(grads):
+        pieces = [grad.reshape(-1) for grad in grads if grad is not None]
+        if len(pieces) < len(grads):
             raise AmpValueError(
-                f"{len(grads) - len(there)} of {len(grads)} parameters have no gradient, and a flat "
+                f"{len(grads) - len(pieces)} of {len(grads)} parameters have no gradient, and a flat "
                 "master needs all. Use flat_master=False"
             )
-        flat = torch.cat([grad.reshape(-1) for grad in there])
-        if master_params[0].grad is None:
-            master_params[0].grad = torch.empty_like(master_params[0])
-        master_params[0].grad.copy_(flat)
-        return
+        grads = [torch.cat(pieces)]
     for grad, master in zip(grads, master_params, strict=True):
         if grad is None:
             master.grad = None
@@ -150,11 +141,9 @@ def master_params_to_model_params(
     """
     _check_lists(model_params, master_params, flat_master)
     if flat_master:
-        pieces = master_params[0].detach().split([parameter.numel() for parameter in model_params])  # type: ignore[no-untyped-call]
-        for parameter, piece in zip(model_params, pieces, strict=True):
-            parameter.copy_(piece.view(parameter.shape))
-    else:
-        kernels.master_copy.master_copy(master_params, model_params)
+        pieces = torch.split(master_params[0].detach(), [p.numel() for p in model_params])
+        master_params = [piece.view(p.shape) for piece, p in zip(pieces, model_params, strict=True)]
+    kernels.master_copy.master_copy(master_params, model_params)
 
 
 def to_python_float(t: Any) -> float:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp.integrations import missing
 
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
-    raise ImportError(
-        "amp.integrations.accelerate needs Accelerate: "
-        "pip install 'reamp[huggingface] @ git+https://github.com/reamp/reamp'"
-    ) from error
+    raise missing(__name__, "Accelerate", "huggingface") from error
 
 import amp
 from amp.errors import AmpRuntimeError
@@ -62,17 +64,19 @@ def prepare(
         AmpError: as `amp.initialize`.
     """
     models = [each for each in objects if isinstance(each, nn.Module)]
-    optimizers = [each for each in objects if _is_optimizer(each)]
-    scaler = _scaler_of(accelerator) or configure(accelerator, opt_level, **options)
-    if optimizers and not models and scaler.late.session is None:
+    optimizers = [each for each in objects if is_optimizer(each) and not isinstance(each, nn.Module)]
+    scaler = accelerator.scaler
+    if not isinstance(scaler, Scaler):
+        scaler = configure(accelerator, opt_level, **options)
+    if optimizers and not models and scaler.late.session.closed:
         raise AmpRuntimeError(
             "an optimizer was prepared, and no model before it or with it. Prepare the model with it "
             "or first, and not in DataParallel: torchrun gives each GPU a process"
         )
     for model in models:
-        bare = getattr(model, "module", model) if _is_ddp(model) else model
+        bare = model.module if isinstance(model, DistributedDataParallel) else model
         bare = getattr(bare, "_orig_mod", bare)  # of torch.compile
-        if _is_ddp(model) and Session.of(bare) is None:
+        if isinstance(model, DistributedDataParallel) and Session.of(bare) is None:
             raise AmpRuntimeError(
                 "the model was put into DistributedDataParallel by accelerator.prepare already. Call "
                 "amp.integrations.accelerate.prepare in place of accelerator.prepare"
@@ -81,7 +85,7 @@ def prepare(
     prepared = Accelerator.prepare(accelerator, *objects, device_placement=device_placement)
     each_prepared = prepared if len(objects) > 1 else (prepared,)
     if optimizers:
-        wrapped = next((each for each in accelerator._models if _is_ddp(each)), None)
+        wrapped = next((x for x in accelerator._models if isinstance(x, DistributedDataParallel)), None)
         scaler.take([each for each in each_prepared if isinstance(each, AcceleratedOptimizer)], wrapped)
     return prepared
 
@@ -102,9 +106,8 @@ def configure(
 
 def end(accelerator: Accelerator) -> None:
     """Close the session that `prepare` made: the model is FP32 again. Idempotent. The host waits."""
-    scaler = _scaler_of(accelerator)
-    if scaler is not None:
-        scaler.late.end()
+    if isinstance(accelerator.scaler, Scaler):
+        accelerator.scaler.late.end()
 
 
 class Scaler:
@@ -116,7 +119,7 @@ class Scaler:
 
     def __init__(self, late: LateOptimizers) -> None:
         self.late = late
-        self._wrappers: list[weakref.ref[AcceleratedOptimizer]] = []
+        self._wrappers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
 
     def take(self, wrappers: list[AcceleratedOptimizer], model: nn.Module | None) -> None:
         """Prepare the optimizers in these wrappers, and let the wrappers step by this scaler."""
@@ -124,11 +127,16 @@ class Scaler:
         for each in wrappers:
             # It takes `optimizer.step` when it is made, so it is made again with the one of amp.
             AcceleratedOptimizer.__init__(each, each.optimizer, device_placement=False, scaler=self)
-        self._wrappers += map(weakref.ref, wrappers)
+        self._wrappers.update(wrappers)
 
-    def scale(self, loss: Tensor) -> _ScaledLoss:
+    def scale(self, loss: Tensor) -> SimpleNamespace:
         """Return what has the `backward` of a scaled loss."""
-        return _ScaledLoss(self.late, loss)
+        return SimpleNamespace(backward=partial(self._backward, loss))
+
+    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Leave unscaled gradients. No host sync."""
+        with self.late.running().scale_loss(loss, self.late.optimizers) as scaled_loss:
+            scaled_loss.backward(**kwargs)
 
     def unscale_(self, optimizer: Any) -> None:
         """Do nothing: gradients are unscaled when `backward` returns."""
@@ -137,7 +145,7 @@ class Scaler:
         """Step, and tell Accelerate if the step was skipped. The host may wait for 4 bytes."""
         result = optimizer.step() if closure is None else optimizer.step(closure)
         if amp.step_was_skipped(optimizer):
-            for each in filter(None, (reference() for reference in self._wrappers)):
+            for each in self._wrappers:
                 if each.optimizer is optimizer:
                     each._accelerate_step_called = False
         return result
@@ -160,28 +168,6 @@ class Scaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.late.load_state_dict(state)
-
-
-class _ScaledLoss:
-    def __init__(self, late: LateOptimizers, loss: Tensor) -> None:
-        self._late, self._loss = late, loss
-
-    def backward(self, **kwargs: Any) -> None:
-        """Leave unscaled gradients. No host sync."""
-        with self._late.running().scale_loss(self._loss, self._late.optimizers) as scaled_loss:
-            scaled_loss.backward(**kwargs)
-
-
-def _scaler_of(accelerator: Accelerator) -> Scaler | None:
-    return accelerator.scaler if isinstance(accelerator.scaler, Scaler) else None
-
-
-def _is_optimizer(value: Any) -> bool:
-    return is_optimizer(value) and not isinstance(value, nn.Module)
-
-
-def _is_ddp(model: Any) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
 def _check(accelerator: Accelerator) -> None:

@@ -3,21 +3,18 @@
 `AmpMixin` does the same for other classes that derive from `Trainer`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from amp.integrations import missing
+
 try:
     from transformers import Trainer, TrainingArguments
 except ImportError as error:
-    raise ImportError(
-        "amp.integrations.huggingface needs transformers: "
-        "pip install 'reamp[huggingface] @ git+https://github.com/reamp/reamp'"
-    ) from error
+    raise missing(__name__, "transformers", "huggingface") from error
 
 from amp.integrations.accelerate import configure, end, prepare
 
@@ -51,7 +48,6 @@ class AmpMixin:
 
     args: Any
     accelerator: Any
-    model: Any
 
     def __init__(
         self,

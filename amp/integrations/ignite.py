@@ -1,34 +1,20 @@
 """PyTorch Ignite: the update function of a supervised trainer, after `amp.initialize`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp.integrations import missing
+
 try:
-    from ignite.engine import Engine
-    from ignite.utils import convert_tensor
+    from ignite.engine import Engine, _prepare_batch
 except ImportError as error:
-    raise ImportError(
-        "amp.integrations.ignite needs Ignite: "
-        "pip install 'reamp[ignite] @ git+https://github.com/reamp/reamp'"
-    ) from error
+    raise missing(__name__, "Ignite", "ignite") from error
 
 import amp
 from amp.errors import AmpValueError
-
-
-def _prepare_batch(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
-    x, y = batch
-    x = convert_tensor(x, device=device, non_blocking=non_blocking)
-    return x, convert_tensor(y, device=device, non_blocking=non_blocking)
-
-
-def _loss_of(x: Any, y: Any, y_pred: Any, loss: Tensor) -> Any:
-    return loss.item()
 
 
 def supervised_training_step(  # noqa: D417 (several arguments in one line)
@@ -37,9 +23,9 @@ def supervised_training_step(  # noqa: D417 (several arguments in one line)
     loss_fn: Callable[[Any, Any], Tensor],
     device: str | torch.device | None = None,
     non_blocking: bool = False,
-    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,
+    prepare_batch: Callable[..., Any] = _prepare_batch,
     model_transform: Callable[[Any], Any] = lambda output: output,
-    output_transform: Callable[[Any, Any, Any, Tensor], Any] = _loss_of,
+    output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda x, y, y_pred, loss: loss.item(),
     gradient_accumulation_steps: int = 1,
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
     *,

@@ -5,8 +5,6 @@ FP32 values from before the cast are kept until then, so that the masters start 
 back when the framework is done with the model.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -32,14 +30,14 @@ class LateOptimizers:
         opt_level, **options: as in `amp.initialize`.
 
     Attributes:
-        session: what `cast` made; None before and after `end`.
+        session: what `cast` made; a closed one before, and after `end`.
     """
 
     def __init__(self, opt_level: Any, **options: Any) -> None:
         self._options: dict[str, Any] = {"opt_level": opt_level, **options}
         quiet: dict[str, Any] = {**self._options, "verbosity": 0}
-        Session(**quiet).close()  # what is wrong with them is said now
-        self.session: Session | None = None
+        self.session = Session(**quiet)  # what is wrong with them is said now
+        self.session.close()
         self._cast: list[Tensor] = []
         self._float32: dict[Tensor, Tensor] = {}
         """What cast tensors held before, until they have a master."""
@@ -57,10 +55,10 @@ class LateOptimizers:
         Raises:
             AmpError: as `amp.initialize`.
         """
-        if Session.of(model) is not None and Session.of(model) is self.session:
+        if Session.of(model) is self.session:
             return model
         before = {tensor: tensor.data for tensor in chain(model.parameters(), model.buffers())}
-        if self.session is None or self.session.closed:
+        if self.session.closed:
             amp.initialize(model, **self._options)
             self.session = amp.get_session()
             if self._state:
@@ -90,9 +88,8 @@ class LateOptimizers:
         for tensor in [x for x in self._float32 if session.masters.master(x) is not None]:
             values = _of_first_rank(tensor, self._float32.pop(tensor), wrapped)
             put_values(tensor, _fitting(values, tensor))
-        for group in (group for each in optimizers for group in each.param_groups):
-            for parameter in group["params"]:  # without masters: what it holds is all there is
-                self._float32.pop(parameter, None)
+        for parameter in chain.from_iterable(map(amp.master_params, optimizers)):
+            self._float32.pop(parameter, None)  # without a master: what it holds is all there is
         self.write_back()
 
     def write_back(self) -> None:
@@ -100,10 +97,8 @@ class LateOptimizers:
 
         For who calls parts of a model, which do not look for that, and not the model. No host sync.
         """
-        for optimizer in self.optimizers:
-            attached = AttachedOptimizer.of(optimizer)
-            if attached is not None:
-                attached.write_back.if_changed()
+        for attached in filter(None, map(AttachedOptimizer.of, self.optimizers)):
+            attached.write_back.if_changed()
 
     def forget_float32(self) -> None:
         """Drop the values before the cast: there will be no optimizers."""
@@ -115,20 +110,20 @@ class LateOptimizers:
         Raises:
             AmpRuntimeError: there is none.
         """
-        if self.session is None or self.session.closed:
+        if self.session.closed:
             raise AmpRuntimeError("the model has not been set up, or its session was closed")
         return self.session
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scalers, of the last session too. The host waits."""
-        if self.session is not None and not self.session.closed:
+        if not self.session.closed:
             self._state = dict(self.session.state_dict())
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, now or when a model is cast."""
         self._state = state
-        if self.session is not None and not self.session.closed:
+        if not self.session.closed:
             self.session.load_state_dict(state)
 
     def end(self) -> None:
@@ -136,7 +131,7 @@ class LateOptimizers:
 
         Gradients are dropped. The host waits for the device.
         """
-        if self.session is None or self.session.closed:
+        if self.session.closed:
             return
         self.state_dict()
         for optimizer in self.optimizers:
@@ -145,7 +140,6 @@ class LateOptimizers:
             Contents(self._values_of(tensor), None).put_into(tensor)
         self._cast, self._float32, self._optimizers = [], {}, []
         self.session.close()
-        self.session = None
 
     def _values_of(self, tensor: Tensor) -> Tensor:
         """Return what a cast tensor stands for, float32, on its device."""

@@ -1,14 +1,11 @@
 """Lightning 2: `Trainer(plugins=AmpPrecision("O2"))`, `Fabric(plugins=AmpPrecision("O2"))`."""
 
-from __future__ import annotations
+from amp.integrations import missing
 
 try:
     from lightning.pytorch.plugins.precision import Precision
 except ImportError as error:
-    raise ImportError(
-        "amp.integrations.lightning needs Lightning: "
-        "pip install 'reamp[lightning] @ git+https://github.com/reamp/reamp'"
-    ) from error
+    raise missing(__name__, "Lightning", "lightning") from error
 
 from amp.integrations.lightning_precision import AmpPlugin
 

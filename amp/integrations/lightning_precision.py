@@ -5,13 +5,12 @@ Fabric: `convert_module`, the wrapping, and the callback `on_after_setup`, at wh
 LightningModule, which is what has an attribute `_fabric`, of the optimizers.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 
 from amp.casting.containers import cast_tensors
 from amp.casting.model_inputs import ModelInputs
-from amp.dtypes import CASTABLE
+from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers
-from amp.integrations.lightning_masters import patch_for_masters
+from amp.masters.master_values import put_values, values_of
 from amp.patching import Patches
+from amp.training.attachment import AttachedOptimizer
 
 
 class AmpPlugin:
@@ -84,7 +84,7 @@ class AmpPlugin:
         module: Any = getattr(model, "module", model)
         if module.trainer.state.fn == "fit":
             self._attach(optimizers, model)
-            self._patches = patch_for_masters(module, self._amp.optimizers)
+            _patch_for_masters(module, self._amp.optimizers, self._patches)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def _attach(self, optimizers: list[Any], wrapped: nn.Module) -> None:
@@ -130,15 +130,11 @@ class AmpPlugin:
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Call the Trainer's hooks."""
-        if not self._is_in_trainer:
-            return tensor
-        return super().pre_backward(tensor, module)  # type: ignore[misc]
+        return super().pre_backward(tensor, module) if self._is_in_trainer else tensor  # type: ignore[misc]
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         """Call the Trainer's hooks."""
-        if not self._is_in_trainer:
-            return tensor
-        return super().post_backward(tensor, module)  # type: ignore[misc]
+        return super().post_backward(tensor, module) if self._is_in_trainer else tensor  # type: ignore[misc]
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -152,9 +148,7 @@ class AmpPlugin:
             return optimizer.step(**kwargs, **({} if closure is None else {"closure": closure}))
         assert closure is not None
         if _needs_closure(optimizer):
-            return super().optimizer_step(  # type: ignore[misc]
-                optimizer, model=model, closure=closure, **kwargs
-            )
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         optimizer.step(**kwargs)
@@ -257,3 +251,56 @@ def _needs_closure(optimizer: Any) -> bool:
     """Whether `step` cannot be called without a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+# Where Lightning writes to parameters in ways that masters do not see, until `Patches.undo`.
+
+
+def _patch_for_masters(module: Any, optimizers: Sequence[Any], patches: Patches) -> None:
+    """Let a Trainer's module and callbacks reach the masters.
+
+    `toggle_optimizer` freezes what is in the optimizers' groups, which are masters. `WeightAveraging`
+    exchanges weights and averages through `.data`, which leaves no trace and would round the averages.
+
+    Args:
+        module: the LightningModule, whose Trainer has the callbacks.
+        optimizers: that train it.
+        patches: what is to undo this.
+    """
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        patches.surround(module, name, partial(_toggle, optimizers))
+    for callback in module.trainer.callbacks:
+        for name, function in (("_swap_models", _swap), ("_copy_average_to_current", _copy)):
+            if hasattr(callback, name):
+                patches.surround(callback, name, partial(function, callback))
+
+
+def _toggle(optimizers: Sequence[Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Freeze and unfreeze the weights as Lightning does it with their masters."""
+    original(*args, **kwargs)
+    for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
+        lists = attached.gradients.look_at_groups()
+        for master, model in zip(lists.masters, lists.models, strict=True):
+            model.requires_grad_(master.requires_grad)
+
+
+def _pairs(callback: Any, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the tensors of the average and of the model."""
+    average = callback._average_model.module
+    return zip(
+        chain(average.parameters(), average.buffers()),
+        chain(module.parameters(), module.buffers()),
+        strict=True,
+    )
+
+
+def _swap(callback: Any, original: Callable[..., Any], module: nn.Module) -> None:
+    for average, current in _pairs(callback, module):
+        before = average.detach().clone()
+        average.data.copy_(values_of(current) if current.dtype in LOW_PRECISION else current.detach())
+        put_values(current, before)
+
+
+def _copy(callback: Any, original: Callable[..., Any], module: nn.Module) -> None:
+    for average, current in _pairs(callback, module):
+        put_values(current, average.detach())

@@ -1,7 +1,5 @@
 """The same as `amp.integrations.lightning`, for `pytorch_lightning` and `lightning_fabric`."""
 
-from __future__ import annotations
-
 try:
     from pytorch_lightning.plugins.precision import Precision
 except ImportError:

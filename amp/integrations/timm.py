@@ -1,18 +1,16 @@
 """timm: a loss scaler for its training loop, in the place of `NativeScaler` and `ApexScaler`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from amp.integrations import missing
+
 try:
     from timm.utils.clip_grad import dispatch_clip_grad
 except ImportError as error:
-    raise ImportError(
-        "amp.integrations.timm needs timm: pip install 'reamp[timm] @ git+https://github.com/reamp/reamp'"
-    ) from error
+    raise missing(__name__, "timm", "timm") from error
 
 import amp
 from amp.session import Session

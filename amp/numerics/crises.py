@@ -3,8 +3,6 @@
 Source: Micikevicius et al. 2018, "Mixed Precision Training".
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

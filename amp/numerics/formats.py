@@ -4,8 +4,6 @@ Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2);
 Formats 1.0 (E8M0, E2M1); Noune et al. 2022 (the fnuz variants).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -70,8 +68,7 @@ class Format:
     def max(self) -> float:
         """The largest finite number."""
         below_two = 2 if self.nan == "all_ones" and self.mantissa_bits else 1
-        significand = 2.0 - below_two * 2.0**-self.mantissa_bits
-        return (significand if self.mantissa_bits else 1.0) * 2.0**self.max_exponent
+        return (2.0 - below_two * self.ulp_at_1) * 2.0**self.max_exponent
 
     @property
     def min_normal(self) -> float:
@@ -104,26 +101,18 @@ class Format:
         return ones if self.nan == "all_ones" else ones - (1 << max(self.mantissa_bits - 1, 0)) + 1
 
 
-FORMATS: dict[str, Format] = {
-    fmt.name: fmt
-    for fmt in (
-        Format("float32", 8, 23, 127, has_inf=True),
-        Format("float16", 5, 10, 15, has_inf=True),
-        Format("bfloat16", 8, 7, 127, has_inf=True),
-        Format("float8_e4m3fn", 4, 3, 7, nan="all_ones", overflow="saturate"),
-        Format("float8_e5m2", 5, 2, 15, has_inf=True),
-        Format("float8_e4m3fnuz", 4, 3, 8, nan="negative_zero", overflow="nan"),
-        Format("float8_e5m2fnuz", 5, 2, 16, nan="negative_zero", overflow="nan"),
-        Format(
-            *("float8_e8m0fnu", 8, 0, 127),
-            nan="all_ones",
-            signed=False,
-            has_zero=False,
-            overflow="nan",
-        ),
-        Format("float4_e2m1fn", 2, 1, 1, nan="none", overflow="saturate"),
-    )
-}
+_ALL = (
+    Format("float32", 8, 23, 127, has_inf=True),
+    Format("float16", 5, 10, 15, has_inf=True),
+    Format("bfloat16", 8, 7, 127, has_inf=True),
+    Format("float8_e4m3fn", 4, 3, 7, nan="all_ones", overflow="saturate"),
+    Format("float8_e5m2", 5, 2, 15, has_inf=True),
+    Format("float8_e4m3fnuz", 4, 3, 8, nan="negative_zero", overflow="nan"),
+    Format("float8_e5m2fnuz", 5, 2, 16, nan="negative_zero", overflow="nan"),
+    Format("float8_e8m0fnu", 8, 0, 127, nan="all_ones", signed=False, has_zero=False, overflow="nan"),
+    Format("float4_e2m1fn", 2, 1, 1, nan="none", overflow="saturate"),
+)
+FORMATS = {fmt.name: fmt for fmt in _ALL}
 """The formats by name, widest first."""
 
 _ALIASES = {

@@ -3,8 +3,6 @@
 Both ask what trains: `amp.kernels.quantize`, and the history of `fp8="delayed"`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args

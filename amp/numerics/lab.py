@@ -4,8 +4,7 @@ The page computes for itself, in JavaScript. `vectors` is a table of what this p
 the page compares its own numbers with when it opens.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 import http.server
 import json
@@ -32,30 +31,9 @@ _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"
 """Where the links lead, whether the page is opened from a checkout, a site or `amp lab --serve`."""
 DOCS = f"{HOME}/blob/main/docs"
-SCRIPTS = (
-    "formats.js",
-    "training.js",
-    "check.js",
-    "exact.js",
-    "controls.js",
-    "drawing.js",
-    "bits.js",
-    "ranges.js",
-    "scales.js",
-    "memory.js",
-    "fp8.js",
-    "start.js",
-)
+SCRIPTS = "formats training check exact controls drawing bits ranges scales memory fp8 start"
 """The page's code, in the order in which it is joined."""
-OPTIMIZERS = (
-    "adamw",
-    "fusedadam",
-    "sgd",
-    "sgd-momentum",
-    "fusedsgd-momentum",
-    "fusedlamb",
-    "fusedlion",
-)
+OPTIMIZERS = "adamw fusedadam sgd sgd-momentum fusedsgd-momentum fusedlamb fusedlion"
 """What the memory figure offers."""
 
 
@@ -63,7 +41,7 @@ def page() -> str:
     """Return the page as HTML."""
     data = {
         "formats": [_format(fmt) for fmt in FORMATS.values()],
-        "memory": {optimizer: _memory(optimizer) for optimizer in OPTIMIZERS},
+        "memory": {optimizer: _memory(optimizer) for optimizer in OPTIMIZERS.split()},
         "scalings": SCALINGS,
         "vectors": vectors(),
     }
@@ -74,7 +52,7 @@ def page() -> str:
         ("/*HOME*/", HOME),
         ("/*VERSION*/", amp.__version__),
         ("/*DATA*/", json.dumps(plain(data, mark="#"), separators=(",", ":"))),
-        ("/*JS*/", "\n".join(_read(name) for name in SCRIPTS)),
+        ("/*JS*/", "\n".join(_read(f"{name}.js") for name in SCRIPTS.split())),
     ):
         text = text.replace(mark, content)
     return text
@@ -126,11 +104,11 @@ def server(port: int = 0) -> http.server.ThreadingHTTPServer:
             if len(hosts) != 1 or not _THIS_MACHINE.fullmatch(hosts[0]):
                 self.send_error(403, "the lab is for this machine alone")
                 return
-            self.send_response(200 if self.path == "/" else 404)
+            is_page = self.path == "/"
+            self.send_response(200 if is_page else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
-            if self.path == "/":
-                self.wfile.write(content)
+            self.wfile.write(content if is_page else b"")
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -155,10 +133,10 @@ def serve(port: int = 0, browser: bool = True) -> None:
 
 
 def _format(fmt: Format) -> dict[str, Any]:
-    names = ("name", "exponent_bits", "mantissa_bits", "bias", "has_inf", "nan", "signed", "has_zero")
-    derived = ("overflow", "bits", "max_exponent", "min_exponent", "max", "min_normal", "min_subnormal")
+    derived = ("bits", "max_exponent", "min_exponent", "max", "min_normal", "min_subnormal")
     nan_pattern = None if fmt.nan == "none" else fmt.nan_pattern
-    return {**{name: getattr(fmt, name) for name in (*names, *derived)}, "nan_pattern": nan_pattern}
+    more = {name: getattr(fmt, name) for name in derived}
+    return {**dataclasses.asdict(fmt), **more, "nan_pattern": nan_pattern}
 
 
 def _memory(optimizer: str) -> list[dict[str, Any]]:
@@ -205,15 +183,10 @@ def _inputs(fmt: Format) -> list[float]:
 def _numbers(fmt: Format) -> list[dict[str, Any]]:
     x = torch.tensor(_inputs(fmt), dtype=torch.float64, device="cpu")
     update = torch.where(x.isfinite(), 5e-5 * x, 1.0)
-    columns = {
-        "x": x,
-        "ulp": ulp(x, fmt),
-        **neighbours(x, fmt)._asdict(),
-        "update": update,
-        "survives": survives_update(x, update, fmt),
-        **bits(x, fmt)._asdict(),
-    }
-    del columns["error"]
+    near, found = neighbours(x, fmt)._asdict(), bits(x, fmt)._asdict()
+    del found["error"]
+    survives = survives_update(x, update, fmt)
+    columns = {"x": x, "ulp": ulp(x, fmt), **near, "update": update, "survives": survives, **found}
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [{"format": fmt.name, **dict(zip(columns, row, strict=True))} for row in rows]
 
@@ -228,13 +201,8 @@ _TRACES: tuple[tuple[int, list[int], dict[str, Any]], ...] = (
 
 def _trace(steps: int, overflows: list[int], options: dict[str, Any]) -> dict[str, Any]:
     trace = simulate_scaler(steps=steps, overflows=overflows, **options)
-    return {
-        "steps": steps,
-        "overflows": overflows,
-        "options": options,
-        "scales": [step.next_scale for step in trace],
-        "good": [step.good_steps for step in trace],
-    }
+    after = {"scales": [s.next_scale for s in trace], "good": [s.good_steps for s in trace]}
+    return {"steps": steps, "overflows": overflows, "options": options, **after}
 
 
 _COUNTS = {e: (e * e) % 97 for e in range(-149, 128)}
@@ -255,14 +223,10 @@ _MEMORY: tuple[tuple[float, str, dict[str, Any]], ...] = (
 
 
 def _memory_case(params: float, optimizer: str, options: dict[str, Any]) -> dict[str, Any]:
-    rows = footprints(params, optimizer, **options)
+    found = footprints(params, optimizer, **options)
+    rows = [{term: getattr(row, term) for term in (*TERMS, "total")} for row in found]
     in_page = {("world" if key == "world_size" else key): value for key, value in options.items()}
-    return {
-        "params": params,
-        "optimizer": optimizer,
-        "options": in_page,
-        "rows": [{**{t: getattr(row, t) for t in TERMS}, "total": row.total} for row in rows],
-    }
+    return {"params": params, "optimizer": optimizer, "options": in_page, "rows": rows}
 
 
 _FP8 = ((5, 70, -10, 8), (3, 32, -30, -20), (130, 2, -3, 12))

@@ -19,10 +19,8 @@ layer would save its own, and 20 with a second, transposed copy.
 Terms are those between backward and the step, of one process.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -33,12 +31,14 @@ from amp.casting.by_model import dtypes_to_be
 from amp.casting.fp8 import choose
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
-from amp.profiles.fp8_recipe import Fp8Recipe
 from amp.profiles.levels import LEVELS, load_profile, resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp2"]
+
+_CUT_FROM = {"masters": 1, "optimizer_state": 1, "gradients": 2, "weights": 3}
+"""The number of the first sharding that cuts up a term."""
 
 ROWS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     (level, overrides)
@@ -50,44 +50,43 @@ ROWS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
 
 
 class State(NamedTuple):
-    """What an optimizer keeps for a parameter: tensors of its shape, and FP32 numbers beside them."""
+    """What an optimizer keeps for a parameter.
+
+    Attributes:
+        moments: tensors of the parameter's shape.
+        numbers: FP32 numbers beside them.
+        adding: arguments of the optimizer, each of which adds a moment.
+        for_frozen: whether it is there from the start, for parameters that are not trained too.
+    """
 
     moments: int
     numbers: int = 1
+    adding: tuple[str, ...] = ()
+    for_frozen: bool = False
 
 
 _STATES = {
     "adadelta": State(2),
-    "adagrad": State(1),
-    "adam": State(2),
+    "adagrad": State(1, for_frozen=True),
+    "adam": State(2, adding=("amsgrad",)),
     "adamax": State(2),
-    "adamw": State(2),
+    "adamw": State(2, adding=("amsgrad",)),
     "asgd": State(1, 3),
     "nadam": State(2, 2),
     "radam": State(2),
-    "rmsprop": State(1),
+    "rmsprop": State(1, adding=("momentum", "centered")),
     "rprop": State(2),
-    "sgd": State(0, 0),
+    "sgd": State(0, 0, adding=("momentum",)),
     "sgd-momentum": State(1, 0),
     "fusedadagrad": State(1),
     "fusedadam": State(2),
     "fusedlamb": State(2),
     "fusedlion": State(1),
     "fusednovograd": State(1, 2),
-    "fusedsgd": State(0),
+    "fusedsgd": State(0, adding=("momentum",)),
     "fusedsgd-momentum": State(1),
 }
-"""By the class's name in lower case; what the arguments of one that was made add is in `_EXTRA`."""
-
-_EXTRA = {
-    "amsgrad": ("adam", "adamw"),
-    "momentum": ("rmsprop", "sgd", "fusedsgd"),
-    "centered": ("rmsprop",),
-}
-"""Arguments that add a tensor to the state, and whose they are."""
-
-_EAGER = ("adagrad",)
-"""Whose state is there from the start, for frozen parameters too."""
+"""By the class's name in lower case."""
 
 TERMS = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
 """What a footprint adds up."""
@@ -138,16 +137,6 @@ class _Tensor(NamedTuple):
     is_optimized: bool
     extra_moments: int = 0
     in_fp8: bool = False
-
-
-class _Bytes(NamedTuple):
-    """What there is for a parameter or buffer; the terms of `Footprint`."""
-
-    weights: int = 0
-    gradients: int = 0
-    masters: int = 0
-    optimizer_state: int = 0
-    transient: int = 0
 
 
 def footprint(
@@ -204,26 +193,25 @@ def footprint(
         )
     if sharding == "fsdp2" and properties.master_weights is True:
         properties = replace(properties, cast_model_type=torch.float32, master_weights=False)
-    tensors = list(_tensors_of(model, properties, optimizer))
-    each = [_bytes_of(tensor, properties, name, state) for tensor in tensors]
-    weights, gradients, masters, optimizer_state, transient = map(
-        sum, zip(_Bytes(), *each, strict=True)
-    )
-    transient += max((tensor.numel for tensor in tensors if tensor.in_fp8), default=0)
-    activation = 4 if computes_in is torch.float32 else 2
-    linear_input = activation if properties.fp8 is None else _kept_of_inputs(properties.fp8)
-    cut = get_args(Sharding).index(sharding)
+    tensors = list(_tensors_of(model, properties, optimizer, state))
+    terms: dict[str, int] = dict.fromkeys(TERMS, 0)
+    for tensor in tensors:
+        for term, size in _bytes_of(tensor, properties, name, state):
+            terms[term] += size
+    for term, first in _CUT_FROM.items():
+        if get_args(Sharding).index(sharding) >= first:
+            terms[term] = -(-terms[term] // world_size)
+    terms["transient"] += max((tensor.numel for tensor in tensors if tensor.in_fp8), default=0)
+    activation = linear_input = 4 if computes_in is torch.float32 else 2
+    if properties.fp8 is not None:
+        linear_input = 1 if properties.fp8.grad_weight == "fp8" else 2
+    terms["activations"] = round(activations) * activation + round(linear_inputs) * linear_input
     return Footprint(
         opt_level=str(opt_level),
         masters_kept="-" if not kept else "float32" if kept is True else str(kept),
         optimizer=name,
         parameters=sum(tensor.numel for tensor in tensors if tensor.trained),
-        weights=_share(weights, world_size, cut >= 3),
-        gradients=_share(gradients, world_size, cut >= 2),
-        masters=_share(masters, world_size, cut >= 1),
-        optimizer_state=_share(optimizer_state, world_size, cut >= 1),
-        activations=round(activations) * activation + round(linear_inputs) * linear_input,
-        transient=transient,
+        **terms,
     )
 
 
@@ -244,34 +232,27 @@ def footprints(
     return [footprint(model, level, optimizer, **options, **more) for level, more in rows]
 
 
-def _kept_of_inputs(recipe: Fp8Recipe) -> int:
-    """Return the bytes that a layer in FP8 keeps for each number of its input."""
-    return 1 if recipe.grad_weight == "fp8" else 2
-
-
-def _bytes_of(tensor: _Tensor, properties: Properties, name: str, state: State) -> _Bytes:
-    size = tensor.dtype.itemsize
+def _bytes_of(
+    tensor: _Tensor, properties: Properties, name: str, state: State
+) -> Iterator[tuple[str, int]]:
+    """Yield what there is for a parameter or buffer: some of `TERMS`, and their bytes."""
+    numel, size = tensor.numel, tensor.dtype.itemsize
     kept = properties.master_weights
     has_master = bool(kept) and tensor.is_optimized and tensor.dtype in LOW_PRECISION
-    masters = 0
+    yield "weights", numel * size
     if has_master:
-        masters = tensor.numel * 4 if kept is True else tensor.numel * 2 + 4
-    optimizer_state = 0
-    if tensor.is_optimized and (tensor.trained or name in _EAGER):
-        moment = 4 if has_master else size
-        if properties.state_dtype is not None:
-            moment = properties.state_dtype.itemsize
-        moments = state.moments + tensor.extra_moments
-        optimizer_state = moments * tensor.numel * moment + state.numbers * 4
-    gradients = transient = 0
+        yield "masters", numel * 4 if kept is True else numel * 2 + 4
+    if tensor.is_optimized and (tensor.trained or state.for_frozen):
+        dtype = properties.state_dtype or (torch.float32 if has_master else tensor.dtype)
+        moments = (state.moments + tensor.extra_moments) * numel
+        yield "optimizer_state", moments * dtype.itemsize + state.numbers * 4
     if tensor.trained:
-        gradients = tensor.numel * size
+        is_widened = has_master and not _is_fused(name)
+        yield "gradients", numel * (4 if is_widened else size)
+        if is_widened:
+            yield "transient", numel * (size if kept is True else size + 4)
         if properties.patch_torch_functions and tensor.dtype is torch.float32 and not tensor.in_fp8:
-            transient += tensor.numel * 2
-        if has_master and not _is_fused(name):
-            gradients = tensor.numel * 4
-            transient += tensor.numel * (size if kept is True else size + 4)
-    return _Bytes(tensor.numel * size, gradients, masters, optimizer_state, transient)
+            yield "transient", numel * 2
 
 
 def _is_fused(name: str) -> bool:
@@ -282,27 +263,22 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
-def _share(size: int, world_size: int, is_cut: bool) -> int:
-    return -(-size // world_size) if is_cut else size
-
-
-def _tensors_of(model: Any, properties: Properties, optimizer: Any) -> Iterable[_Tensor]:
+def _tensors_of(model: Any, properties: Properties, optimizer: Any, state: State) -> Iterator[_Tensor]:
     """Yield what the weights of a model will be under some properties.
 
     An optimizer that was made knows what it has; else it has what is trained.
     """
     if isinstance(model, nn.Module):
         to_be = dtypes_to_be(model, properties)
-        in_groups = _extra_moments(optimizer)
-        in_fp8 = _weights_in_fp8(model, properties)
+        in_groups = _extra_moments(optimizer, state)
+        layers = choose(model, properties.fp8, properties.rules)[0] if properties.fp8 else {}
+        in_fp8 = {id(layer.weight) for layer in layers.values()}  # quantized when a layer is used
         for parameter in model.parameters():
+            own, trained = id(parameter), parameter.requires_grad
             dtype = to_be.get(parameter, parameter.dtype)
-            trained = parameter.requires_grad
-            is_optimized = id(parameter) in in_groups if in_groups else trained
-            extra = in_groups.get(id(parameter), 0)
-            yield _Tensor(
-                parameter.numel(), dtype, trained, is_optimized, extra, id(parameter) in in_fp8
-            )
+            is_optimized = own in in_groups if in_groups else trained
+            extra = in_groups.get(own, 0)
+            yield _Tensor(parameter.numel(), dtype, trained, is_optimized, extra, own in in_fp8)
         for buffer in model.buffers():
             yield _Tensor(buffer.numel(), to_be.get(buffer, buffer.dtype), False, False)
     elif not _is_number(model):
@@ -316,20 +292,14 @@ def _tensors_of(model: Any, properties: Properties, optimizer: Any) -> Iterable[
         yield _Tensor(int(model), cast if isinstance(cast, torch.dtype) else torch.float32, True, True)
 
 
-def _weights_in_fp8(model: nn.Module, properties: Properties) -> set[int]:
-    """Return the ids of the weights that are quantized, one layer at a time, when they are used."""
-    if properties.fp8 is None:
-        return set()
-    reached, _ = choose(model, properties.fp8, properties.rules)
-    return {id(module.weight) for module in reached.values()}
-
-
 def _state_of(optimizer: Any) -> tuple[str, State]:
-    """Return an optimizer's name and what it keeps for each parameter."""
+    """Return an optimizer's name, of its first class that is known, and what it keeps."""
     if isinstance(optimizer, str):
         name = optimizer.strip().lower().replace("_", "-").replace("fused-", "fused")
     else:
-        name = _class_name(optimizer)
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        names = [base.__name__.lower() for base in cls.__mro__]
+        name = next((each for each in names if each in _STATES), names[0])
     if name not in _STATES:
         raise AmpValueError(
             f"what the optimizer {name!r} keeps is not known; known are {', '.join(_STATES)}"
@@ -338,23 +308,13 @@ def _state_of(optimizer: Any) -> tuple[str, State]:
     return name, _STATES[name]
 
 
-def _class_name(optimizer: Any) -> str:
-    """Return the name of the first class of an optimizer's that is known, or of its own."""
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    names = [base.__name__.lower() for base in cls.__mro__]
-    return next((name for name in names if name in _STATES), names[0])
-
-
-def _extra_moments(optimizer: Any) -> dict[int, int]:
+def _extra_moments(optimizer: Any, state: State) -> dict[int, int]:
     """Return how many tensors the arguments of its group add to the state of each parameter, by id."""
     binding = AttachedOptimizer.of(optimizer)
     lists = None if binding is None else binding.gradients.look_at_groups()
     model_of = dict(zip(map(id, lists.masters), lists.models, strict=True)) if lists else {}
-    name = _class_name(optimizer)
     return {
-        id(model_of.get(id(parameter), parameter)): sum(
-            bool(group.get(key)) for key, owners in _EXTRA.items() if name in owners
-        )
+        id(model_of.get(id(parameter), parameter)): sum(bool(group.get(key)) for key in state.adding)
         for group in getattr(optimizer, "param_groups", ())
         for parameter in group["params"]
     }

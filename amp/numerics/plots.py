@@ -1,11 +1,10 @@
 """Pictures of what this package computes, as PNG or SVG; they need matplotlib, the extra `plot`."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,20 +13,20 @@ from amp.numerics.formats import FORMATS, Format, as_format
 from amp.numerics.fp8 import Fp8Step, fp8_scaled
 from amp.numerics.memory import TERMS, Footprint
 from amp.numerics.scaling import GradientSurvival, ScalerStep
-from amp.numerics.watching import NOTHING, Histogram
+from amp.numerics.watching import NOTHING, Histogram, WatchReport
 from amp.outputs import check_output
-
-if TYPE_CHECKING:
-    from amp.numerics.watching import WatchReport
 
 SUFFIXES = (".png", ".svg")
 
 
-def _figure(path: str | Path, rows: int = 1) -> tuple[Any, Any, Path]:
+@contextmanager
+def _picture(path: str | Path, rows: int = 1) -> Iterator[Any]:
+    """Yield the axes to draw on, or an array of `rows` of them, and write the file at the end."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise AmpValueError(f"{path}: a picture is a {' or '.join(SUFFIXES)} file")
-    check_output(path, path.suffix.lower())
+    check_output(path, suffix)
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -36,73 +35,64 @@ def _figure(path: str | Path, rows: int = 1) -> tuple[Any, Any, Path]:
             "pip install 'reamp[plot] @ git+https://github.com/reamp/reamp'"
         ) from None
     figure = Figure(figsize=(8.0, 4.5 if rows == 1 else 3.0 * rows), layout="constrained")
-    return figure, figure.subplots(rows), path
-
-
-def _save(figure: Any, path: Path) -> None:
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
+    yield figure.subplots(rows)
     try:
-        figure.savefig(path, dpi=150, metadata=metadata)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if suffix == ".svg" else {})
     except (OSError, ValueError) as error:
         raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
 
 
 def plot_ranges(path: str | Path) -> None:
     """Draw the range of each format on a logarithmic axis, subnormal numbers paler."""
-    figure, axes, path = _figure(path)
-    for i, fmt in enumerate(reversed(FORMATS.values())):
-        low, normal, high = fmt.min_subnormal, fmt.min_normal, fmt.max
-        axes.plot([low, normal], [i, i], lw=8, alpha=0.35, color="C0", solid_capstyle="butt")
-        axes.plot([normal, high], [i, i], lw=8, color="C0", solid_capstyle="butt")
-    axes.set_xscale("log", base=2)
-    axes.set_yticks(range(len(FORMATS)), [fmt.name for fmt in reversed(FORMATS.values())])
-    axes.set_xlabel("representable magnitudes; subnormal numbers paler")
-    _save(figure, path)
+    with _picture(path) as axes:
+        for i, fmt in enumerate(reversed(FORMATS.values())):
+            low, normal, high = fmt.min_subnormal, fmt.min_normal, fmt.max
+            axes.plot([low, normal], [i, i], lw=8, alpha=0.35, color="C0", solid_capstyle="butt")
+            axes.plot([normal, high], [i, i], lw=8, color="C0", solid_capstyle="butt")
+        axes.set_xscale("log", base=2)
+        axes.set_yticks(range(len(FORMATS)), [fmt.name for fmt in reversed(FORMATS.values())])
+        axes.set_xlabel("representable magnitudes; subnormal numbers paler")
 
 
 def plot_trace(trace: Sequence[ScalerStep], path: str | Path) -> None:
     """Draw a loss scale over its iterations, with the overflows."""
-    figure, axes, path = _figure(path)
-    axes.step([s.step for s in trace], [s.next_scale for s in trace], where="mid", label="scale")
-    bad = [s for s in trace if s.overflow]
-    axes.plot([s.step for s in bad], [s.next_scale for s in bad], "x", color="C3", label="overflow")
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss scale after it")
-    axes.legend()
-    _save(figure, path)
+    with _picture(path) as axes:
+        axes.step([s.step for s in trace], [s.next_scale for s in trace], where="mid", label="scale")
+        bad = [s for s in trace if s.overflow]
+        axes.plot([s.step for s in bad], [s.next_scale for s in bad], "x", color="C3", label="overflow")
+        axes.set_yscale("log", base=2)
+        axes.set(xlabel="iteration", ylabel="loss scale after it")
+        axes.legend()
 
 
 def plot_survival(survival: GradientSurvival, path: str | Path, fmt: Any = "float16") -> None:
     """Draw what becomes of gradients at each scale, in one format."""
-    found = survival.formats[as_format(fmt).name]
-    figure, axes, path = _figure(path)
-    axes.plot(survival.scales, found.zero, label="becomes 0")
-    axes.plot(survival.scales, found.subnormal, label="subnormal")
-    axes.plot(survival.scales, found.overflow, label="overflows")
-    if found.recommended is not None:
-        axes.axvline(found.recommended, color="0.6", ls="--", label=f"{found.recommended:g}")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("loss scale")
-    axes.set_ylabel(f"fraction of gradients, {as_format(fmt).name}")
-    axes.legend()
-    _save(figure, path)
+    name = as_format(fmt).name
+    found = survival.formats[name]
+    with _picture(path) as axes:
+        axes.plot(survival.scales, found.zero, label="becomes 0")
+        axes.plot(survival.scales, found.subnormal, label="subnormal")
+        axes.plot(survival.scales, found.overflow, label="overflows")
+        if found.recommended is not None:
+            axes.axvline(found.recommended, color="0.6", ls="--", label=f"{found.recommended:g}")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="loss scale", ylabel=f"fraction of gradients, {name}")
+        axes.legend()
 
 
 def plot_memory(rows: Sequence[Footprint], path: str | Path, limit: float | None = None) -> None:
     """Draw footprints as stacked bars, in GB; `limit` is a line."""
-    figure, axes, path = _figure(path)
-    names = [f"{r.opt_level}\n{r.masters_kept}" for r in rows]
-    bottom = [0.0] * len(rows)
-    for term in TERMS:
-        sizes = [getattr(row, term) / 1e9 for row in rows]
-        axes.bar(names, sizes, bottom=bottom, label=term.replace("_", " "))
-        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
-    if limit is not None:
-        axes.axhline(limit, color="0.3", ls="--")
-    axes.set_ylabel("GB")
-    axes.legend()
-    _save(figure, path)
+    with _picture(path) as axes:
+        names = [f"{r.opt_level}\n{r.masters_kept}" for r in rows]
+        bottom = [0.0] * len(rows)
+        for term in TERMS:
+            sizes = [getattr(row, term) / 1e9 for row in rows]
+            axes.bar(names, sizes, bottom=bottom, label=term.replace("_", " "))
+            bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
+        if limit is not None:
+            axes.axhline(limit, color="0.3", ls="--")
+        axes.set_ylabel("GB")
+        axes.legend()
 
 
 def plot_report(
@@ -117,14 +107,12 @@ def plot_report(
         scale: the loss scale that gradients are multiplied by.
     """
     fmt = as_format(fmt)
-    histogram: Histogram = report.gradients
-    figure, axes, path = _figure(path)
-    total = max(histogram.total, 1)
-    _draw_exponents(axes, histogram, fmt, math.frexp(scale)[1] - 1)
-    axes.set_xlabel("log2 of the gradient" + (f" times {scale:g}" if scale != 1 else ""))
-    axes.set_ylabel(f"fraction; {histogram.zeros / total:.1%} are 0")
-    axes.legend()
-    _save(figure, path)
+    gradients = report.gradients
+    with _picture(path) as axes:
+        _draw_exponents(axes, gradients, fmt, math.frexp(scale)[1] - 1)
+        axes.set_xlabel("log2 of the gradient" + (f" times {scale:g}" if scale != 1 else ""))
+        axes.set_ylabel(f"fraction; {gradients.zeros / max(gradients.total, 1):.1%} are 0")
+        axes.legend()
 
 
 def plot_fp8(
@@ -144,26 +132,24 @@ def plot_fp8(
         scalings: some of `amp.numerics.fp8.SCALINGS`.
     """
     fmt = as_format(fmt)
-    figure, rows, path = _figure(path, len(scalings) + 1)
-    for axes, scaling in zip(rows[:-1], scalings, strict=True):
-        scaled = (fp8_scaled(x, fmt, scaling)[0] for x in tensors)
-        _draw_exponents(axes, sum(map(Histogram.of, scaled), NOTHING), fmt, 0)
-        axes.set_ylabel(f"scale for: {scaling}")
-    limits = [axes.get_xlim() for axes in rows[:-1]]
-    for axes in rows[:-1]:
-        axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    rows[0].legend()
-    rows[-2].set_xlabel("log2 of the numbers times their scales")
-    axes, steps = rows[-1], [s.step for s in history]
-    axes.step(steps, [fmt.max / s.factor for s in history], where="mid", label="what fits")
-    axes.plot(steps, [s.amax for s in history], ".", label="amax")
-    bad = [s for s in history if s.saturated]
-    axes.plot([s.step for s in bad], [s.amax for s in bad], "x", color="C3", label="saturates")
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("delayed")
-    axes.legend()
-    _save(figure, path)
+    with _picture(path, len(scalings) + 1) as rows:
+        *upper, last = rows
+        for axes, scaling in zip(upper, scalings, strict=True):
+            scaled = (fp8_scaled(x, fmt, scaling)[0] for x in tensors)
+            _draw_exponents(axes, sum(map(Histogram.of, scaled), NOTHING), fmt, 0)
+            axes.set_ylabel(f"scale for: {scaling}")
+        limits = [axes.get_xlim() for axes in upper]
+        for axes in upper:
+            axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+        rows[0].legend()
+        rows[-2].set_xlabel("log2 of the numbers times their scales")
+        steps, bad = [s.step for s in history], [s for s in history if s.saturated]
+        last.step(steps, [fmt.max / s.factor for s in history], where="mid", label="what fits")
+        last.plot(steps, [s.amax for s in history], ".", label="amax")
+        last.plot([s.step for s in bad], [s.amax for s in bad], "x", color="C3", label="saturates")
+        last.set_yscale("log", base=2)
+        last.set(xlabel="iteration", ylabel="delayed")
+        last.legend()
 
 
 def _draw_exponents(axes: Any, histogram: Histogram, fmt: Format, shift: int) -> None:

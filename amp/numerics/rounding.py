@@ -4,8 +4,6 @@ Everything is exact: numbers are float64 inside, of which all formats here are p
 multiplied by powers of two. Results are what `torch.Tensor.to` gives for float32 input.
 """
 
-from __future__ import annotations
-
 from numbers import Real
 from typing import Any, Literal, NamedTuple, SupportsFloat, get_args
 
@@ -81,8 +79,7 @@ def round_to(
         AmpTypeError: `x` is no number and no floating tensor.
     """
     fmt = as_format(fmt)
-    wide = _wide(x)
-    return _like(x, _round(wide, fmt, mode, overflow, generator))
+    return _like(x, _round(_wide(x), fmt, mode, overflow, generator))
 
 
 def bits(x: Number, fmt: FormatLike) -> Bits:
@@ -102,21 +99,16 @@ def bits(x: Number, fmt: FormatLike) -> Bits:
     fmt = as_format(fmt)
     wide = _wide(x)
     value = _round(wide, fmt, "nearest")
-    pattern = encode(value, fmt)
-    magnitude_bits = fmt.exponent_bits + fmt.mantissa_bits
-    exponent = (pattern >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
-    mantissa = pattern & ((1 << fmt.mantissa_bits) - 1)
+    pattern = _encode(value, fmt)
     unlimited = _to_grid(wide, fmt, "nearest")
     found = Bits(
-        pattern=pattern,
-        sign=pattern >> magnitude_bits,
-        exponent=exponent,
-        mantissa=mantissa,
+        pattern,
+        *_fields(pattern, fmt),
         value=value,
         error=value - wide,
         overflow=wide.isfinite() & (unlimited.abs() > fmt.max),
         underflow=(value == 0) & (wide != 0) & wide.isfinite(),
-        subnormal=(exponent == 0) & (mantissa != 0) & fmt.has_zero & value.isfinite(),
+        subnormal=(value != 0) & (value.abs() < fmt.min_normal),
     )
     return Bits(*(_like(x, field) for field in found))
 
@@ -129,51 +121,27 @@ def decode(pattern: int | Tensor, fmt: FormatLike) -> Any:
         fmt: the format.
     """
     fmt = as_format(fmt)
+    mask = (1 << fmt.bits) - 1
     if isinstance(pattern, Tensor) and not pattern.is_floating_point():
-        given = pattern.long()
+        given = pattern.long() & mask
     elif isinstance(pattern, int):
-        given = torch.tensor(pattern & ((1 << fmt.bits) - 1), dtype=torch.int64, device="cpu")
+        given = torch.tensor(pattern & mask, dtype=torch.int64, device="cpu")
     else:
         raise AmpTypeError(f"{pattern!r} is no integer and no tensor of them")
-    magnitude_bits = fmt.exponent_bits + fmt.mantissa_bits
-    magnitude = given & ((1 << magnitude_bits) - 1)
-    exponent = magnitude >> fmt.mantissa_bits
-    mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
+    sign, exponent, mantissa = _fields(given, fmt)
     is_normal = (exponent > 0) | (not fmt.has_zero)
     significand = mantissa + is_normal * (1 << fmt.mantissa_bits)
     scale = exponent - fmt.bias + (~is_normal).long() - fmt.mantissa_bits
     value = significand.double() * _power_of_two(scale)
-    top = (1 << fmt.exponent_bits) - 1
+    is_top = exponent == (1 << fmt.exponent_bits) - 1
     if fmt.has_inf:
-        value = value.masked_fill((exponent == top) & (mantissa == 0), torch.inf)
-        value = value.masked_fill((exponent == top) & (mantissa != 0), torch.nan)
+        value = value.masked_fill(is_top, torch.inf).masked_fill(is_top & (mantissa != 0), torch.nan)
     if fmt.nan == "all_ones":
-        value = value.masked_fill(magnitude == (1 << magnitude_bits) - 1, torch.nan)
-    if fmt.signed:
-        value = torch.where((given >> magnitude_bits) & 1 == 1, -value, value)
+        value = value.masked_fill(is_top & (mantissa == (1 << fmt.mantissa_bits) - 1), torch.nan)
+    value = torch.where(sign == 1, -value, value)
     if fmt.nan == "negative_zero":
-        value = value.masked_fill(given & ((1 << fmt.bits) - 1) == fmt.nan_pattern, torch.nan)
+        value = value.masked_fill(given == fmt.nan_pattern, torch.nan)
     return value.float() if isinstance(pattern, Tensor) else value.item()
-
-
-def encode(value: Tensor, fmt: FormatLike) -> Tensor:
-    """Return the bit patterns of numbers that a format has, int64."""
-    fmt = as_format(fmt)
-    value = value.double()
-    magnitude = value.abs()
-    exponent = _exponent(magnitude, fmt)
-    units = (magnitude * _power_of_two(fmt.mantissa_bits - exponent)).nan_to_num(0, 0).long()
-    # A subnormal number has one unit less than a normal one of its exponent, and exponent 0.
-    first = 1 if fmt.has_zero else 0
-    pattern = ((exponent - fmt.min_exponent + first - 1) << fmt.mantissa_bits) + units
-    if not fmt.has_zero:
-        pattern = exponent - fmt.min_exponent
-    if fmt.has_inf:
-        infinity = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
-        pattern = pattern.masked_fill(magnitude.isinf(), infinity)
-    if fmt.signed:
-        pattern = pattern + (value.signbit().long() << (fmt.bits - 1))
-    return pattern.masked_fill(value.isnan(), fmt.nan_pattern) if fmt.nan != "none" else pattern
 
 
 def ulp(x: Number, fmt: FormatLike) -> Any:
@@ -244,6 +212,29 @@ def _like(x: Number, result: Tensor) -> Any:
     return result.float() if result.dtype is torch.float64 and x.dtype is not torch.float64 else result
 
 
+def _fields(pattern: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sign, the exponent and the mantissa of bit patterns."""
+    exponent = (pattern >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+    mantissa = pattern & ((1 << fmt.mantissa_bits) - 1)
+    return pattern >> (fmt.exponent_bits + fmt.mantissa_bits), exponent, mantissa
+
+
+def _encode(value: Tensor, fmt: Format) -> Tensor:
+    """Return the bit patterns of numbers that a format has, int64."""
+    magnitude = value.abs()
+    exponent = _exponent(magnitude, fmt)
+    units = (magnitude * _power_of_two(fmt.mantissa_bits - exponent)).nan_to_num(0, 0).long()
+    # The leading one of a normal number is a unit of the exponent: a subnormal number has none.
+    first = fmt.min_exponent + (not fmt.has_zero)
+    pattern = ((exponent - first) << fmt.mantissa_bits) + units
+    if fmt.has_inf:
+        infinity = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
+        pattern = pattern.masked_fill(magnitude.isinf(), infinity)
+    if fmt.signed:
+        pattern = pattern + (value.signbit().long() << (fmt.bits - 1))
+    return pattern.masked_fill(value.isnan(), fmt.nan_pattern) if fmt.nan != "none" else pattern
+
+
 def _power_of_two(exponent: Tensor) -> Tensor:
     """Return 2 to some powers from -1022 to 1023, exactly, on every device."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
@@ -251,8 +242,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
     """Return the exponents of numbers, none below that of the smallest normal one."""
-    _, exponent = torch.frexp(magnitude)
-    exponent = exponent.long() - 1
+    exponent = torch.frexp(magnitude).exponent.long() - 1
     exponent = exponent.masked_fill(magnitude == 0, fmt.min_exponent)
     return exponent.clamp(fmt.min_exponent, fmt.max_exponent + 1)
 
@@ -272,10 +262,9 @@ def _to_grid(x: Tensor, fmt: Format, mode: Mode, generator: torch.Generator | No
     elif mode == "toward_zero":
         whole = units.floor()
     elif mode == "stochastic":
-        whole = (
-            units + torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-        ).floor()
-        whole = torch.where(units == units.floor(), units, whole)
+        low = units.floor()
+        drawn = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+        whole = low + (drawn >= 1 - (units - low))
     else:
         raise AmpValueError(f"mode={mode!r} is not one of {', '.join(get_args(Mode))}")
     rounded = whole * quantum
@@ -295,8 +284,8 @@ def _round(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     overflow = fmt.overflow if overflow is None else overflow
-    if overflow not in get_args(Overflow) or (overflow == "inf" and not fmt.has_inf):
-        allowed = [o for o in get_args(Overflow) if o != "inf" or fmt.has_inf]
+    allowed = [each for each in get_args(Overflow) if each != "inf" or fmt.has_inf]
+    if overflow not in allowed:
         raise AmpValueError(f"overflow={overflow!r} is not one of {', '.join(allowed)} for {fmt.name}")
     rounded = _to_grid(x, fmt, mode, generator)
     too_large = rounded.abs() > fmt.max
@@ -314,22 +303,10 @@ def _round(
 
 def _above(x: Tensor, fmt: Format) -> Tensor:
     """Return the smallest number of a format above each number."""
-    # On negative numbers toward zero is up, and where that is the number itself, one quantum more.
     magnitude = x.abs()
-    quantum = _quantum(magnitude, fmt)
-    toward_zero = (magnitude / quantum).floor() * quantum
-    negative_up = torch.where(
-        toward_zero < magnitude, toward_zero, magnitude - _below_step(magnitude, fmt)
-    )
-    up = torch.where(x < 0, -negative_up, toward_zero + quantum)
-    up = torch.where(x < -fmt.max, torch.full_like(x, -fmt.max), up)
+    larger = _to_grid(magnitude, fmt, "toward_zero") + _quantum(magnitude, fmt)
+    # Above a negative number is the one with the next smaller magnitude.
+    smaller = _to_grid(torch.nextafter(magnitude, torch.zeros_like(x)), fmt, "toward_zero")
+    up = torch.where(x < 0, -smaller, larger).clamp(min=-fmt.max)
     beyond = torch.inf if fmt.has_inf else torch.nan
-    up = up.masked_fill(up > fmt.max, beyond).masked_fill(x == torch.inf, torch.nan)
-    return up.masked_fill(x.isnan(), torch.nan) + 0.0
-
-
-def _below_step(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Return how far below a number of the format the next smaller magnitude is."""
-    quantum = _quantum(magnitude, fmt)
-    at_power = (magnitude == _power_of_two(_exponent(magnitude, fmt))) & (magnitude > fmt.min_normal)
-    return torch.where(at_power, quantum / 2, quantum)
+    return up.masked_fill(up > fmt.max, beyond).masked_fill(x == torch.inf, torch.nan) + 0.0

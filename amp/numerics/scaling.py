@@ -1,7 +1,5 @@
 """Loss scales: how one moves, and what each would do to given gradients."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -177,21 +175,15 @@ def gradient_survival(
     finite = magnitudes[magnitudes.isfinite()]
     ordered = finite[finite > 0].sort().values
     not_finite = magnitudes.numel() - finite.numel()
-    return survival_of(
-        lambda fmt, scale: _fates(ordered, scale, fmt, not_finite),
-        scales,
-        [as_format(fmt) for fmt in formats],
-        count=ordered.numel() + not_finite,
-        zeros=finite.numel() - ordered.numel(),
-        not_finite=not_finite,
-    )
+    count, zeros = ordered.numel() + not_finite, finite.numel() - ordered.numel()
+    fates = functools.partial(_fates, ordered, not_finite)
+    return survival_of(fates, scales, formats, count, zeros, not_finite)
 
 
 def survival_of(
     fates: Callable[[Format, float], tuple[int, int, int]],
     scales: Sequence[float],
-    formats: Sequence[Format],
-    *,
+    formats: Sequence[FormatLike],
     count: int,
     zeros: int,
     not_finite: int,
@@ -199,27 +191,20 @@ def survival_of(
     """Return fractions of what `fates(format, scale)` counts: zeros, subnormals and overflows.
 
     Raises:
-        AmpValueError: a scale that is not above 0, or none at all.
+        AmpValueError: a scale that is not above 0, none at all, or a format that does not exist.
     """
-    scales = tuple(float(scale) for scale in scales)
-    for scale in scales or [0.0]:
-        if not 0 < scale < math.inf:
-            raise AmpValueError(f"scales={scales} must be one or more finite numbers above 0")
+    known = [as_format(fmt) for fmt in formats]
+    scales = tuple(map(float, scales))
+    if not scales or not all(0 < scale < math.inf for scale in scales):
+        raise AmpValueError(f"scales={scales} must be one or more finite numbers above 0")
     found = {}
-    for fmt in formats:
+    for fmt in known:
         counts = [fates(fmt, scale) for scale in scales]
-        best = min(
-            (
-                (zero, subnormal, scale)
-                for scale, (zero, subnormal, overflow) in zip(scales, counts, strict=True)
-                if overflow == 0
-            ),
-            default=(0, 0, None),
-        )
         zero, subnormal, overflow = (
             tuple(number / max(count, 1) for number in column) for column in zip(*counts, strict=True)
         )
-        found[fmt.name] = FormatSurvival(zero, subnormal, overflow, best[2])
+        too_large, *_, best = min(zip(overflow, zero, subnormal, scales, strict=True))
+        found[fmt.name] = FormatSurvival(zero, subnormal, overflow, None if too_large else best)
     return GradientSurvival(scales, found, count, zeros, not_finite)
 
 
@@ -236,14 +221,14 @@ def thresholds(fmt: Format) -> Thresholds:
     """Return the largest number that becomes 0, the smallest that is normal, and that overflows."""
     tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     fits = round_to(tie, fmt, overflow="nan") == fmt.max
-    beyond = math.nextafter(tie, math.inf) if fits else tie
-    half = fmt.min_subnormal / 2
+    overflow = math.nextafter(tie, math.inf) if fits else tie
     if not fmt.has_zero:
-        return Thresholds(0.0, 0.0, beyond)
-    return Thresholds(half, fmt.min_normal - half, beyond)
+        return Thresholds(0.0, 0.0, overflow)
+    zero = fmt.min_subnormal / 2
+    return Thresholds(zero, fmt.min_normal - zero, overflow)
 
 
-def _fates(ordered: Tensor, scale: float, fmt: Format, not_finite: int) -> tuple[int, int, int]:
+def _fates(ordered: Tensor, not_finite: int, fmt: Format, scale: float) -> tuple[int, int, int]:
     scaled = ordered * scale
     at = thresholds(fmt)
     zero = int(torch.searchsorted(scaled, at.zero, right=True))

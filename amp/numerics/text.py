@@ -1,7 +1,5 @@
 """Tables and bars for a terminal, and what JSON can hold."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -21,8 +19,11 @@ class Printer:
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = sys.stdout if stream is None else stream
         self.colours = self.stream.isatty() and not os.environ.get("NO_COLOR")
-        encoding = getattr(self.stream, "encoding", None) or "ascii"
-        self.block = "█" if _can_write("█", encoding) else "#"
+        self.block = "█"
+        try:
+            self.block.encode(getattr(self.stream, "encoding", None) or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            self.block = "#"
 
     def line(self, text: str = "") -> None:
         """Write a line."""
@@ -59,14 +60,6 @@ class Printer:
         return self.block * max(cells, 1 if fraction > 0 else 0)
 
 
-def _can_write(text: str, encoding: str) -> bool:
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
 def _shown(cell: Any) -> str:
     if isinstance(cell, bool) or cell is None:
         return {True: "yes", False: "", None: "-"}[cell]
@@ -74,11 +67,8 @@ def _shown(cell: Any) -> str:
 
 
 def _is_numeric(cell: str) -> bool:
-    return (
-        cell in ("-", "")
-        or cell.lstrip("+-").rstrip("%")[:1].isdigit()
-        or cell.lstrip("-") in ("inf", "nan")
-    )
+    bare = cell.lstrip("+-")
+    return bare in ("", "inf", "nan") or bare[0].isdigit()
 
 
 def plain(value: Any, mark: str = "") -> Any:

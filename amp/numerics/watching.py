@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ class Histogram:
     @classmethod
     def of(cls, x: Tensor) -> Histogram:
         """Return the histogram of a floating tensor of any shape. The host waits for the device."""
-        return _histogram(_tally(_bins_of(x)))
+        return _histogram(_tally(x))
 
     @property
     def total(self) -> int:
@@ -55,9 +56,8 @@ class Histogram:
         return sum(self.counts.values()) + self.zeros + self.not_finite
 
     def __add__(self, other: Histogram) -> Histogram:
-        counts = {
-            e: self.counts.get(e, 0) + other.counts.get(e, 0) for e in {*self.counts, *other.counts}
-        }
+        counts = Counter(self.counts)
+        counts.update(other.counts)
         return Histogram(
             dict(sorted(counts.items())), self.zeros + other.zeros, self.not_finite + other.not_finite
         )
@@ -68,14 +68,14 @@ class Histogram:
         Numbers are taken by their exponents: those that could go both ways count as the larger half.
         """
         shift = math.frexp(scale)[1] - 1
-        lowest = fmt.min_exponent - fmt.mantissa_bits - (1 if fmt.has_zero else 1000)
-        zero = subnormal = overflow = 0
-        for exponent, count in self.counts.items():
-            at = exponent + shift
-            zero += count if at < lowest else 0
-            subnormal += count if lowest <= at < fmt.min_exponent and fmt.has_zero else 0
-            overflow += count if at > fmt.max_exponent else 0
-        return zero, subnormal, overflow + self.not_finite
+        normal = fmt.min_exponent if fmt.has_zero else -math.inf
+
+        def count(low: float, high: float) -> int:
+            return sum(n for exponent, n in self.counts.items() if low <= exponent + shift < high)
+
+        subnormal = normal - fmt.mantissa_bits - 1
+        too_large = count(fmt.max_exponent + 1, math.inf)
+        return count(-math.inf, subnormal), count(subnormal, normal), too_large + self.not_finite
 
 
 NOTHING = Histogram({}, 0, 0)
@@ -94,6 +94,9 @@ class WatchedLayer:
     activations: Histogram
     activation_gradients: Histogram
     weight_gradients: Histogram
+
+
+_UNSEEN = WatchedLayer(NOTHING, NOTHING, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,12 @@ class WatchReport:
         fmt = as_format(fmt)
         rows = []
         for name, layer in self.layers.items():
-            for kind in ("activation_gradients", "weight_gradients"):
-                histogram: Histogram = getattr(layer, kind)
+            for what in ("activation", "weight"):
+                histogram: Histogram = getattr(layer, f"{what}_gradients")
                 count = histogram.total - histogram.zeros
                 if count:
                     lost = [f"{part / count:.2%}" for part in histogram.fates(fmt, scale)]
                     low, high = min(histogram.counts, default=0), max(histogram.counts, default=0)
-                    what = kind.replace("_gradients", "")
                     rows.append((name or "(model)", what, f"2^{low}", f"2^{high}", *lost))
         header = ("layer", "gradients of", "from", "to", "become 0", "subnormal", "overflow")
         text = io.StringIO()
@@ -137,14 +139,8 @@ class WatchReport:
     ) -> GradientSurvival:
         """Return what scales would do to the gradients, to within a factor of 2 of each number."""
         found = self.gradients
-        return survival_of(
-            found.fates,
-            scales,
-            [as_format(fmt) for fmt in formats],
-            count=found.total - found.zeros,
-            zeros=found.zeros,
-            not_finite=found.not_finite,
-        )
+        count = found.total - found.zeros
+        return survival_of(found.fates, scales, formats, count, found.zeros, found.not_finite)
 
 
 class Watch(AbstractContextManager["Watch"]):
@@ -152,7 +148,7 @@ class Watch(AbstractContextManager["Watch"]):
 
     def __init__(self, model: nn.Module, every: int, optimizer: Any) -> None:
         self._every = every
-        self._binding = AttachedOptimizer.of(optimizer) if optimizer is not None else None
+        self._binding = AttachedOptimizer.of(optimizer)
         self._forwards = 0
         self._steps = 0
         self._looks = False
@@ -166,17 +162,15 @@ class Watch(AbstractContextManager["Watch"]):
             model.register_forward_hook(self._end, always_call=True),
         ]
         for name, module in model.named_modules():
-            if any(module.children()) and not any(True for _ in module.parameters(recurse=False)):
-                continue
-            self._names.append(name)
-            self._handles.append(module.register_forward_hook(partial(self._see_output, name)))
+            if not any(module.children()) or any(True for _ in module.parameters(recurse=False)):
+                self._names.append(name)
+                self._handles.append(module.register_forward_hook(partial(self._see_output, name)))
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._looks = False
-        if not torch.is_grad_enabled():
-            return
-        self._looks = self._forwards % self._every == 0
-        self._forwards += 1
+        if torch.is_grad_enabled():
+            self._looks = self._forwards % self._every == 0
+            self._forwards += 1
         if not self._looks:
             return
         self._steps += 1
@@ -184,56 +178,50 @@ class Watch(AbstractContextManager["Watch"]):
         if self._binding is not None:
             scale = self._binding.owner.scalers[0].scale_on_device
             self._shift = torch.frexp(scale)[1].long() - 1
-        for name, inner in module.named_modules():
-            for parameter in inner.parameters(recurse=False):
-                if parameter.requires_grad:
-                    self._due[parameter] = self._shift
-                    if parameter not in self._owner:  # a tied one counts where it is first
-                        self._owner[parameter] = name
-                        hook: Any = parameter.register_hook
-                        self._handles.append(hook(partial(self._see_weight, parameter)))
+        for name, parameter in module.named_parameters():  # a tied one has the name that is first
+            if parameter.requires_grad:
+                self._due[parameter] = self._shift
+                if parameter not in self._owner:
+                    self._owner[parameter] = name.rpartition(".")[0]
+                    hook = partial(self._see_weight, parameter)
+                    self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._looks = False
 
     def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._looks:
-            return
-        for tensor in _tensors(output):
-            self._count((name, "activations"), tensor, None)
-            if tensor.requires_grad:
-                key = (name, "activation_gradients")
-                hook = partial(self._see_gradient, key, self._shift)
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if self._looks:
+            map_tensors(partial(self._see_activation, name), output)
 
-    def _see_gradient(self, key: tuple[str, str], shift: Tensor | None, grad: Tensor) -> None:
-        self._count(key, grad, shift)
+    def _see_activation(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.numel():
+            self._count((name, "activations"), None, tensor)
+            if tensor.requires_grad:
+                hook = partial(self._count, (name, "activation_gradients"), self._shift)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
 
     def _see_weight(self, parameter: Tensor, grad: Tensor) -> None:
         if parameter in self._due:
             shift = self._due.pop(parameter)
             values = grad.coalesce().values() if grad.is_sparse else grad
-            self._count((self._owner[parameter], "weight_gradients"), values, shift)
+            self._count((self._owner[parameter], "weight_gradients"), shift, values)
 
     @without_grad
-    def _count(self, key: tuple[str, str], tensor: Tensor, shift: Tensor | None) -> None:
-        tally = _tally(_bins_of(tensor, shift))
+    def _count(self, key: tuple[str, str], shift: Tensor | None, tensor: Tensor) -> None:
+        tally = _tally(tensor, shift)
         held = self._tallies.get(key)
         self._tallies[key] = tally if held is None else tally + held.to(tally.device)
 
     def report(self) -> WatchReport:
         """Return what was seen so far. The host waits for the device."""
-        kinds = ("activations", "activation_gradients", "weight_gradients")
-        layers = {
-            name: WatchedLayer(*(_histogram(self._tallies.get((name, kind))) for kind in kinds))
-            for name in self._names
-        }
-        seen = {
-            name: layer
-            for name, layer in layers.items()
-            if any(getattr(layer, kind).total for kind in kinds)
-        }
-        return WatchReport(seen, self._steps)
+        layers = {}
+        for name in self._names:
+            tallies = [self._tallies.get((name, field.name)) for field in fields(WatchedLayer)]
+            layer = WatchedLayer(*map(_histogram, tallies))
+            if layer != _UNSEEN:
+                layers[name] = layer
+        return WatchReport(layers, self._steps)
 
     def close(self) -> None:
         """Look no more. Idempotent."""
@@ -279,33 +267,15 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
     return Watch(model, every, optimizer)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating tensors in an output, in containers of any kind."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.numel():
-            found.append(tensor)
-        return tensor
-
-    map_tensors(keep, value)
-    return found
-
-
 @without_grad
-def _bins_of(x: Tensor, shift: Tensor | None = None) -> Tensor:
-    """Return the bin of each number, int64, its exponent less a shift."""
+def _tally(x: Tensor, shift: Tensor | None = None) -> Tensor:
+    """Return how many numbers are in each bin, by their exponents less a shift, int64."""
     values = x.detach().flatten().float()
-    _, exponent = torch.frexp(values)
-    bins = exponent.long() - 1 - LOWEST
+    bins = torch.frexp(values).exponent.long() - 1 - LOWEST
     if shift is not None:
         bins -= shift.to(bins.device)
     bins = bins.clamp(0, _BINS - 1)
-    return torch.where(values == 0, _ZERO, torch.where(values.isfinite(), bins, _NOT_FINITE))
-
-
-def _tally(bins: Tensor) -> Tensor:
-    """Return how many numbers are in each bin, int64."""
+    bins = torch.where(values == 0, _ZERO, torch.where(values.isfinite(), bins, _NOT_FINITE))
     tally = torch.zeros(_BINS + 2, dtype=torch.int64, device=bins.device)
     one = torch.ones((), dtype=torch.int64, device=bins.device)
     return tally.scatter_add_(0, bins, one.expand_as(bins))

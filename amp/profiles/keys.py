@@ -1,7 +1,7 @@
-"""The keys of profiles and overrides, each described in one place: the metadata of a dataclass's field.
+"""The keys of profiles and overrides, each described in one place: a field of a dataclass.
 
-From it follow what profiles and overrides may set, how a value is read, what an error says, and the
-tables of docs/profiles.md.
+The field has its name, type, default and parser, and the class's docstring says what it means. From
+these follow what profiles and overrides may set, how a value is read, and what an error says.
 """
 
 import math
@@ -24,24 +24,20 @@ class Key:
 
     Attributes:
         parse: reads a value.
-        doc: what the key means, for the table in docs/profiles.md.
-        values: what it takes, for that table; by default what `parse` prints as.
         name: how it is written, if not as the field.
         aliases: other ways to write it.
         field: the field that holds the value; `keys_of` fills it in.
     """
 
     parse: Parser
-    doc: str
-    values: str = ""
     name: str = ""
     aliases: tuple[str, ...] = ()
     field: str = ""
 
 
-def key(default: Any, parse: Parser, doc: str, **more: Any) -> Any:
+def key(default: Any, parse: Parser, **more: Any) -> Any:
     """Return a dataclass's field that a key sets; see `Key`."""
-    return field(default=default, metadata={"key": Key(parse, doc, **more)})
+    return field(default=default, metadata={"key": Key(parse, **more)})
 
 
 def keys_of(cls: type) -> dict[str, Key]:
@@ -50,28 +46,70 @@ def keys_of(cls: type) -> dict[str, Key]:
     return {key.name or name: replace(key, name=key.name or name, field=name) for name, key in found}
 
 
-def find_key(name: str, keys: Mapping[str, Key], what: str, others: tuple[str, ...] = ()) -> Key:
+def parse_fields(made: Any, keys: Mapping[str, Key]) -> None:
+    """Let the fields of a frozen dataclass hold what the parsers of its keys make of them."""
+    for key in keys.values():
+        object.__setattr__(made, key.field, key.parse(key.name, getattr(made, key.field)))
+
+
+def find_key(name: str, keys: Mapping[str, Key], what: str, others: Sequence[str] = ()) -> Key:
     """Return the key that is written as `name`, or raise an AmpTypeError that begins with `what`.
 
     The error lists the keys, and `others`, which are allowed besides.
     """
-    for each in keys.values():
-        if name == each.name or name in each.aliases:
-            return each
-    spellings = [*others, *keys, *(alias for each in keys.values() for alias in each.aliases)]
-    allowed = ", ".join((*others, *keys))
-    called = f"'{name}'" if len(name) < 80 else brief(name)
-    raise AmpTypeError(f"{what} {called}; allowed: {allowed}{did_you_mean(name, spellings)}")
+    spelled = {spelling: key for key in keys.values() for spelling in (key.name, *key.aliases)}
+    if name not in spelled:
+        called = f"'{name}'" if len(name) < 80 else brief(name)
+        hint = did_you_mean(name, [*others, *spelled])
+        raise AmpTypeError(f"{what} {called}; allowed: {', '.join([*others, *keys])}{hint}")
+    return spelled[name]
 
 
-def written(key: object) -> str:
+def fields_of(
+    what: str, mapping: Mapping[Any, Any], read: Callable[[str, Any], Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields that a mapping sets, and how each is written there.
+
+    Args:
+        what: the key that the mapping is the value of.
+        mapping: from keys, in any spelling, to values.
+        read: returns the fields that one item sets, from its key and its value.
+
+    Raises:
+        AmpValueError: two items set the same field.
+    """
+    found: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for key, item in mapping.items():
+        written = text_of(key)
+        for name, value in read(written, item).items():
+            if name in found:
+                raise AmpValueError(
+                    f"{what} has both '{spelled[name]}' and '{written}', which are one thing; keep one"
+                )
+            found[name], spelled[name] = value, written
+    return found, spelled
+
+
+def text_of(key: object) -> str:
     """Return the key of a mapping as text, whatever it is."""
     return key if isinstance(key, str) else brief(key)
+
+
+def wrong_type(name: str, value: object, remedy: str) -> AmpTypeError:
+    """Return the error for a value that is of no type which a key takes."""
+    return AmpTypeError(f"{name}={brief(value)} is a {type(value).__name__}; {remedy}")
 
 
 def shown(value: object) -> str:
     """Return a value as errors and logs show it."""
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
+
+
+def shortened(value: object) -> str:
+    """Return what `shown` does, or the beginning of it."""
+    text = shown(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 # Parsers.
@@ -90,12 +128,18 @@ _WORDS = {
 }
 
 
+def word_of(value: object) -> str:
+    """Return a text as a plain word, such as `fp16` for ` torch.FP16`; "" for anything else."""
+    return value.strip().lower().removeprefix("torch.") if isinstance(value, str) else ""
+
+
 class OneOf:
     """A parser of values that can be listed. Names of dtypes, and words such as `yes`, are understood.
 
     Args:
         allowed: True, False, None, dtypes and words.
-        means: what some of these are read as, where not as themselves.
+        means: what some values are read as, where not as themselves. Those that are not in `allowed`
+            are understood too, and not listed.
         error: what is raised for anything else. The default is AmpValueError, and AmpTypeError for a
             value of another type where dtypes are allowed.
     """
@@ -107,31 +151,27 @@ class OneOf:
         error: type[AmpError] | None = None,
     ) -> None:
         self._allowed = allowed
-        self._means = means or {}
+        self._means = {**dict(zip(allowed, allowed, strict=True)), **(means or {})}
         self._error = error
 
     def __call__(self, name: str, value: object) -> Any:
         """Return the allowed value that `value` is or names."""
-        word = value.strip().lower().removeprefix("torch.") if isinstance(value, str) else ""
+        word = word_of(value)
         found = _WORDS.get(word, word) if word else value
-        for each in self._allowed:
+        for each, meant in self._means.items():
             if found is each or (word and found == each):
-                return self._means.get(each, each)
+                return meant
         takes_dtypes = any(isinstance(each, torch.dtype) for each in self._allowed)
         is_typed = isinstance(value, (str, torch.dtype)) or not takes_dtypes
         error = self._error or (AmpValueError if is_typed else AmpTypeError)
         names = [shown(each) for each in self._allowed]
-        raise error(
-            f"{name}={brief(value)} is not one of {', '.join(names)}{did_you_mean(word, names)}"
-        )
-
-    def __str__(self) -> str:
-        return ", ".join(shown(each).lower() for each in self._allowed)
+        hint = did_you_mean(word, names)
+        raise error(f"{name}={brief(value)} is not one of {', '.join(names)}{hint}")
 
 
 def is_none(value: object) -> bool:
     """Whether `value` is None or the word for it."""
-    return value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
+    return value is None or word_of(value) in ("none", "null")
 
 
 def parse_number(name: str, value: object) -> float:
@@ -158,12 +198,19 @@ def parse_positive(name: str, value: object) -> float:
     return number
 
 
+def as_integer(name: str, value: object) -> int | None:
+    """Return a number as an integer, or None if it is none."""
+    number = parse_number(name, value)
+    if isinstance(value, bool) or not number.is_integer():
+        return None
+    return value if isinstance(value, int) else int(number)
+
+
 def parse_count(name: str, value: object) -> int:
     """Return an integer of at least 1."""
-    number = parse_number(name, value)
-    if isinstance(value, bool) or not 1 <= number <= 2.0**63 or not number.is_integer():
+    count = as_integer(name, value)
+    if count is None or count < 1:
         raise AmpValueError(f"{name}={brief(value)} must be an integer of at least 1")
-    count = value if isinstance(value, int) else int(number)
     if count >= 2**63:
         raise AmpValueError(f"{name}={brief(value)} must be an integer of less than 2**63")
     return count

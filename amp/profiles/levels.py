@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from amp.dtypes import DTYPES, LOW_PRECISION, dtype_name
+from amp.dtypes import DTYPES, LOW_PRECISION
 from amp.errors import (
     AmpError,
     AmpRuntimeError,
@@ -27,10 +27,10 @@ from amp.errors import (
     brief,
     did_you_mean,
 )
-from amp.profiles.keys import find_key, shown
+from amp.profiles.keys import find_key, shortened, shown, wrong_type
 from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, SCALE_BOUNDS, Properties
 from amp.profiles.rules import parse_rules
-from amp.profiles.yamlfile import Entry, read_mapping
+from amp.profiles.yamlfile import Lines, read_mapping
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LEVELS = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
@@ -44,20 +44,19 @@ def aliases() -> dict[str, str]:
     return {
         alias: level
         for level, path in LEVELS.items()
-        for entry in read_mapping(path)
-        if entry.key == "aliases"
-        for alias in entry.value
+        for alias in read_mapping(path)[0].get("aliases", ())
     }
 
 
 def levels_with(name: str) -> str:
     """Return the levels where a property is true, for people: `'O2' (float16) or 'O5' (bfloat16)`."""
-    profiles = [load_profile(level) for level in LEVELS]
-    return " or ".join(
-        f"'{p.opt_level}' ({shown(p.patch_torch_functions_type or p.cast_model_type)})"
-        for p in profiles
-        if getattr(p, name) and p.fp8 is None
-    )
+    profiles = [p for p in map(load_profile, LEVELS) if getattr(p, name) and p.fp8 is None]
+    return " or ".join(f"'{p.opt_level}' ({shown(compute_dtype(p))})" for p in profiles)
+
+
+def compute_dtype(p: Properties) -> torch.dtype | Literal[False] | None:
+    """Return the dtype of a level's matrix products, FP8 left aside; None or False for the inputs'."""
+    return p.patch_torch_functions_type or p.cast_model_type
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
@@ -105,10 +104,9 @@ def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> 
 def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path:
     """Return the file of a level, an alias or a path, which may be relative to the file `beside`."""
     if isinstance(name_or_path, str):
-        if name_or_path in LEVELS:
-            return LEVELS[name_or_path]
-        if name_or_path in aliases():
-            return LEVELS[aliases()[name_or_path]]
+        level = name_or_path if name_or_path in LEVELS else aliases().get(name_or_path)
+        if level is not None:
+            return LEVELS[level]
     if isinstance(name_or_path, (str, os.PathLike)):
         try:
             text = os.fsdecode(name_or_path)
@@ -117,21 +115,13 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
         path = Path(text)
         if path.suffix or len(path.parts) > 1:
             path = beside.parent / path if beside else path
-            if not _is_file(path):
+            if not os.path.isfile(path):  # noqa: PTH113  Path.is_file raises for a name that is too long
                 where = path.absolute() if len(str(path)) < 1000 else "of so long a name"
                 raise ProfileNotFoundError(f"{what}={brief(text)}: there is no file {where}")
             return path
     raise AmpRuntimeError(
         f"{what}={brief(name_or_path)} is not one of {', '.join(LEVELS)}{_hint(name_or_path)}"
     )
-
-
-def _is_file(path: Path) -> bool:
-    """Whether there is a regular file; a path that no system takes is none."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _hint(name: object) -> str:
@@ -148,102 +138,92 @@ def _hint(name: object) -> str:
     )
 
 
-_FORMATS = {
-    **{name: dtype_name(dtype) for name, dtype in DTYPES.items()},
-    "16": "float16",
-    "32": "float32",
-    "fp8": "fp8",
-    "float8": "fp8",
-}
+_FORMATS = {**DTYPES, "16": torch.float16, "32": torch.float32, "fp8": "fp8", "float8": "fp8"}
 
 
 def _levels_of(text: str) -> str:
     """Say which levels are what a number format, or a word such as `mixed`, asks for."""
-    profiles = [load_profile(level) for level in LEVELS]
+    profiles = list(map(load_profile, LEVELS))
     for word in re.split("[-_ ]", text.lower().removeprefix("torch.")):
         if word in ("amp", "autocast", "mixed"):
             wanted = [p for p in profiles if p.patch_torch_functions]
         elif word in ("pure", "true"):
             wanted = [p for p in profiles if not p.patch_torch_functions]
         elif word in _FORMATS:
-            wanted = [p for p in profiles if _format_of(p) == _FORMATS[word]]
+            wanted = [p for p in profiles if ("fp8" if p.fp8 else compute_dtype(p)) == _FORMATS[word]]
         else:
             return ""
         profiles = wanted or profiles
     return "; did you mean " + " or ".join(f"'{p.opt_level}' ({p.brief})" for p in profiles) + "?"
 
 
-def _format_of(p: Properties) -> str:
-    """Return the number format of a profile's products."""
-    if p.fp8:
-        return "fp8"
-    return shown(p.patch_torch_functions_type if p.patch_torch_functions else p.cast_model_type)
-
-
 def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
     """Read `path`; `outer` holds the files that extend it, outermost first."""
     outer = (*outer, path.resolve())
-    if len(outer) > _LONGEST_CHAIN:
-        names = " -> ".join(p.name for p in outer[:3])
-        raise AmpValueError(
-            f"{path}:1: more than {_LONGEST_CHAIN} files extend each other: {names} ..."
-        )
-    entries = {entry.key: entry for entry in read_mapping(path)}
+    values, lines = read_mapping(path)
     base = Properties()
-    if entry := entries.pop("extends", None):
-        with _errors_at(path, entry):
-            parent = _locate(entry.value, "extends", path)
+    if "extends" in values:
+        with _errors_at(path, lines, "extends"):
+            parent = _locate(values.pop("extends"), "extends", path)
+            names = [file.name for file in (*outer, parent)]
             if parent.resolve() in outer:
-                names = " -> ".join(p.name for p in (*outer, parent))
-                raise AmpValueError(f"'extends' goes in a circle: {names}")
+                raise AmpValueError(f"'extends' goes in a circle: {' -> '.join(names)}")
+            if len(outer) >= _LONGEST_CHAIN:
+                begin = " -> ".join(names[:3])
+                raise AmpValueError(f"more than {_LONGEST_CHAIN} files extend each other: {begin} ...")
         base = _load(parent, outer)
     changes: dict[str, Any] = {"brief": ""}
     if path in LEVELS.values():
         changes["opt_level"] = path.stem
-        entries.pop("aliases", None)
-    for entry in entries.values():
-        with _errors_at(path, entry):
-            changes |= _fields(entry, path, base)
+        values.pop("aliases", None)
+    for name, value in values.items():
+        with _errors_at(path, lines, name):
+            if name == "rules":
+                sources = [
+                    f"{path}:{line}"
+                    for keys, line in lines.items()
+                    if keys[0] == name and len(keys) == 2
+                ]
+                changes[name] = base.rules + parse_rules(name, value, sources)
+            else:
+                changes |= _field(name, value)
     try:
         return _changed(base, changes)
     except AmpRuntimeError as error:  # it begins with the name of the property
-        culprit = entries.get(str(error).partition("=")[0])
-        raise AmpRuntimeError(f"{path}:{culprit.line if culprit else 1}: {error}") from None
+        line = lines.get((str(error).partition("=")[0],), 1)
+        raise AmpRuntimeError(f"{path}:{line}: {error}") from None
 
 
 @contextmanager
-def _errors_at(path: Path, entry: Entry) -> Iterator[None]:
-    """Let errors say where in the file the entry is, or the inner key that they name."""
+def _errors_at(path: Path, lines: Lines, name: str) -> Iterator[None]:
+    """Let errors name the line of the file: of a key, or of the key in its value that they name."""
     try:
         yield
     except AmpError as error:
         message = str(error)
         if message.startswith(f"{path}:"):
             raise
-        line = entry.line
-        for keys, inner in entry.lines.items():
-            if keys[-1] in message and re.search(
-                rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])", message.partition(";")[0]
-            ):
-                line = inner
-                break
-        raise type(error)(f"{path}:{line}: {message}") from None
+        what = message.partition(";")[0]
+        inside = [keys for keys in lines if keys[0] == name and keys[1:]]
+        named = [lines[keys] for keys in inside if _is_word_of(what, keys[-1])] or [lines[name,]]
+        raise type(error)(f"{path}:{named[0]}: {message}") from None
 
 
-def _fields(entry: Entry, path: Path, base: Properties) -> dict[str, Any]:
-    """Return the field that an entry of a profile sets."""
-    if entry.key == "brief":
-        if isinstance(entry.value, (list, dict)):
-            kind = type(entry.value).__name__
-            raise AmpTypeError(f"brief={brief(entry.value)} is a {kind}; give a line of text")
-        return {"brief": str(entry.value)}
-    if entry.key == "rules":
-        sources = [f"{path}:{line}" for keys, line in entry.lines.items() if len(keys) == 1]
-        return {"rules": base.rules + parse_rules("rules", entry.value, sources)}
-    if entry.key == "opt_level":
+def _is_word_of(text: str, word: str) -> bool:
+    """Whether a word stands in a text, and not as a part of another one."""
+    return word in text and bool(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text))
+
+
+def _field(name: str, value: Any) -> dict[str, Any]:
+    """Return the field that a key of a profile sets."""
+    if name == "brief":
+        if isinstance(value, (list, dict)):
+            raise wrong_type(name, value, "give a line of text")
+        return {name: str(value)}
+    if name == "opt_level":
         raise AmpTypeError("there is no property 'opt_level'; did you mean 'extends'?")
-    key = find_key(entry.key, PROPERTY_KEYS, "there is no property", ("extends", "brief"))
-    return {key.field: key.parse(key.name, entry.value)}
+    key = find_key(name, PROPERTY_KEYS, "there is no property", ("extends", "brief"))
+    return {key.field: key.parse(key.name, value)}
 
 
 # What fits together.
@@ -256,9 +236,7 @@ def _changed(base: Properties, changes: Mapping[str, Any]) -> Properties:
     by_op = base.patch_torch_functions_type if base.opt_level else properties.patch_torch_functions
     misfits = _by_op_misfits(properties, base) if by_op else _misfits(properties)
     for name, value, remedy in chain(misfits, _fp8_misfits(properties)):
-        text = shown(value)
-        text = text if len(text) <= 200 else f"{text[:200]}..."
-        raise AmpRuntimeError(f"{name}={text} does not fit {where}: {remedy}")
+        raise AmpRuntimeError(f"{name}={shortened(value)} does not fit {where}: {remedy}")
     return properties
 
 
@@ -294,13 +272,15 @@ def _by_op_misfits(p: Properties, base: Properties) -> Iterator[Misfit]:
 
 def _misfits(p: Properties) -> Iterator[Misfit]:
     """Yield what does not fit a profile that leaves functions alone."""
-    for name in ("patch_torch_functions", "patch_torch_functions_type"):
-        if getattr(p, name):
-            yield name, getattr(p, name), _functions_cast_only_there()
+    names = ("patch_torch_functions", "patch_torch_functions_type")
+    of_functions: list[tuple[str, object]] = [(name, getattr(p, name)) for name in names]
+    of_functions += [("rules", rule) for rule in p.rules if rule.kind == "op"]
+    for name, value in of_functions:
+        if value:
+            levels = levels_with("patch_torch_functions")
+            yield name, value, f"functions cast only at opt_level={levels}. Take one of these."
     for rule in p.rules:
-        if rule.kind == "op":
-            yield "rules", rule, _functions_cast_only_there()
-        elif rule.dtype is None:
+        if rule.kind == "module" and rule.dtype is None:
             dtypes = "Say float32, float16 or bfloat16."
             yield "rules", rule, f"a module's weights have to have some dtype. {dtypes}"
 
@@ -310,14 +290,6 @@ def _fp8_misfits(p: Properties) -> Iterator[Misfit]:
     dtype = p.patch_torch_functions_type if p.patch_torch_functions else p.cast_model_type
     if p.fp8 is not None and dtype not in LOW_PRECISION:
         levels = " or ".join(repr(level) for level in LEVELS if load_profile(level).fp8)
-        remedy = (
-            "linear layers run in FP8 where the rest of the model is float16 or bfloat16. Take "
-            f"opt_level={levels}, or fp8 on top of a level of half precision."
-        )
-        yield "fp8", p.fp8, remedy
-
-
-def _functions_cast_only_there() -> str:
-    return (
-        f"functions cast only at opt_level={levels_with('patch_torch_functions')}. Take one of these."
-    )
+        where = "linear layers run in FP8 where the rest of the model is float16 or bfloat16"
+        take = f"Take opt_level={levels}, or fp8 on top of a level of half precision."
+        yield "fp8", p.fp8, f"{where}. {take}"

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
-from amp.errors import AmpTypeError, AmpValueError, brief
+from amp.errors import AmpValueError
 from amp.profiles import keys
-from amp.profiles.keys import SMALLEST_SCALE, key, parse_count, parse_positive
+from amp.profiles.keys import SMALLEST_SCALE, OneOf, key, parse_count, parse_positive
 
 
 def _parse_floor(name: str, value: object) -> float | None:
@@ -16,60 +16,43 @@ def _parse_floor(name: str, value: object) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the loss scale starts and moves; docs/profiles.md has the fields.
+    """How the loss scale starts and moves; see docs/profiles.md.
 
     `hysteresis` counts overflows since the last growth: every overflow skips its step, whether the
     scale backs off or not. A `static` scale looks at gradients only where `check` says so.
+
+    Attributes:
+        mode: dynamic, or static with `init` as the scale.
+        init: first scale; `initial_scale_power` is its exponent of 2.
+        growth_factor: factor after `growth_interval` good iterations.
+        backoff_factor: factor after an overflow.
+        growth_interval: good iterations in a row before growth.
+        hysteresis: overflows since the last growth before the scale backs off.
+        consecutive_hysteresis: a good iteration gives the spent hysteresis back.
+        min: floor; none is 2^-126.
+        max: ceiling.
+        check: a step is skipped whose gradients have an inf or NaN. A static scale has false unless it
+            says so; auto is true where the host need not wait for that.
+        overflow_patience: overflows in a row before a warning; below a scale of 1, three.
 
     Raises:
         AmpValueError: a field is not in its range, or two do not fit together.
     """
 
-    mode: Literal["dynamic", "static"] = key(
-        "dynamic", keys.OneOf("dynamic", "static"), "dynamic, or static with `init` as the scale"
-    )
-    init: float = key(
-        2.0**16,
-        parse_positive,
-        "first scale; `initial_scale_power` is its exponent of 2",
-        aliases=("init_scale", "initial_loss_scale"),
-    )
-    growth_factor: float = key(
-        2.0, parse_positive, "factor after `growth_interval` good iterations", aliases=("scale_factor",)
-    )
-    backoff_factor: float = key(0.5, parse_positive, "factor after an overflow")
-    growth_interval: int = key(
-        2000,
-        parse_count,
-        "good iterations in a row before growth",
-        aliases=("scale_window", "loss_scale_window"),
-    )
-    hysteresis: int = key(
-        1,
-        parse_count,
-        "overflows since the last growth before the scale backs off",
-        aliases=("delayed_shift",),
-    )
-    consecutive_hysteresis: bool = key(
-        False, keys.OneOf(True, False), "a good iteration gives the spent hysteresis back"
-    )
-    min: float | None = key(None, _parse_floor, "floor; none is 2^-126", aliases=("min_loss_scale",))
-    max: float = key(2.0**24, parse_positive, "ceiling", aliases=("max_loss_scale",))
-    check: bool | Literal["auto"] | None = key(
-        None,
-        keys.OneOf(True, False, "auto", None),
-        "a step is skipped whose gradients have an inf or NaN. A static scale has false unless it says "
-        "so; auto is true where the host need not wait for that",
-        values="true, false, auto",
-    )
-    overflow_patience: int = key(
-        20, parse_count, "overflows in a row before a warning; below a scale of 1, three"
-    )
+    mode: Literal["dynamic", "static"] = key("dynamic", OneOf("dynamic", "static"))
+    init: float = key(2.0**16, parse_positive, aliases=("init_scale", "initial_loss_scale"))
+    growth_factor: float = key(2.0, parse_positive, aliases=("scale_factor",))
+    backoff_factor: float = key(0.5, parse_positive)
+    growth_interval: int = key(2000, parse_count, aliases=("scale_window", "loss_scale_window"))
+    hysteresis: int = key(1, parse_count, aliases=("delayed_shift",))
+    consecutive_hysteresis: bool = key(False, OneOf(True, False))
+    min: float | None = key(None, _parse_floor, aliases=("min_loss_scale",))
+    max: float = key(2.0**24, parse_positive, aliases=("max_loss_scale",))
+    check: bool | Literal["auto"] | None = key(None, OneOf(True, False, "auto", None))
+    overflow_patience: int = key(20, parse_count)
 
     def __post_init__(self) -> None:
-        for each in SCALING_KEYS.values():
-            parsed = each.parse(each.name, getattr(self, each.field))
-            object.__setattr__(self, each.field, parsed)
+        keys.parse_fields(self, SCALING_KEYS)
         if self.dynamic and self.check not in (None, True):
             raise AmpValueError(
                 f"loss_scale has check: {self.check}, and a dynamic scale always checks; give "
@@ -113,36 +96,26 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
         return _from_mapping(value)
     if isinstance(value, str) and value == "dynamic":
         return LossScaling()
-    if isinstance(value, (str, SupportsFloat)):
-        try:
-            return LossScaling(mode="static", init=parse_positive(name, value))
-        except AmpValueError as error:
-            raise AmpValueError(f"{error}; allowed: 'dynamic', a number, or a mapping") from None
-    raise AmpTypeError(
-        f"{name}={brief(value)} is a {type(value).__name__}; allowed: 'dynamic', a number, or a mapping"
-    )
+    allowed = "allowed: 'dynamic', a number, or a mapping"
+    if not isinstance(value, (str, SupportsFloat)):
+        raise keys.wrong_type(name, value, allowed)
+    try:
+        return LossScaling(mode="static", init=parse_positive(name, value))
+    except AmpValueError as error:
+        raise AmpValueError(f"{error}; {allowed}") from None
 
 
 def _from_mapping(mapping: Mapping[Any, Any]) -> LossScaling:
-    found: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for key_, value in mapping.items():
-        written = keys.written(key_)
-        for field, each in _fields(written, value).items():
-            if field in found:
-                raise AmpValueError(
-                    f"loss_scale has both '{spelled[field]}' and '{written}', which are one thing; "
-                    "keep one"
-                )
-            found[field], spelled[field] = each, written
-    if found.get("mode") == "static":
-        takes = ("mode", "init", "check", *(["overflow_patience"] if found.get("check") else []))
+    found, spelled = keys.fields_of("loss_scale", mapping, _fields)
+    scaling = LossScaling(**found)
+    if scaling.mode == "static":
+        takes = ("mode", "init", "check", *(["overflow_patience"] if scaling.check else []))
         idle = [spelled[name] for name in found if name not in takes]
         if "init" not in found:
             raise AmpValueError("loss_scale has mode: static and no init; give the scale as init")
         if idle:
             raise AmpValueError(f"loss_scale has mode: static, where {', '.join(idle)} does nothing")
-    return LossScaling(**found)
+    return scaling
 
 
 def _fields(written: str, value: Any) -> dict[str, Any]:
@@ -151,15 +124,11 @@ def _fields(written: str, value: Any) -> dict[str, Any]:
     if name == "initial_scale_power":
         return {"init": math.ldexp(1.0, min(parse_count(written, value), 1000))}
     if name == "loss_scale":  # DeepSpeed: 0 means dynamic. Megatron: None does.
-        if (
-            keys.is_none(value)
-            or (isinstance(value, str) and value == "dynamic")
-            or keys.parse_number(written, value) == 0
-        ):
+        is_word = keys.is_none(value) or keys.word_of(value) == "dynamic"
+        if is_word or keys.parse_number(written, value) == 0:
             return {"mode": "dynamic"}
         return {"mode": "static", "init": value}
-    others = ("initial_scale_power", "loss_scale")
-    each = keys.find_key(name, SCALING_KEYS, "loss_scale has no key", others)
-    if value is None and each.field != "min":
-        return {}
-    return {each.field: each.parse(each.name, value)}
+    found = keys.find_key(
+        name, SCALING_KEYS, "loss_scale has no key", ("initial_scale_power", "loss_scale")
+    )
+    return {} if value is None else {found.field: value}

@@ -1,11 +1,14 @@
 """What a profile and the overrides on top of it resolve to: one frozen value."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
+from amp.distributed import ProcessGroup
 from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
 from amp.profiles.keys import Key, OneOf, key, keys_of, parse_globs, shown
@@ -33,6 +36,10 @@ def _parse_cast_inputs(name: str, value: object) -> CastInputs:
 
 
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
+_DTYPE = OneOf(FLOAT16, BFLOAT16, FLOAT32, None)
+_MASTERS = OneOf(
+    True, FLOAT32, "split16", "kahan", False, None, means={FLOAT32: True}, error=AmpValueError
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,97 +50,49 @@ class Properties:
         opt_level: the level this derives from, such as `"O2"`, or None for a profile of its own.
         brief: one line that says what it is.
         enabled: False makes `initialize` and `scale_loss` do nothing.
+        cast_model_type: dtype of weights and inputs; false casts neither.
+        patch_torch_functions: torch's functions cast their arguments, as at O1 and O4.
+        patch_torch_functions_type: the dtype of the ops that gain from half precision; each level has
+            its own.
+        keep_batchnorm_fp32: norms with running statistics stay FP32 in a cast model.
+        keep_norm_fp32: all norms do: LayerNorm, GroupNorm, RMSNorm and InstanceNorm too.
+        master_weights: the optimizer steps FP32 copies of 16-bit weights; split16 and kahan keep them
+            in 16 bits.
+        state_dtype: the moments of a fused optimizer, bfloat16 with stochastic rounding.
+        reduce_dtype: dtype in which FSDP2 reduces gradients of a cast model; none is FP32.
+        loss_scaling: see `LossScaling`.
+        protect_buffers: running statistics that an overflow has made inf or NaN get their last finite
+            values back, where gradients are checked.
+        diagnose: a step after a streak of overflows is watched, and what was wrong is logged.
+        fp8: linear layers run in FP8, on top of a half-precision level.
+        cast_model_inputs: a cast model casts floating inputs; `{except: [positions, rope.*]}` leaves
+            arguments and modules of these names alone.
+        cast_model_outputs: dtype of the model's outputs; none is FP32 where the model is cast.
+        rules: precision of single ops and modules.
     """
 
     opt_level: str | None = None
     brief: str = ""
     enabled: bool = True
     cast_model_type: torch.dtype | Literal[False] | None = key(
-        None,
-        OneOf(FLOAT16, BFLOAT16, FLOAT32, None, False),
-        "dtype of weights and inputs; false casts neither",
+        None, OneOf(FLOAT16, BFLOAT16, FLOAT32, None, False)
     )
-    patch_torch_functions: bool = key(
-        False,
-        OneOf(True, False, None, means={None: False}),
-        "torch's functions cast their arguments, as at O1 and O4",
-    )
-    patch_torch_functions_type: torch.dtype | None = key(
-        None,
-        OneOf(FLOAT16, BFLOAT16, FLOAT32, None),
-        "the dtype of the ops that gain from half precision; each level has its own",
-        values="float16, bfloat16",
-    )
-    keep_batchnorm_fp32: bool | None = key(
-        None,
-        OneOf(True, False, None, error=AmpAssertionError),  # as apex did
-        "norms with running statistics stay FP32 in a cast model",
-    )
-    keep_norm_fp32: bool | None = key(
-        None,
-        OneOf(True, False, None),
-        "all norms do: LayerNorm, GroupNorm, RMSNorm and InstanceNorm too",
-    )
-    master_weights: bool | LeanMasters | None = key(
-        None,
-        OneOf(
-            True, FLOAT32, "split16", "kahan", False, None, means={FLOAT32: True}, error=AmpValueError
-        ),
-        "the optimizer steps FP32 copies of 16-bit weights; [split16 and kahan](optimizers.md) keep "
-        "them in 16 bits",
-    )
-    state_dtype: torch.dtype | None = key(
-        None,
-        OneOf(BFLOAT16, FLOAT32, None, means={FLOAT32: None}),
-        "the moments of a [fused optimizer](optimizers.md), bfloat16 with stochastic rounding",
-    )
-    reduce_dtype: torch.dtype | None = key(
-        None,
-        OneOf(FLOAT16, BFLOAT16, FLOAT32, None),
-        "dtype in which [FSDP2](distributed.md) reduces gradients of a cast model; none is FP32",
-    )
+    patch_torch_functions: bool = key(False, OneOf(True, False, None, means={None: False}))
+    patch_torch_functions_type: torch.dtype | None = key(None, _DTYPE)
+    keep_batchnorm_fp32: bool | None = key(None, OneOf(True, False, None, error=AmpAssertionError))
+    keep_norm_fp32: bool | None = key(None, OneOf(True, False, None))
+    master_weights: bool | LeanMasters | None = key(None, _MASTERS)
+    state_dtype: torch.dtype | None = key(None, OneOf(BFLOAT16, FLOAT32, None, means={FLOAT32: None}))
+    reduce_dtype: torch.dtype | None = key(None, _DTYPE)
     loss_scaling: LossScaling = key(
-        LossScaling(mode="static", init=1.0),
-        parse_loss_scale,
-        "see [below](#the-loss-scale)",
-        values="dynamic, a number, a mapping",
-        name="loss_scale",
+        LossScaling(mode="static", init=1.0), parse_loss_scale, name="loss_scale"
     )
-    protect_buffers: bool = key(
-        True,
-        OneOf(True, False),
-        "running statistics that an overflow has made inf or NaN get their last finite values back, "
-        "where gradients are checked",
-    )
-    diagnose: Literal["on_overflow"] | None = key(
-        None,
-        OneOf("on_overflow", None),
-        "a step after a streak of overflows is [watched](diagnosis.md), and what was wrong is logged",
-    )
-    fp8: Fp8Recipe | None = key(
-        None,
-        parse_fp8,
-        "linear layers run in [FP8](fp8.md), on top of a half-precision level",
-        values="a recipe's name, a mapping, none",
-    )
-    cast_model_inputs: CastInputs = key(
-        True,
-        _parse_cast_inputs,
-        "a cast model casts floating inputs; `{except: [positions, rope.*]}` leaves arguments and "
-        "modules of these names alone",
-        values="true, false, a mapping",
-    )
-    cast_model_outputs: torch.dtype | None = key(
-        None,
-        OneOf(FLOAT16, BFLOAT16, FLOAT32, None),
-        "dtype of the model's outputs; none is FP32 where the model is cast",
-    )
-    rules: tuple[Rule, ...] = key(
-        (),
-        parse_rules,
-        "[precision of single ops and modules](ops.md#rules-of-your-own)",
-        values="a list of `{op: name, cast: dtype}`, `{module: name, cast: dtype}`",
-    )
+    protect_buffers: bool = key(True, OneOf(True, False))
+    diagnose: Literal["on_overflow"] | None = key(None, OneOf("on_overflow", None))
+    fp8: Fp8Recipe | None = key(None, parse_fp8)
+    cast_model_inputs: CastInputs = key(True, _parse_cast_inputs)
+    cast_model_outputs: torch.dtype | None = key(None, _DTYPE)
+    rules: tuple[Rule, ...] = key((), parse_rules)
 
     @property
     def loss_scale(self) -> float | Literal["dynamic"]:
@@ -162,8 +121,43 @@ SCALE_BOUNDS = {"min_loss_scale": "min", "max_loss_scale": "max"}
 """The overrides that change one field of whatever `LossScaling` results."""
 
 OVERRIDE_KEYS = {
-    "enabled": Key(OneOf(True, False), "False does nothing", name="enabled", field="enabled"),
+    "enabled": Key(OneOf(True, False), name="enabled", field="enabled"),
     **PROPERTY_KEYS,
     **{name: replace(SCALING_KEYS[key], name=name, field=name) for name, key in SCALE_BOUNDS.items()},
 }
 """What a caller may set on top of a profile, by name."""
+
+# What a type checker knows of the arguments by which a call changes properties of a profile.
+
+_Dtype = torch.dtype | str
+
+
+class Overrides(TypedDict, total=False):
+    """Properties on top of a profile, as in docs/profiles.md; None changes nothing."""
+
+    cast_model_type: _Dtype | Literal[False] | None
+    patch_torch_functions: bool | str | None
+    patch_torch_functions_type: _Dtype | None
+    keep_batchnorm_fp32: bool | str | None
+    keep_norm_fp32: bool | str | None
+    master_weights: bool | str | None
+    state_dtype: _Dtype | None
+    reduce_dtype: _Dtype | None
+    loss_scale: float | str | Mapping[str, Any] | LossScaling | None
+    protect_buffers: bool | str | None
+    diagnose: Literal["on_overflow"] | None
+    fp8: str | Mapping[str, Any] | Fp8Recipe | Literal[False] | None
+    cast_model_inputs: bool | Mapping[str, Any] | Sequence[str] | None
+    cast_model_outputs: _Dtype | None
+    rules: Sequence[Any] | None
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+
+
+class SessionOptions(Overrides, total=False):
+    """The keyword arguments of `amp.initialize`."""
+
+    num_losses: int
+    verbosity: int
+    process_group: ProcessGroup | Sequence[ProcessGroup] | None
+    allow_incoming_model_not_fp32: bool

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
-from amp.profiles.keys import OneOf, parse_glob, shown, written
+from amp.profiles.keys import OneOf, parse_glob, shown, text_of, wrong_type
 
 Kind = Literal["op", "module"]
 _KEYS = (*get_args(Kind), "cast")
@@ -55,9 +55,9 @@ class Rule:
             raise AmpValueError(f"op {brief(pattern)}: only the last part of an op may be a glob")
         if not isinstance(self.source, str):
             raise AmpTypeError(f"source={brief(self.source)} of a rule is no text")
-        parsed = {"kind": kind, "pattern": pattern, "dtype": _parse_cast("cast", self.dtype)}
-        for name, value in parsed.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "dtype", _parse_cast("cast", self.dtype))
 
     def __str__(self) -> str:
         return f"{self.kind} {self.pattern}: {shown(self.dtype).lower()}"
@@ -82,33 +82,33 @@ def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[
     if value is None:
         return ()
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
-        raise AmpTypeError(
-            f"{name}={brief(value)} is a {type(value).__name__}; give a list of {{op: ..., cast: ...}} "
-            "and {module: ..., cast: ...}"
-        )
+        remedy = "give a list of {op: ..., cast: ...} and {module: ..., cast: ...}"
+        raise wrong_type(name, value, remedy)
     if len(value) > MOST_RULES:
         raise AmpValueError(f"{name} has {len(value)} rules; at most {MOST_RULES} are allowed")
-    rules = []
-    for i, item in enumerate(value):
-        source = sources[i] if i < len(sources) else f"{name}[{i}]"
-        try:
-            rules.append(item if isinstance(item, Rule) else _parse(item, source))
-        except (AmpTypeError, AmpValueError) as error:
-            raise type(error)(f"{source}: {error}") from None
-    return tuple(rules)
+    sources = sources or [f"{name}[{i}]" for i in range(len(value))]
+    return tuple(map(_parse, value, sources))
 
 
 def _parse(item: Any, source: str) -> Rule:
+    if isinstance(item, Rule):
+        return item
+    try:
+        return _from_mapping(item, source)
+    except (AmpTypeError, AmpValueError) as error:
+        raise type(error)(f"{source}: {error}") from None
+
+
+def _from_mapping(item: Any, source: str) -> Rule:
     if not isinstance(item, Mapping):
         raise AmpTypeError(
             f"{brief(item)} is a {type(item).__name__}; a rule is a mapping such as "
             "{op: torch.nn.functional.softmax, cast: float32}"
         )
     for key in item:
-        name = written(key)
-        if name not in _KEYS:
-            hint = did_you_mean(name, _KEYS)
-            raise AmpTypeError(f"a rule has no key {brief(key)}; allowed: {', '.join(_KEYS)}{hint}")
+        if text_of(key) not in _KEYS:
+            allowed = f"{', '.join(_KEYS)}{did_you_mean(text_of(key), _KEYS)}"
+            raise AmpTypeError(f"a rule has no key {brief(key)}; allowed: {allowed}")
     kinds = [kind for kind in get_args(Kind) if item.get(kind) is not None]
     if len(kinds) != 1 or "cast" not in item:
         raise AmpValueError(

@@ -25,7 +25,6 @@ from amp.training.gradients import Gradients
 from amp.training.optimizer_step import Capabilities, OptimizerStep
 from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
 from amp.training.parameter_check import ParameterCheck
-from amp.training.parameter_lists import KnownDtypes
 from amp.training.steps import forget_inputs
 from amp.training.write_back import WriteBack
 from amp.undo import Contents
@@ -56,22 +55,19 @@ class AttachedOptimizer:
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
-        self._parameters = ParameterCheck(optimizer, owner.named_parameters)
-        self._dtypes = KnownDtypes(self._parameters.name_of)
+        self._check = ParameterCheck(optimizer, owner.named_parameters)
         self._capabilities = Capabilities(optimizer)
         self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(
             optimizer,
             self.masters,
-            self._dtypes,
+            self._check,
             self._capabilities.takes_scaled,
             owner.synchronization,
             self._capabilities.skips_on_its_own,
         )
         self.write_back = WriteBack(self.gradients, self.masters)
-        self.step = OptimizerStep(
-            self, self.gradients, self.write_back, self._parameters, self._capabilities
-        )
+        self.step = OptimizerStep(self, self.gradients, self.write_back, self._capabilities)
 
     @staticmethod
     def of(optimizer: Any) -> AttachedOptimizer | None:
@@ -133,10 +129,10 @@ class AttachedOptimizer:
         """
         if not self._is_attached:
             return
-        self.gradients.drop_stepped()
+        self.gradients.of_masters.drop_stepped()
         try:
             self.gradients.finish_delayed()
-            self.gradients.show()
+            self.gradients.of_masters.show()
         except AmpError:  # of a kind that was shown already, and must not keep the session open
             self.gradients.clear()
         self._patches.undo()
@@ -153,7 +149,7 @@ class AttachedOptimizer:
             self.masters.release(master, self)
             if stored_grad(master) is not None:
                 parameter.grad = master.grad.to(parameter.dtype)  # type: ignore[union-attr]
-            if isinstance(master, MasterParameter) and master.holder is self.gradients:
+            if isinstance(master, MasterParameter) and master.holder is self.gradients.of_masters:
                 del master.holder
         self.gradients.let_go()
         self.write_back.note()
@@ -167,7 +163,7 @@ class AttachedOptimizer:
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
         lists = self.gradients.look_at_groups()
-        self._parameters.note((*lists.unmastered, *lists.models))
+        self._check.note_names((*lists.unmastered, *lists.models))
 
     def remember_state(self) -> Callable[[], None]:
         """Return what gives the state of each parameter the tensors that it has now."""
@@ -201,7 +197,7 @@ class AttachedOptimizer:
         """Exchange a group's 16-bit parameters for masters, in the same list: LBFGS keeps it."""
         params = group["params"]
         master_of: dict[Tensor, Tensor] = {}
-        self._dtypes.add(params)
+        self._check.note_dtypes(params)
         for i, parameter in enumerate(params):
             if self._use_masters and parameter.dtype in LOW_PRECISION:
                 master = self.masters.acquire(parameter, before, self, self._capabilities.takes_scaled)
@@ -244,7 +240,7 @@ class AttachedOptimizer:
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         lists = self.gradients.look_at_groups()
-        self.gradients.drop_stepped()
+        self.gradients.of_masters.drop_stepped()
         if not set_to_none:
             self.gradients.prepare_to_write_zeros()
         self.gradients.forget()

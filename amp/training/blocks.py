@@ -132,7 +132,7 @@ class Block:
             if not is_done:
                 self.scaler.forget_check()
                 for gradients in together:
-                    gradients.drop_block()
+                    gradients.clear()
 
     def _commit(
         self,
@@ -149,7 +149,8 @@ class Block:
         _agree(together, scaler, found_inf, histories)
         for history in histories:
             history.end(in_block=True)
-        norm = next((norm for each in together if (norm := each.norm) is not None), None)
+        norms = [each.of_masters.deferred and each.of_masters.deferred.norms for each in together]
+        norm = next((norms.total for norms in norms if norms is not None), None)
         verdict = scaler.verdict() if checked else None
         for gradients in together:
             gradients.settle(verdict if gradients in checked else None)

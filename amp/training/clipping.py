@@ -106,7 +106,7 @@ def _warn_if_chosen_by_gradient(
 
 def _are_in_masters(gradients: Gradients) -> bool:
     """Whether masters have gradients to step on, or get them when somebody looks."""
-    if gradients.were_stepped:
+    if gradients.of_masters.were_stepped:
         return False
     return gradients.state is State.DEFERRED or have_grads(gradients.lists.masters)
 

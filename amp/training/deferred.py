@@ -1,14 +1,23 @@
-"""Deferred gradients: those of masters, kept as backward left them until the step unscales them."""
+"""The gradients of masters between a block and the step: in their `.grad`, or deferred.
+
+Deferred ones are kept as backward left them, for a step that unscales them itself.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp.kernels.tensor_lists import TensorList
+from amp.casting.regions import ThreadState
+from amp.distributed import shard_like
+from amp.kernels.tensor_lists import TensorList, dense
 from amp.lazy import kernels
+from amp.masters.parameter import MasterParameter, have_grads, store_grad, store_grads, stored_grad
+from amp.masters.whole import MasterWeights
+from amp.training.new_gradients import NewGradients
 from amp.training.parameter_lists import ParameterLists
 from amp.training.unscaling import unscaled
 
@@ -67,3 +76,117 @@ class Deferred(NamedTuple):
         """Return the unscaled gradients in memory of their own, float32. No host sync."""
         grads = TensorList(unscaled(self.grads.now(), self.inv_scale))
         return self._replace(grads=grads, inv_scale=None)
+
+
+class MasterGradients:
+    """The gradients of the masters of one optimizer, unscaled or deferred.
+
+    Args:
+        optimizer: which steps them.
+        masters: the session's.
+        takes_scaled: whether the optimizer takes scaled gradients.
+
+    Attributes:
+        lists: what its groups held when that was last looked at.
+        deferred: the gradients that are kept for the step, or None.
+        were_stepped: whether they are those of the last step, still to be dropped.
+    """
+
+    def __init__(self, optimizer: Any, masters: MasterWeights, takes_scaled: bool) -> None:
+        self._optimizer = optimizer
+        self._masters = masters
+        self._takes_scaled = takes_scaled
+        self._can_defer = False
+        self._are_shown = True
+        """Whether they are in the masters' `.grad`."""
+        self.lists = ParameterLists((), masters)
+        self.deferred: Deferred | None = None
+        self.were_stepped = False
+
+    def take_lists(self, lists: ParameterLists) -> None:
+        """Go on with other lists, after what is deferred was unscaled."""
+        for master in lists.masters:
+            if isinstance(master, MasterParameter) and master.holder is MasterParameter.holder:
+                master.holder = self
+        self._can_defer = self._takes_scaled and all(
+            isinstance(master, MasterParameter) and master.holder is self for master in lists.masters
+        )
+        self.show()
+        self.lists = lists
+
+    def are_there(self) -> bool:
+        """Whether there are any."""
+        return self.deferred is not None or have_grads(self.lists.masters)
+
+    def can_defer(self, new: NewGradients) -> bool:
+        """Whether those that a block has made may stay as they are until the step."""
+        masters = self.lists.masters
+        return (
+            self._can_defer
+            and new.are_dense
+            and (self.deferred is None or not new.grads or self.deferred.of is new.of_masters)
+            and not (self._are_shown and have_grads(masters))
+            and not self._masters.any_is_shared(masters)
+        )
+
+    def defer(
+        self,
+        new: NewGradients,
+        inv_scale: Tensor | None,
+        found_inf: Tensor | None,
+        bad_steps: BadSteps | None,
+    ) -> None:
+        """Check those that a block has made, and keep them for the step, with those of others."""
+        if not new.grads:
+            return
+        deferred = Deferred(new.of_masters, new.grads, inv_scale)
+        if self.deferred is not None:
+            deferred = self.deferred.plus(deferred, found_inf, bad_steps)
+        else:
+            # The norms of shards are those of one rank; the step asks the others.
+            max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
+            deferred = deferred.checked(found_inf, max_norm, bad_steps)
+            # DDP's gradients are views of a buffer, which any backward through it overwrites.
+            if any(map(Tensor._is_view, deferred.grads)):
+                deferred = deferred.in_own_memory()
+        self.deferred, self._are_shown = deferred, False
+        store_grads(new.of_masters.models)
+
+    def show(self) -> None:
+        """Put deferred ones, unscaled, into the masters' `.grad`: somebody looks. No host sync."""
+        if not self._are_shown:
+            ThreadState().around(self._show)
+
+    def _show(self) -> None:
+        deferred = self.deferred
+        grads = [] if deferred is None else deferred.copied().grads
+        for master, grad in zip([] if deferred is None else deferred.of.masters, grads, strict=True):
+            store_grad(master, shard_like(grad, master))
+        self.deferred, self._are_shown = None, True
+
+    def for_step(self) -> Deferred:
+        """Return them for an optimizer that unscales them itself."""
+        if self.deferred is not None:
+            return self.deferred
+        there = [stored_grad(master) is not None for master in self.lists.masters]
+        of = self.lists.only(there)
+        return Deferred(of, dense([master.grad for master in of.masters]), None)
+
+    def of_models(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the model's parameters that have a master, and their gradients, as they are."""
+        if self.deferred is not None:
+            yield from zip(self.deferred.of.models, self.deferred.grads, strict=True)
+        else:
+            yield from zip(self.lists.models, map(stored_grad, self.lists.masters), strict=True)
+
+    def drop_stepped(self) -> None:
+        """Free them if they were stepped on, so that nothing is added to them.
+
+        A script that calls `model.zero_grad()` does not reach them.
+        """
+        if self.were_stepped:
+            self.deferred = None
+            if self._are_shown:
+                self._masters.drop_grads(self.lists.masters)
+                self._are_shown = not self._can_defer
+            self.were_stepped = False

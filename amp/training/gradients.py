@@ -9,7 +9,7 @@ of four states:
 | state    | new                        | total of masters          | total of unmastered parameters |
 |----------|----------------------------|---------------------------|--------------------------------|
 | SETTLED  | none                       | in their `.grad`          | in their `.grad`               |
-| DEFERRED | none                       | kept here, perhaps scaled | in their `.grad`               |
+| DEFERRED | none                       | kept, perhaps scaled      | in their `.grad`               |
 | OPEN     | in `.grad` of the model    | as in one of those above  | set aside                      |
 | DELAYED  | in `.grad` of the model    | as in one of those above  | set aside                      |
 
@@ -50,22 +50,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from amp.casting.regions import ThreadState
-from amp.distributed import place_gradients, shard_like
+from amp.distributed import place_gradients
 from amp.errors import AmpRuntimeError
 from amp.kernels.changes import Change
-from amp.kernels.tensor_lists import dense
-from amp.masters.parameter import MasterParameter, have_grads, store_grad, store_grads, stored_grad
+from amp.masters.parameter import have_grads
 from amp.masters.whole import MasterWeights
-from amp.training.deferred import Deferred
+from amp.training.deferred import MasterGradients
 from amp.training.new_gradients import Logs, NewGradients
-from amp.training.parameter_lists import KnownDtypes, ParameterLists
+from amp.training.parameter_check import ParameterCheck
+from amp.training.parameter_lists import ParameterLists
 from amp.training.scaler import ScaleSnapshot, Verdict, joined
 from amp.training.synchronization import Synchronization
 from amp.training.unscaling import add_grad, add_to_masters
 
 if TYPE_CHECKING:
-    from amp.kernels.tables import BadSteps
     from amp.training.blocks import Block
 
 
@@ -87,12 +85,11 @@ class Gradients:
 
     Attributes:
         masters: of the session.
-        dtypes: of the model's parameters, as they were.
-        lists: what the groups held when that was last looked at.
+        of_masters: the total of masters.
+        check: of the model's parameters.
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, if one did.
         were_reduced: whether these were reduced over the ranks.
-        were_stepped: whether the masters' gradients are those of the last step, still to be dropped.
         were_scaled: whether a block was ever entered for this optimizer.
         skips_on_device: tells whether the optimizer skips a step without a word from the host.
     """
@@ -101,7 +98,7 @@ class Gradients:
         self,
         optimizer: Any,
         masters: MasterWeights,
-        dtypes: KnownDtypes,
+        check: ParameterCheck,
         takes_scaled: bool,
         synchronization: Synchronization,
         skips_on_device: Callable[[], bool],
@@ -110,20 +107,14 @@ class Gradients:
         self._synchronization = synchronization
         self.skips_on_device = skips_on_device
         self.masters = masters
-        self.dtypes = dtypes
-        self._takes_scaled = takes_scaled
-        self.lists = ParameterLists((), masters)
+        self.check = check
+        self.of_masters = MasterGradients(optimizer, masters, takes_scaled)
         self.verdicts: list[Verdict] = []
         self.delayed: Block | None = None
         self.were_reduced = True
         self.were_scaled = False
         self._open: Block | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
-        self._deferred: Deferred | None = None
-        self._can_defer = False
-        self._are_shown = True
-        """Whether the masters' gradients are in their `.grad`, as in SETTLED."""
-        self.were_stepped = False
 
     @property
     def state(self) -> State:
@@ -132,29 +123,27 @@ class Gradients:
             return State.OPEN
         if self.delayed is not None:
             return State.DELAYED
-        return State.SETTLED if self._deferred is None or self.were_stepped else State.DEFERRED
+        is_deferred = self.of_masters.deferred is not None and not self.of_masters.were_stepped
+        return State.DEFERRED if is_deferred else State.SETTLED
+
+    @property
+    def lists(self) -> ParameterLists:
+        """What the optimizer's groups held when that was last looked at."""
+        return self.of_masters.lists
 
     def look_at_groups(self) -> ParameterLists:
         """Return what the optimizer's groups hold now."""
         lists = ParameterLists.of(self._optimizer, self.masters, self.lists)
         if lists is not self.lists:
-            self.dtypes.check()
-            for master in lists.masters:
-                if isinstance(master, MasterParameter) and master.holder is MasterParameter.holder:
-                    master.holder = self
-            self._can_defer = self._takes_scaled and all(
-                isinstance(master, MasterParameter) and master.holder is self
-                for master in lists.masters
-            )
-            self.show()
-            self.lists = lists
-        return self.lists
+            self.check.dtypes()
+            self.of_masters.take_lists(lists)
+        return lists
 
     @property
     def are_whole_in_block(self) -> bool:
         """Whether what backward adds to in the open block is all that will be stepped."""
-        there = self._deferred is not None or have_grads(self.lists.masters)
-        return self._open is not None and self._open.scaler.is_identity and not there
+        is_open = self._open is not None and self._open.scaler.is_identity
+        return is_open and not self.of_masters.are_there()
 
     @property
     def open_scale(self) -> Tensor | None:
@@ -173,16 +162,16 @@ class Gradients:
         self.were_scaled = True
         lists = self.look_at_groups()
         every = (*lists.stepped, *lists.models) if self.verdicts else ()
-        if self._deferred is None and not self._aside and not have_grads(every):
+        if self.of_masters.deferred is None and not self._aside and not have_grads(every):
             self.verdicts = []  # what overflowed, if anything did, was cleared by hand
-        self.drop_stepped()
+        self.of_masters.drop_stepped()
         self.masters.drop_stepped_grads(lists.masters)
+        aside = []
         if self.delayed is None:
             self.move_to_masters()
-        aside = []
-        if self.delayed is None and not block.scaler.is_identity:
-            there = [(p, grad) for p in lists.unmastered if (grad := p.grad) is not None]
-            aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
+            if not block.scaler.is_identity:
+                there = [(p, grad) for p in lists.unmastered if (grad := p.grad) is not None]
+                aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
         # From here on the block can be left, so an interrupt finds it open or not entered.
         self._aside, self._open = [*self._aside, *aside], block
         for parameter, _ in aside:
@@ -194,7 +183,7 @@ class Gradients:
             place_gradients(self.lists.models)
         there = [model.grad is not None for model in self.lists.models]
         if any(there):
-            self.drop_stepped()
+            self.of_masters.drop_stepped()
             add_to_masters(self.lists.only(there))
 
     def take_for_step_in_block(self) -> None:
@@ -211,7 +200,7 @@ class Gradients:
                 "without loss scaling, such as O4 or O5, if each parameter is to be stepped in the "
                 "backward."
             )
-        self.show()
+        self.of_masters.show()
 
     def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered. It may be called again.
@@ -259,22 +248,11 @@ class Gradients:
         lists = self.look_at_groups()
         if are_final and not lists.are_plain:
             place_gradients(self._of_model)
-        new = NewGradients.of(lists, self.dtypes, claimed)
-        new = new._replace(will_be_deferred=self._can_be_deferred(new))
+        new = NewGradients.of(lists, self.check, claimed)
+        new = new._replace(will_be_deferred=self.of_masters.can_defer(new))
         if not scale.scaler.is_identity:
-            new.check(self.dtypes)
+            new.check(self.check)
         return new
-
-    def _can_be_deferred(self, new: NewGradients) -> bool:
-        """Whether the masters' gradients may stay as they are until the step."""
-        masters = self.lists.masters
-        return (
-            self._can_defer
-            and new.are_dense
-            and (self._deferred is None or not new.grads or self._deferred.of is new.of_masters)
-            and not (self._are_shown and have_grads(masters))
-            and not self.masters.any_is_shared(masters)
-        )
 
     def unscale(self, new: NewGradients, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
         """Unscale what `collect` returned, or let the step do so, and check it. No host sync.
@@ -288,44 +266,22 @@ class Gradients:
         """
         scaler, is_one = scale.scaler, scale.scaler.is_identity
         is_logged = found_inf is not None and not scaler.is_on_host and self.skips_on_device()
-        logs = new.logs(scaler, self.lists, self.dtypes.name) if is_logged else Logs()
+        logs = new.logs(scaler, self.lists, self.check.name) if is_logged else Logs()
         if is_one and found_inf is not None:
             new.check_finite(scale.inv_scale, found_inf, logs)
         if new.will_be_deferred:
-            self._defer(new, None if is_one else scale.inv_scale, found_inf, logs.of_masters)
+            inv_scale = None if is_one else scale.inv_scale
+            self.of_masters.defer(new, inv_scale, found_inf, logs.of_masters)
         elif is_one:
             add_to_masters(new.of_masters)
         else:
-            self.show()
+            self.of_masters.show()
         if not is_one:
             totals = dict(self._aside)
             new.unscale(totals, scale.inv_scale, found_inf, logs)
             for parameter in totals.keys() - set(new.unmastered):
                 add_grad(parameter, totals[parameter])
             self._aside = []
-
-    def _defer(
-        self,
-        new: NewGradients,
-        inv_scale: Tensor | None,
-        found_inf: Tensor | None,
-        bad_steps: BadSteps | None,
-    ) -> None:
-        """Check the masters' gradients, and keep them for the step, with those of earlier blocks."""
-        if not new.grads:
-            return
-        deferred = Deferred(new.of_masters, new.grads, inv_scale)
-        if self._deferred is not None:
-            deferred = self._deferred.plus(deferred, found_inf, bad_steps)
-        else:
-            # The norms of shards are those of one rank; the step asks the others.
-            max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
-            deferred = deferred.checked(found_inf, max_norm, bad_steps)
-            # DDP's gradients are views of a buffer, which any backward through it overwrites.
-            if any(map(Tensor._is_view, deferred.grads)):
-                deferred = deferred.in_own_memory()
-        self._deferred, self._are_shown = deferred, False
-        store_grads(new.of_masters.models)
 
     def settle(self, verdict: Verdict | None) -> None:
         """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or DEFERRED.
@@ -343,45 +299,16 @@ class Gradients:
         if self.delayed is not None:
             self.delayed.finish()
 
-    def show(self) -> None:
-        """Put deferred gradients, unscaled, into the masters' `.grad`: somebody looks. No host sync."""
-        if not self._are_shown:
-            ThreadState().around(self._show)
-
-    def _show(self) -> None:
-        deferred = self._deferred
-        grads = [] if deferred is None else deferred.copied().grads
-        for master, grad in zip([] if deferred is None else deferred.of.masters, grads, strict=True):
-            store_grad(master, shard_like(grad, master))
-        self._deferred, self._are_shown = None, True
-
     def are_none(self) -> bool:
         """Whether there is no gradient to step on."""
-        return self._deferred is None and not have_grads(self.lists.stepped)
-
-    @property
-    def norm(self) -> Tensor | None:
-        """The norm of unscaled gradients, float32 of one element, where clipping has it already."""
-        norms = None if self._deferred is None else self._deferred.norms
-        return None if norms is None else norms.total
-
-    def for_step(self) -> Deferred:
-        """Return the gradients of masters, for an optimizer that unscales them itself."""
-        if self._deferred is not None:
-            return self._deferred
-        there = [stored_grad(master) is not None for master in self.lists.masters]
-        of = self.lists.only(there)
-        return Deferred(of, dense([master.grad for master in of.masters]), None)
+        return not (self.of_masters.are_there() or have_grads(self.lists.unmastered))
 
     def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the model's parameters that have a gradient to be stepped on, and that, as it is."""
-        lists, deferred = self.lists, self._deferred
-        pairs = [(p, p.grad) for p in lists.unmastered]
-        if deferred is not None:
-            pairs += zip(deferred.of.models, deferred.grads, strict=True)
-        else:
-            pairs += zip(lists.models, map(stored_grad, lists.masters), strict=True)
-        return ((p, grad) for p, grad in pairs if grad is not None)
+        own = [(parameter, parameter.grad) for parameter in self.lists.unmastered]
+        for parameter, grad in (*own, *self.of_masters.of_models()):
+            if grad is not None:
+                yield parameter, grad
 
     def end_step(self, was_skipped: bool = False) -> None:
         """Say that the masters' gradients were stepped on. It may be called again.
@@ -389,49 +316,31 @@ class Gradients:
         They stay until the next forward, block or step: a wrapper may look at them after the step that
         it wraps, and pass over parameters that have none. After a skipped step there is nothing to see.
         """
-        vars(self).update(were_stepped=True, verdicts=[])
+        self.of_masters.were_stepped, self.verdicts = True, []
         is_in_backward = self._open is not None
         if was_skipped or is_in_backward or self.masters.any_is_shared(self.lists.masters):
-            self.drop_stepped()
-
-    def drop_stepped(self) -> None:
-        """Free the masters' gradients if they were stepped on, so that nothing is added to them.
-
-        A script that calls `model.zero_grad()` does not reach them.
-        """
-        if self.were_stepped:
-            self._deferred = None
-            if self._are_shown:
-                self.masters.drop_grads(self.lists.masters)
-                self._are_shown = not self._can_defer
-            self.were_stepped = False
+            self.of_masters.drop_stepped()
 
     def prepare_to_write_zeros(self) -> None:
         """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
-        self.show()
+        self.of_masters.show()
         for parameter, total in self._aside:
             if parameter.grad is None:
                 parameter.grad = total
 
     def forget(self) -> None:
         """Drop what is delayed, set aside or deferred, and what checks found."""
-        self.delayed = None
-        self._deferred = None
-        self._aside = []
-        self.verdicts = []
+        self.delayed = self.of_masters.deferred = None
+        self._aside, self.verdicts = [], []
 
     def let_go(self) -> None:
         """Forget the parameters: the optimizer leaves the session."""
         self.forget()
-        self.lists = ParameterLists((), self.masters)
+        self.of_masters.lists = ParameterLists((), self.masters)
 
     def clear(self) -> None:
-        """Drop all gradients. It may be called again."""
+        """Drop all gradients, and leave a block. It may be called again."""
         self.forget()
         for parameter in (*self.lists.stepped, *self.lists.models):
             parameter.grad = None
-
-    def drop_block(self) -> None:
-        """Drop all gradients, and leave the block whose leaving failed. It may be called again."""
-        self.clear()
         self._open = None

@@ -16,7 +16,8 @@ from amp.kernels.tensor_lists import Kind, TensorList, are_plain, local
 from amp.lazy import kernels
 from amp.masters.parameter import store_grads
 from amp.masters.whole import check_device
-from amp.training.parameter_lists import KnownDtypes, ParameterLists
+from amp.training.parameter_check import ParameterCheck
+from amp.training.parameter_lists import ParameterLists
 from amp.training.scaler import LossScaler
 from amp.training.unscaling import add_grad
 
@@ -52,12 +53,12 @@ class NewGradients(NamedTuple):
     will_be_deferred: bool = False
 
     @classmethod
-    def of(cls, lists: ParameterLists, dtypes: KnownDtypes, claimed: Collection[int]) -> NewGradients:
+    def of(cls, lists: ParameterLists, check: ParameterCheck, claimed: Collection[int]) -> NewGradients:
         """Return what backward has made, and change nothing.
 
         Args:
             lists: what the optimizer's groups hold.
-            dtypes: which raise if the model was cast.
+            check: which raises if the model was cast.
             claimed: ids of parameters whose gradients another optimizer sees to.
         """
         found = [parameter.grad for parameter in lists.models]
@@ -69,8 +70,8 @@ class NewGradients(NamedTuple):
         )
         kind = _kind_of(grads)
         if kind is not lists.model_list.kind:
-            dtypes.check()  # where gradients are what their parameters were, so are these
-        dtypes.check(lists.unmastered)
+            check.dtypes()  # where gradients are what their parameters were, so are these
+        check.dtypes(lists.unmastered)
         own: list[Any] = [parameter.grad for parameter in lists.unmastered]
         there = _are_there(lists.unmastered, own, claimed)
         unmastered = lists.unmastered
@@ -82,8 +83,8 @@ class NewGradients(NamedTuple):
         own_are_dense = _are_scalable(_kind_of(own_grads)) and not any(g.is_sparse for g in own_grads)
         return cls(of_masters, grads, unmastered, own_grads, own_are_dense, _are_scalable(kind))
 
-    def check(self, dtypes: KnownDtypes) -> None:
-        """Raise if one of them cannot be unscaled; `dtypes` says how to call a parameter.
+    def check(self, check: ParameterCheck) -> None:
+        """Raise if one of them cannot be unscaled; `check` says how to call a parameter.
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
@@ -102,7 +103,7 @@ class NewGradients(NamedTuple):
         for parameter, grad in gradients:
             if grad.dtype not in SCALABLE:
                 raise AmpTypeError(
-                    f"the gradient of {dtypes.called(parameter)} is {grad.dtype} and cannot be "
+                    f"the gradient of {check.called(parameter)} is {grad.dtype} and cannot be "
                     "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze the "
                     "parameter, leave it out of the optimizer, or use a loss_scale of 1."
                 )

@@ -16,7 +16,6 @@ from amp.interrupts import followed_by
 from amp.masters.whole import MasterWeights
 from amp.observers import watching
 from amp.training.gradients import Gradients, State
-from amp.training.parameter_check import ParameterCheck
 from amp.training.scaler import Verdict
 from amp.training.steps import (
     ClosureStep,
@@ -46,7 +45,6 @@ class OptimizerStep:
         attached: Any,
         gradients: Gradients,
         write_back: WriteBack,
-        parameters: ParameterCheck,
         capabilities: Capabilities,
     ) -> None:
         self._attached = weakref.ref(attached)  # which has this
@@ -54,7 +52,6 @@ class OptimizerStep:
         self._gradients = gradients
         self._masters: MasterWeights = gradients.masters
         self._write_back = write_back
-        self._parameters = parameters
         self._capabilities = capabilities
         self._has_stepped = False
         self._parts = self._optimizer, gradients, self._masters, write_back
@@ -94,7 +91,7 @@ class OptimizerStep:
     ) -> Any:
         way = ClosureStep(*self._parts, closure=closure, learn=self._learn)
         result = way.run(lambda evaluate: step(evaluate, *args, **kwargs))
-        self._parameters.check()
+        self._gradients.check.names()
         self.verdicts = []
         self._tell_end()
         self._gradients.end_step()
@@ -103,11 +100,11 @@ class OptimizerStep:
 
     def _run(self, step: Callable[[], Any]) -> Any:
         gradients = self._gradients
-        gradients.drop_stepped()
+        gradients.of_masters.drop_stepped()
         gradients.finish_delayed()
         gradients.move_to_masters()
         if not self._has_stepped or gradients.are_none():
-            self._parameters.check()
+            self._gradients.check.names()
         if not (self._has_stepped or gradients.are_none()):
             self._has_stepped = True
             self._warn_if_unscaled()

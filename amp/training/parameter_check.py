@@ -1,15 +1,18 @@
-"""The check that a model still has the parameters which an optimizer is to train."""
+"""The check that a model still has the parameters, and the dtypes, which an optimizer is to train."""
 
-from collections.abc import Callable, Iterable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp.errors import AmpRuntimeError, first_few
 
 
 class ParameterCheck:
-    """The model's parameters in the groups of one optimizer, by their names in the model.
+    """The model's parameters in the groups of one optimizer, as they were when they came.
 
     Args:
         optimizer: the optimizer.
@@ -22,20 +25,41 @@ class ParameterCheck:
     ) -> None:
         self._optimizer = optimizer
         self._named_parameters = named_parameters
-        self._known: dict[tuple[int, str], Tensor] = {}
+        self._by_name: dict[tuple[int, str], Tensor] = {}
+        self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
+        """By the id of the parameter, which is kept so that no other tensor gets its id."""
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
+    def note_dtypes(self, parameters: Iterable[Tensor]) -> None:
+        """Note the dtypes that parameters have now."""
+        self._dtypes.update({id(p): (p, p.dtype) for p in parameters})
+
+    def note_names(self, parameters: Iterable[Tensor]) -> None:
         """Note under which names the models have these parameters now."""
         ids = set(map(id, parameters))
         found = self._named_parameters().items()
-        self._known |= {name: parameter for name, parameter in found if id(parameter) in ids}
+        self._by_name |= {name: parameter for name, parameter in found if id(parameter) in ids}
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """Return the name of a parameter, in quotes, if a model has it."""
+    def called(self, parameter: Tensor) -> str:
+        """Return how to call a parameter in a message: by its name in quotes, or by its shape."""
         names = [name for (_, name), each in self._named_parameters().items() if each is parameter]
-        return f"'{names[0]}'" if names else None
+        return f"'{names[0]}'" if names else f"a parameter of shape {tuple(parameter.shape)}"
 
-    def check(self) -> None:
+    def name(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, without quotes."""
+        return self.called(parameter).strip("'")
+
+    def dtypes(self, parameters: Sequence[Tensor] | None = None) -> None:
+        """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
+        ids = self._dtypes if parameters is None else map(id, parameters)
+        for parameter, dtype in filter(None, map(self._dtypes.get, ids)):
+            if parameter.dtype is not dtype:
+                raise AmpRuntimeError(
+                    f"{self.called(parameter)} is {parameter.dtype} and was {dtype} at "
+                    "amp.initialize: the model was cast after it, by .half(), .float() or .to(). "
+                    "Leave that out, or do it before."
+                )
+
+    def names(self) -> None:
         """Raise AmpRuntimeError if a model has other parameters, with gradients, in place of these.
 
         `fully_shard` and `parallelize_module` exchange them. So does FSDP2 for the time of a forward,
@@ -44,7 +68,7 @@ class ParameterCheck:
         now = self._named_parameters()
         lost = [
             key[1]
-            for key, parameter in self._known.items()
+            for key, parameter in self._by_name.items()
             if (new := now.get(key)) is not None and new is not parameter and new.grad is not None
         ]
         if lost:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.distributed import groups_of_meshes
@@ -94,36 +93,3 @@ class ParameterLists:
 
 def _values_of(tensors: Sequence[Tensor]) -> TensorList:
     return TensorList(tensors if are_plain(tensors) else list(map(local, tensors)))
-
-
-class KnownDtypes:
-    """The dtypes that the model's parameters had when their optimizer came."""
-
-    def __init__(self, name_of: Callable[[Tensor], str | None]) -> None:
-        self._name_of = name_of
-        self._known: dict[int, tuple[Tensor, torch.dtype]] = {}
-        """By the id of the parameter, which is kept so that no other tensor gets its id."""
-
-    def add(self, parameters: Iterable[Tensor]) -> None:
-        """Take parameters of the model in, with the dtypes that they have now."""
-        for parameter in parameters:
-            self._known[id(parameter)] = parameter, parameter.dtype
-
-    def called(self, parameter: Tensor) -> str:
-        """Return how to call a parameter in a message."""
-        return self._name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
-
-    def name(self, parameter: Tensor) -> str:
-        """Return the name of a parameter, without quotes."""
-        return self.called(parameter).strip("'")
-
-    def check(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
-        ids = self._known if parameters is None else map(id, parameters)
-        for parameter, dtype in filter(None, map(self._known.get, ids)):
-            if parameter.dtype is not dtype:
-                raise AmpRuntimeError(
-                    f"{self.called(parameter)} is {parameter.dtype} and was {dtype} at "
-                    "amp.initialize: the model was cast after it, by .half(), .float() or .to(). "
-                    "Leave that out, or do it before."
-                )

@@ -83,13 +83,15 @@ class FusedStep(Stepper):
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Show the optimizer what is deferred for it, and step."""
-        lists, of = self.gradients.lists, self.gradients.for_step().of
-        self.gradients.dtypes.check()
+        lists, of = self.gradients.lists, self.gradients.of_masters.for_step().of
+        self.gradients.check.dtypes()
         versions = [model._version for model in of.models]
         if of is not lists or of is not self._latest or versions != self._versions:
             self.follow_models()
         self._latest = of
-        inputs = StepInputs(self.gradients.for_step, self.masters.low_halves, found_inf_of(verdicts))
+        inputs = StepInputs(
+            self.gradients.of_masters.for_step, self.masters.low_halves, found_inf_of(verdicts)
+        )
         has_returned = False
         try:
             self.optimizer.scaled_grads = inputs
@@ -120,7 +122,7 @@ class DeviceSkip(Stepper):
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Step; the optimizer skips by itself."""
-        self.gradients.dtypes.check()
+        self.gradients.check.dtypes()
         self.follow_models()
         found_inf = found_inf_of(verdicts)
         self.optimizer.grad_scale = None
@@ -133,7 +135,7 @@ class HostSkip(Stepper):
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Step, or do nothing after an overflow."""
-        self.gradients.dtypes.check()
+        self.gradients.check.dtypes()
         self.follow_models()
         if not any(verdict.overflowed for verdict in verdicts):
             return self.run_unscaled(step)
@@ -159,7 +161,7 @@ class ClosureStep(Stepper):
 
     def run(self, step: Callable[..., Any], verdicts: Sequence[Verdict] = ()) -> Any:
         """Step with the closure, which `step` is given."""
-        self.gradients.dtypes.check()
+        self.gradients.check.dtypes()
         self.follow_models()
         with disable_casts(), self.masters.as_float32(self.gradients.lists.masters):
             result = step(self._evaluate)
@@ -173,7 +175,7 @@ class ClosureStep(Stepper):
             for _ in range(_CLOSURE_TRIES):
                 loss = self._closure()
                 self.gradients.finish_delayed()
-                self.gradients.show()
+                self.gradients.of_masters.show()
                 self.gradients.move_to_masters()
                 verdicts, self.gradients.verdicts = self.gradients.verdicts, []
                 overflowed = any(verdict.overflowed for verdict in verdicts)

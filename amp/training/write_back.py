@@ -96,7 +96,7 @@ class WriteBack:
 
     def before_forward(self) -> None:
         """Free the gradients of the last step, and let the model see its masters. No host sync."""
-        self._gradients.drop_stepped()
+        self._gradients.of_masters.drop_stepped()
         self.if_changed()
 
     def if_changed(self) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from amp.casting.explaining import explain
+from amp.casting.policy import explain
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.numerics.text import Printer
 from amp.outputs import check_output

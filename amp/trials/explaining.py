@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
-from amp.casting.explaining import describe
-from amp.casting.policy import OpRule
+from amp.casting.policy import OpRule, describe
 from amp.diagnosis.findings import short_path
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean

@@ -288,7 +288,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
         if log.steps not in kept:
             return
-        deferred = log.attached.gradients.for_step()
+        deferred = log.attached.gradients.of_masters.for_step()
         unscaled = deferred.copied().grads if deferred.grads else ()
         grads = {id(model): grad for model, grad in zip(deferred.of.models, unscaled, strict=True)}
         grads |= {id(p): p.grad for p in log.attached.gradients.lists.unmastered if p.grad is not None}
@@ -397,7 +397,7 @@ class _Weights:
 
 def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what an optimizer is about to step, and its gradient, perhaps scaled."""
-    deferred = attached.gradients.for_step()
+    deferred = attached.gradients.of_masters.for_step()
     yield from zip(deferred.of.masters, deferred.grads, strict=True)
     for parameter in attached.gradients.lists.unmastered:
         if parameter.grad is not None:

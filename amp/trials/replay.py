@@ -177,13 +177,13 @@ def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
     optimizer: Optimizer = attached.optimizer
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     masters = [(master, stored_grad(master)) for master in attached.gradients.lists.masters]
-    gradients = dict(vars(attached.gradients))
-    verdicts, aside = list(attached.gradients.verdicts), list(attached.gradients._aside)
+    holders = [(each, dict(vars(each))) for each in (attached.gradients, attached.gradients.of_masters)]
 
     def restore() -> None:
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
             group.update(numbers)
-        vars(attached.gradients).update(gradients, verdicts=verdicts, _aside=aside)
+        for holder, attributes in holders:
+            vars(holder).update(attributes)
         for master, grad in masters:
             store_grad(master, grad)
 

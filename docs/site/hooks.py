@@ -69,7 +69,7 @@ ELSEWHERE = {
     "check": "amp.trials.checking",
     "compare": "amp.trials.comparing",
     "explain": "amp.trials.explaining",
-    "scalars": "amp.scalars",
+    "scalars": "amp.scalar_log",
     "crises": "amp.numerics.crises",
     "diagnosis.Report": "amp.diagnosis.findings",
     "diagnosis.Finding": "amp.diagnosis.findings",

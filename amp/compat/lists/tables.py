@@ -1,31 +1,18 @@
-"""The tables of this library in the categories of apex's lists."""
+"""The tables of this library as apex's lists."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 
-from amp.casting.policy import OpRule, load_policy
+from amp.casting.policy import load_policy
 
-_CATEGORIES = {
-    "native": "FP16_FUNCS",
-    "half": "FP16_FUNCS",
-    "float": "FP32_FUNCS",
-    "calls": "FP32_FUNCS",
-    "promote": "CASTS",
-    "sequence": "SEQUENCE_CASTS",
-    "banned": "BANNED_FUNCS",
-}
+_CATEGORIES = (("native", "half"), ("float", "calls"), ("promote",), ("sequence",), ("banned",))
+"""Of the functions in FP16_FUNCS, FP32_FUNCS, CASTS, SEQUENCE_CASTS and BANNED_FUNCS."""
 
 
-def rules_of(place: str, name: str) -> list[OpRule]:
-    """Return the rules for the functions of `place` that are in apex's list `name`."""
-    return [
-        rule
-        for rule in load_policy(torch.float16).rules
-        if rule.place == place and _CATEGORIES.get(rule.category) == name
-    ]
-
-
-def functions_of(place: str, name: str) -> list[str]:
-    """Return the names of the functions of `place` that are in apex's list `name`."""
-    return [rule.name for rule in rules_of(place, name)]
+def lists_of(place: str) -> list[list[Any]]:
+    """Return apex's lists of the functions of `place`: names, and for banned ones the reason too."""
+    rules = [rule for rule in load_policy(torch.float16).rules if rule.place == place]
+    *lists, banned = [[rule for rule in rules if rule.category in each] for each in _CATEGORIES]
+    names = [[rule.name for rule in each] for each in lists]
+    return [*names, [(rule.name, rule.note) for rule in banned]]

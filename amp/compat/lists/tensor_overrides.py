@@ -2,14 +2,10 @@
 
 import torch
 
-from amp.compat.lists.tables import functions_of, rules_of
+from amp.compat.lists.tables import lists_of
 
 __all__ = ["BANNED_FUNCS", "CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]
 
 MODULE = torch.Tensor
 
-FP16_FUNCS = functions_of("torch.Tensor", "FP16_FUNCS")
-FP32_FUNCS = functions_of("torch.Tensor", "FP32_FUNCS")
-CASTS = functions_of("torch.Tensor", "CASTS")
-SEQUENCE_CASTS = functions_of("torch.Tensor", "SEQUENCE_CASTS")
-BANNED_FUNCS = [(rule.name, rule.note) for rule in rules_of("torch.Tensor", "BANNED_FUNCS")]
+FP16_FUNCS, FP32_FUNCS, CASTS, SEQUENCE_CASTS, BANNED_FUNCS = lists_of("torch.Tensor")

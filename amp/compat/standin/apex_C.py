@@ -1,8 +1,5 @@
 """What a child of `python -m amp run` imports as apex_C; see apex beside it."""
 
-import importlib
+from amp.compat.alias import take_the_place_of
 
-from amp.compat import install
-
-install(replace=True)
-importlib.import_module("apex_C")
+take_the_place_of(__name__)

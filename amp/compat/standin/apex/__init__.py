@@ -3,9 +3,6 @@
 A child that is spawned runs the script again, with its parent's `sys.path` and nothing else of it.
 """
 
-import importlib
+from amp.compat.alias import take_the_place_of
 
-from amp.compat import install
-
-install(replace=True)
-importlib.import_module("apex")
+take_the_place_of(__name__)
