@@ -42,11 +42,15 @@ _LARGEST_FLOAT = constant(LARGEST_FLOAT)
 _E8M0_NAN = constant(E8M0_NAN)
 
 
-def rounds_by_bits(device: torch.device) -> bool:
-    """Whether Triton has no right FP8 casts for a device."""
+def rounds_by_bits(x: Tensor) -> bool:
+    """Whether Triton has no right FP8 casts for a matrix.
+
+    On sm_90, triton 3.6 writes wrong bytes where one cast of a float32 tile is stored both as it is and
+    transposed.
+    """
     if INTERPRETED or torch.version.hip is not None:
         return INTERPRETED
-    return torch.cuda.get_device_capability(device) < (8, 9)
+    return x.dtype is torch.float32 or torch.cuda.get_device_capability(x.device) < (8, 9)
 
 
 def casts_in_software(device: torch.device) -> bool:
@@ -84,7 +88,7 @@ def run(
         "K": columns,
         "PADDED": padded,
         "E4M3": dtype is torch.float8_e4m3fn,
-        "BY_BITS": rounds_by_bits(x.device),
+        "BY_BITS": rounds_by_bits(x),
     }
     sizes = {"by_row": (rows, columns), "by_column": (columns, padded)}
     inverses = [
@@ -94,7 +98,8 @@ def run(
     scales = {"inverse": inverses[0], "transposed": inverses[1], "POW2": power_of_2}
     of_tensor: tuple[Tensor, ...] = ()
     if granularity == "tensor":
-        amax, used, inverse = x.new_zeros(3, dtype=torch.float32).unbind()
+        amax, used = x.new_zeros(2, dtype=torch.float32).unbind()
+        inverse = _new_scales(x, granularity, rows, columns)  # cuBLAS takes no scale inside of others
         _run_by_tensor(what, amax, used, inverse, factor, power_of_2)
         inverses, of_tensor = [inverse, inverse], (amax, used)
     elif granularity == "row":

@@ -5,11 +5,11 @@
 Shapes: a `[M, C]`, b `[N, C]`, out `[M, N]`, in float16, bfloat16 or float32. Either operand is as
 `amp.kernels.quantize` returns it; b is E4M3, a may be E5M2. Sums are FP32.
 
-| scales        | native                                                | elsewhere                   |
-|---------------|-------------------------------------------------------|-----------------------------|
-| tensor, row   | CUDA sm_89 and later, gfx942, gfx950                  | sum first, then both scales |
-| 1x128,128x128 | sm_90 with CUDA 12.9; sm_100 as 1x32, if powers of 2  | scales first, then the sum  |
-| 1x32          | sm_100 and later                                      | scales first, then the sum  |
+| scales        | native                                                 | elsewhere                   |
+|---------------|--------------------------------------------------------|-----------------------------|
+| tensor, row   | CUDA sm_89 and later, gfx942, gfx950                   | sum first, then both scales |
+| 1x128,128x128 | sm_90, CUDA 12.9, E4M3; sm_100 as 1x32, if powers of 2 | scales first, then the sum  |
+| 1x32          | sm_100 and later                                       | scales first, then the sum  |
 
 Native is `torch._scaled_mm`, or `torch.nn.functional.scaled_mm` where it needs layouts of scales. It
 takes less on a GPU than it does on a CPU, so what it would refuse is refused here, on every device.
@@ -70,13 +70,13 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: boo
     kind = way_of(a.values.device, a.granularity, b.granularity)
     if kind == "as 1x32" and a.power_of_2 and b.power_of_2:
         return _by_1x32(_as_1x32(a), _as_1x32(b), out_dtype)
-    if kind != "native":
-        return emulated(a, b, out_dtype)
-    if a.granularity == "1x32":
+    if kind == "native" and a.granularity in ("tensor", "row"):
+        return _by_tensor_or_row(a, b, out_dtype, fast_accum)
+    if kind == "native" and a.granularity == "1x32":
         return _by_1x32(a, b, out_dtype)
-    if a.granularity == "1x128":
+    if kind == "native" and a.values.dtype is torch.float8_e4m3fn:
         return _by_1x128(a, b, out_dtype)
-    return _by_tensor_or_row(a, b, out_dtype, fast_accum)
+    return emulated(a, b, out_dtype)
 
 
 def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
@@ -223,6 +223,9 @@ def _by_1x128(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
     types = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
+    rows = a.values.shape[0]
+    if rows % 8:  # cuBLAS takes no other numbers of rows
+        return _by_1x128(_padded(a, -rows % 8), b, out_dtype)[:rows]
     product: Tensor = scaled_mm(
         a.values,
         b.values.t(),
@@ -233,6 +236,12 @@ def _by_1x128(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
         output_dtype=out_dtype,
     )
     return product
+
+
+def _padded(a: Operand, added: int) -> Operand:
+    """Return an operand `1x128` with some more rows of zeros."""
+    values = pad(a.values.view(torch.uint8), (0, 0, 0, added)).view(a.values.dtype)
+    return a._replace(values=values, inverse=pad(a.inverse, (0, added)))
 
 
 def _outer_first(operand: Operand) -> Tensor:

@@ -85,11 +85,11 @@ class Contender(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation on a set of tensors, ours first."""
+    """An operation on a set of tensors, ours first. Contenders may be made as they are asked for."""
 
     name: str
     bytes_per_element: int
-    contenders: list[Contender]
+    contenders: Iterable[Contender]
 
 
 def like(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -255,9 +255,10 @@ def gpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
                     f"{host_seconds(contender.run) * 1e6:.0f}",
                     f"{seconds / ours:.2f}",
                 ]
-            del operation, contender  # before the next one is made: a model is in a reference cycle
-            gc.collect()
-            torch.cuda.empty_cache()
+                del contender  # before the next one is made: a model is in a reference cycle
+                gc.collect()
+                torch.cuda.empty_cache()
+            del operation
 
 
 # On the CPU.
@@ -282,10 +283,11 @@ def cpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
     memory = torch.randn(elements)
     yield ["set", "operation", "B/param", "by", "GB/s", "x of in-place time", "process ms", "ratio"]
     for operation in operations(shapes, device):
-        runs = [lambda: memory.mul_(1.0), *(contender.run for contender in operation.contenders)]
+        contenders = list(operation.contenders)
+        runs = [lambda: memory.mul_(1.0), *(contender.run for contender in contenders)]
         in_place, *seconds = turns(runs)
         rate = 8 * elements / in_place
-        for contender, spent in zip(operation.contenders, seconds, strict=True):
+        for contender, spent in zip(contenders, seconds, strict=True):
             moved = operation.bytes_per_element * elements
             yield [
                 f"ResNet-50 ({len(shapes)})",

@@ -94,41 +94,29 @@ def phases(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
     def sgd(params: list[Tensor]) -> Any:
         return torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True)
 
-    scale: dict[str, Any] = {"loss_scale": {"init": 1.0}}
-    yield Operation(
-        "AdamW, float16, float32 masters",
-        30,
-        [
-            Contender("reamp O2, FusedAdam", with_amp(shapes, device, fused_adam, "O2", **scale)),
-            Contender(
-                "copy, GradScaler, AdamW(fused), copy",
-                with_grad_scaler(shapes, device, adamw(fused=True)),
-            ),
-            Contender(
-                "copy, GradScaler, AdamW(foreach), copy",
-                with_grad_scaler(shapes, device, adamw(foreach=True)),
-            ),
-        ],
-    )
-    yield Operation(
-        "SGD, float16, float32 masters",
-        22,
-        [
-            Contender("reamp O2, FusedSGD", with_amp(shapes, device, fused_sgd, "O2", **scale)),
-            Contender("copy, GradScaler, SGD(fused), copy", with_grad_scaler(shapes, device, sgd)),
-        ],
-    )
+    def ours(make: Callable[[Any], Any], level: str, **overrides: Any) -> Contender:
+        name = f"reamp {level}, {'FusedAdam' if make is fused_adam else 'FusedSGD'}"
+        return Contender(name, with_amp(shapes, device, make, level, **overrides))
+
+    def torchs(name: str, make: Callable[[Any], Any]) -> Contender:
+        return Contender(f"copy, GradScaler, {name}, copy", with_grad_scaler(shapes, device, make))
+
+    def with_adamw() -> Iterator[Contender]:
+        yield ours(fused_adam, "O2", loss_scale={"init": 1.0})
+        yield torchs("AdamW(fused)", adamw(fused=True))
+        yield torchs("AdamW(foreach)", adamw(foreach=True))
+
+    def with_sgd() -> Iterator[Contender]:
+        yield ours(fused_sgd, "O2", loss_scale={"init": 1.0})
+        yield torchs("SGD(fused)", sgd)
+
+    def with_halves() -> Iterator[Contender]:
+        yield ours(fused_adam, "O5", master_weights="split16")
+
+    yield Operation("AdamW, float16, float32 masters", 30, with_adamw())
+    yield Operation("SGD, float16, float32 masters", 22, with_sgd())
     if device.type == "cuda":
-        yield Operation(
-            "AdamW, bfloat16, split16",
-            26,
-            [
-                Contender(
-                    "reamp O5, FusedAdam",
-                    with_amp(shapes, device, fused_adam, "O5", master_weights="split16"),
-                )
-            ],
-        )
+        yield Operation("AdamW, bfloat16, split16", 26, with_halves())
 
 
 if __name__ == "__main__":

@@ -130,6 +130,15 @@ def test_triton_gives_the_bits_of_plain_torch(
                 assert_same_operands(found, expected)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_scales_begin_where_cublas_takes_them(granularity: Granularity, device: torch.device) -> None:
+    found = quantize(torch.randn(128, 256).to(device), E4M3, granularity)
+    for operand in (found.by_row, found.by_column):
+        assert operand is not None
+        assert operand.inverse.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_not_hidden(

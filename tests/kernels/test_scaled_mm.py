@@ -103,6 +103,30 @@ def test_cublas_gets_scales_with_the_outer_dimension_first() -> None:
     assert module._outer_first(b).stride() == (1, 4)
 
 
+@pytest.mark.parametrize("by", ["128x128", "1x128"])
+@pytest.mark.parametrize("rows", [8, 17])
+def test_cublas_gets_strips_as_e4m3_and_in_rows_by_8(
+    by: Granularity, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Tensor] = []
+
+    def cublas(a: Tensor, b: Tensor, scale_a: Tensor, *args: Any, **options: Any) -> Tensor:
+        assert a.shape[0] % 8 == 0
+        assert scale_a.shape == (a.shape[0], 2)
+        assert scale_a.stride() == (1, a.shape[0])
+        given.append(a)
+        wide = Operand(a, scale_a.t().contiguous(), "1x128")
+        return emulated(wide, of_b, options["output_dtype"])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", cublas)
+    monkeypatch.setattr(module, "way_of", lambda *_: "native")
+    of_b = operand(128, 256, by)
+    for dtype in DTYPES:  # torch takes no E5M2 here
+        a = operand(rows, 256, "1x128", dtype)
+        assert torch.equal(scaled_mm(a, of_b, torch.bfloat16), emulated(a, of_b, torch.bfloat16))
+    assert [each.dtype for each in given] == [E4M3]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gfx942_gets_the_same_values_in_its_own_formats(dtype: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)

@@ -407,7 +407,9 @@ def test_the_profiler_counts_the_same_launches() -> None:
         kernels = [
             e.name for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA
         ]
-        assert len(kernels) == (2 if name == "l2norm" else 1), (name, kernels)
+        ours = [kernel for kernel in kernels if not kernel.startswith("void at::")]
+        assert len(ours) == (2 if name == "l2norm" else 1), (name, kernels)
+        assert len(ours) == len(kernels) or name == "l2norm", (name, kernels)
 
 
 @pytest.mark.gpu
