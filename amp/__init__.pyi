@@ -38,6 +38,34 @@ from amp.trials.comparing import compare as compare
 from amp.trials.cures import doctor as doctor
 from amp.trials.explaining import explain as explain
 
+from . import (
+    compat as compat,
+)
+from . import (
+    diagnosis as diagnosis,
+)
+from . import (
+    distributed as distributed,
+)
+from . import (
+    errors as errors,
+)
+from . import (
+    fp16_utils as fp16_utils,
+)
+from . import (
+    kernels as kernels,
+)
+from . import (
+    numerics as numerics,
+)
+from . import (
+    optimizers as optimizers,
+)
+from . import (
+    trials as trials,
+)
+
 __version__: str
 
 __all__ = [

@@ -68,6 +68,12 @@ def open_sessions() -> list[Any]:
     return [session for reference in _sessions if (session := reference()) is not None]
 
 
+def session_of(model: Any) -> Any:
+    """Return the open session that a model went through, or None."""
+    found = (x for x in open_sessions() if any(each is model for each in x.live_models()))
+    return next(found, None)
+
+
 def add(session: Any) -> None:
     """Note that a session is open, until `remove`, or until nothing holds it."""
     global _sessions

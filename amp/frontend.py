@@ -156,7 +156,7 @@ def _make_default(session: Session) -> None:
     """Make a session the default. It may be called again."""
     _Default.waiting_state = _Default.loaded_into = None
     if _Default.session is not None and _Default.session is not session:
-        _Default.session.stop_casting_ops()
+        _Default.session.casts.stop()
     _Default.session = session
 
 

@@ -263,31 +263,19 @@ class GradScaler(_TorchInternals):
         if not self._enabled:
             return outputs
         try:
-            return self._scaled(outputs)
+            return _scaled(self._scale_loss, outputs)
         except RecursionError:
             raise AmpValueError(
                 f"GradScaler.scale got {brief(outputs)}, which is nested too deeply, or holds itself"
             ) from None
 
-    def _scaled(self, outputs: Any) -> Any:
-        if isinstance(outputs, Tensor):
-            self._scaler.check_loss(outputs)
-            if not self._has_scaled:
-                self._lazy_init_scale_growth_tracker(outputs.device)
-            for history in _histories():
-                history.begin(self._scaler.scale_on_device.clone())
-            return self._scaler.scale(outputs)
-        if isinstance(outputs, Mapping):
-            return type(outputs)((key, self._scaled(value)) for key, value in outputs.items())  # type: ignore[call-arg]
-        if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
-            raise AmpValueError(
-                f"GradScaler.scale got a {type(outputs).__name__}; give it a tensor or an iterable of "
-                "tensors"
-            )
-        scaled = map(self._scaled, outputs)
-        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-            return type(outputs)(*scaled)
-        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+    def _scale_loss(self, loss: Tensor) -> Tensor:
+        self._scaler.check_loss(loss)
+        if not self._has_scaled:
+            self._lazy_init_scale_growth_tracker(loss.device)
+        for history in _histories():
+            history.begin(self._scaler.scale_on_device.clone())
+        return self._scaler.scale(loss)
 
     # The step.
 
@@ -459,6 +447,24 @@ class GradScaler(_TorchInternals):
         self._scaler.config = config
         loaded = self._scaler.state_dict()
         self._init_scale, self._init_growth_tracker = loaded["loss_scale"], loaded["unskipped"]
+
+
+def _scaled(scale: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    """Return a tensor scaled, or what holds tensors with those scaled."""
+    if isinstance(outputs, Tensor):
+        return scale(outputs)
+    if isinstance(outputs, Mapping):
+        items = ((key, _scaled(scale, value)) for key, value in outputs.items())
+        return type(outputs)(items)  # type: ignore[call-arg]
+    if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
+        raise AmpValueError(
+            f"GradScaler.scale got a {type(outputs).__name__}; "
+            "give it a tensor or an iterable of tensors"
+        )
+    scaled = (_scaled(scale, value) for value in outputs)
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*scaled)
+    return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
 
 def _tell(grads: Sequence[Tensor], inv_scale: Tensor) -> None:

@@ -7,8 +7,8 @@ import operator
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -20,13 +20,11 @@ from amp.casting.cast_cache import forwards
 from amp.casting.fp8 import Fp8Linears
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState
-from amp.casting.sharded import reshard
 from amp.casting.strategies import strategies_for
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
-from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, brief, warn
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, brief
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
 from amp.observers import Observer, watching
@@ -117,7 +115,6 @@ class Session:
         kind = self.properties.master_weights
         self.masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
         self.strategies = strategies_for(self.properties)
-        self._fp8 = next((x for x in self.strategies if isinstance(x, Fp8Linears)), None)
         by_op = next((x for x in self.strategies if isinstance(x, CastOps)), None)
         self.casts: CastOps | active.NoCasts = by_op or active.NoCasts()
         weakref.finalize(self, self.casts.drop).atexit = False
@@ -133,12 +130,6 @@ class Session:
             self.log(
                 logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
             )
-
-    @staticmethod
-    def of(model: nn.Module) -> Session | None:
-        """Return the open session that a model went through, or None."""
-        sessions: list[Session] = active.open_sessions()
-        return next((x for x in sessions if any(each is model for each in x.live_models())), None)
 
     # Set up and tear down.
 
@@ -172,33 +163,12 @@ class Session:
             for observer in told:
                 observer.initialize_begins(self, model_list)
                 allow |= observer.takes_half_models
-            for model in model_list:
-                self._check_not_cast(model)
-                reshard(model)
-                arguments.check_model(model, allow)
-                for strategy in self.strategies:
-                    strategy.check_model(model)
-            arguments.check_optimizers(
-                optimizer_list, [*self.live_models(), *model_list], self.properties, self.process_groups
-            )
-            for message in arguments.advise_on_float64(model_list, self.properties):
-                warn(message)
-            Setup(self, model_list, optimizer_list).run()
+            setup = Setup(self, model_list, optimizer_list)
+            setup.check(allow)
+            setup.run()
             for observer in told:
                 observer.initialize_ends(self, model_list, optimizer_list)
         return models if optimizers is None else (models, optimizers)
-
-    @staticmethod
-    def _check_not_cast(model: nn.Module) -> None:
-        """Raise AmpRuntimeError for a model that a session has cast, as when a cell runs twice."""
-        other = Session.of(model)
-        if other is not None and other.properties.cast_model_type in LOW_PRECISION:
-            raise AmpRuntimeError(
-                f"this {type(model).__name__} was initialized already, at opt_level="
-                f"{other.properties.opt_level!r}, and that session has cast it. Go on with what that "
-                "call returned, or make a new model and optimizer, in the same cell of a notebook. To "
-                "start again from these weights, close that session: amp.get_session(optimizer).close()"
-            )
 
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were. Idempotent.
@@ -219,7 +189,7 @@ class Session:
     def _close(self) -> None:
         active.remove(self)
         self.casts.stop()
-        for observer in self.observers:
+        for observer in watching(self.observers):
             observer.session_ends(self)
         self.undo.close()
 
@@ -229,10 +199,6 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def stop_casting_ops(self) -> None:
-        """Give torch its functions back, and leave models, optimizers and scalers as they are."""
-        self.casts.stop()
 
     def after_fork(self) -> None:
         """Go on in a forked process, which has none of the other threads."""
@@ -248,7 +214,6 @@ class Session:
         for attached in self.attached if self.properties.master_weights else ():
             attached.write_back.before_forward()
 
-    @contextmanager
     def scale_loss(
         self,
         loss: Tensor,
@@ -257,47 +222,26 @@ class Session:
         model: Any = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> Iterator[Tensor]:
+    ) -> AbstractContextManager[Tensor]:
         """Scale a loss for its backward, and unscale the gradients after it; see `amp.scale_loss`."""
         self._check_open()
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
             raise AmpTypeError(f"amp.scale_loss needs a floating-point tensor as loss, and got {kind}")
         if not self.properties.enabled:
-            yield loss
-            return
+            return nullcontext(loss)
         scaler = self._scaler(loss_id)
         scaler.check_loss(loss)
         for strategy in self.strategies:
             strategy.check_loss(loss)
         # An optimizer may be of another session: its gradients are as good.
         given = arguments.attached_of_a_loss(optimizers)
-        for attached in given:
-            attached.write_back.warn_if_missed()
         histories = [attached.owner.amax_history for attached in given]
         histories = list(dict.fromkeys(filter(None, histories)))
         block = Block(scaler, [attached.gradients for attached in given], histories)
-        try:
-            try:
-                scaled_loss = block.enter(loss)
-                for observer in watching(self.observers):
-                    observer.block_entered(self, block, loss, given)
-                self.learn(scaler)
-                yield scaled_loss
-                if self.is_rehearsal:
-                    block.abort()
-                elif delay_unscale or not block.is_reduced():
-                    block.delay()
-                else:
-                    block.leave(update=not delay_overflow_check)
-                self.running_stats.repair()
-                for observer in watching(self.observers):
-                    observer.block_left(self, block)
-                block.is_over = True
-            finally:
-                block.end()
-        finally:
-            block.end()  # again: an interrupt may have come before it was done
+        return block.around_backward(
+            self, loss, given, delay=delay_unscale, update=not delay_overflow_check
+        )
 
     def loss_scale(self, loss_id: int = 0) -> float:
         """Return the current loss scale. The host waits for the device."""
@@ -365,18 +309,12 @@ class Session:
     @property
     def amax_history(self) -> AmaxHistory | None:
         """What `fp8="delayed"` remembers, or None."""
-        return None if self._fp8 is None else self._fp8.history
+        return next((x.history for x in self.strategies if isinstance(x, Fp8Linears)), None)
 
     @property
     def casts_ops(self) -> bool:
         """Whether this session's functions cast their arguments, here and now."""
         return any(strategy.casts_ops for strategy in self.strategies)
-
-    @property
-    def has_half(self) -> bool:
-        """Whether there are weights in 16 bits, or masters of such."""
-        properties = self.properties
-        return bool(properties.master_weights) or properties.cast_model_type in LOW_PRECISION
 
     def live_models(self) -> list[nn.Module]:
         """Return the models that went through it and are still there."""

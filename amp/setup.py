@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp import active, dcp
-from amp.arguments import advise_on_eps, advise_on_rules
+from amp import active, arguments, dcp
 from amp.casting.by_op import CastOps
-from amp.casting.sharded import fsdp1_groups
+from amp.casting.sharded import fsdp1_groups, reshard
+from amp.dtypes import LOW_PRECISION
+from amp.errors import AmpRuntimeError, warn
 from amp.masters import averages
 from amp.masters.state_dicts import install_hooks
 from amp.patching import Patches
@@ -40,6 +41,20 @@ class Setup:
         self._optimizers = optimizers
         self._attached: list[AttachedOptimizer] = []
         self._undo = Undo()
+
+    def check(self, allow_low_precision: bool) -> None:
+        """Raise AmpError for what cannot be set up, and warn of what does not do what is meant."""
+        session, properties = self._session, self._session.properties
+        for model in self._models:
+            _check_not_cast(model)
+            reshard(model)
+            arguments.check_model(model, allow_low_precision)
+            for strategy in session.strategies:
+                strategy.check_model(model)
+        models = [*session.live_models(), *self._models]
+        arguments.check_optimizers(self._optimizers, models, properties, session.process_groups)
+        for message in arguments.advise_on_float64(self._models, properties):
+            warn(message)
 
     def run(self) -> None:
         """Change everything; if any of it fails, take it back."""
@@ -69,7 +84,7 @@ class Setup:
             for model in self._models:
                 strategy.prepare_model(model, undo)
         self._patch()
-        if session.has_half:
+        if session.properties.has_half:
             install_hooks(session.masters, self._models, undo)
 
     def _patch(self) -> None:
@@ -83,7 +98,7 @@ class Setup:
             patch_clipping(self._undo, bool(properties.master_weights))
         if finds_gradients or (history is not None and history.recipe.reduce_amax):
             patches.install(synchronization.PATCHES)
-        if session.has_half:
+        if properties.has_half:
             patches.install(averages.PATCHES)
         if properties.master_weights and dcp.is_in_use():
             patches.install(dcp.PATCHES)
@@ -133,9 +148,22 @@ class Setup:
         session = self._session
         for message in filter(None, [strategy.finish() for strategy in session.strategies]):
             session.log(logging.INFO, message)
-        on_eps = [advise_on_eps(one.optimizer) for one in new]
-        for message in chain(advise_on_rules(session.properties.rules, self._models), *on_eps):
+        on_rules = arguments.advise_on_rules(session.properties.rules, self._models)
+        on_eps = [arguments.advise_on_eps(one.optimizer) for one in new]
+        for message in chain(on_rules, *on_eps):
             session.log(logging.WARNING, message)
+
+
+def _check_not_cast(model: nn.Module) -> None:
+    """Raise AmpRuntimeError for a model that a session has cast, as when a cell runs twice."""
+    session = active.session_of(model)
+    if session is not None and session.properties.cast_model_type in LOW_PRECISION:
+        raise AmpRuntimeError(
+            f"this {type(model).__name__} was initialized already, at opt_level="
+            f"{session.properties.opt_level!r}, and that session has cast it. Go on with what that "
+            "call returned, or make a new model and optimizer, in the same cell of a notebook. To "
+            "start again from these weights, close that session: amp.get_session(optimizer).close()"
+        )
 
 
 class _BeforeForward:

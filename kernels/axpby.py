@@ -15,9 +15,7 @@ Source: NVIDIA apex `multi_tensor_axpby`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from torch import Tensor
 from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps
+from amp.kernels.tensor_lists import are_same
 from amp.kernels.unscale import scale_and_check
 
 BLOCK = 4096
@@ -57,8 +56,7 @@ def axpby(
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    numbers: dict[str, Any] = {"a": a, "b": b, "found_inf": found_inf}
-    _AXPBY.run((xs, ys, outs), backend=backend, bad_steps=bad_steps, **numbers)
+    _AXPBY.run((xs, ys, outs), backend, bad_steps, a=a, b=b, found_inf=found_inf)
 
 
 @jit
@@ -93,7 +91,7 @@ def axpby_reference(
     out = outs[0].dtype
     sums = _scaled(a, xs, out, found_inf)
     by = _scaled(b, ys, out, None) if isinstance(b, Tensor) or b != 1.0 else ys
-    if sums[0].dtype is out and all(map(operator.is_, by, outs)):
+    if sums[0].dtype is out and are_same(by, outs):
         torch._foreach_add_(outs, sums)
     else:
         torch._foreach_add_(sums, by)

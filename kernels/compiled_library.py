@@ -18,6 +18,7 @@ import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -27,8 +28,6 @@ from pathlib import Path
 
 import torch
 
-from amp.kernels.private_folder import cache_folder, is_private, parent_folder
-
 logger = logging.getLogger("amp")
 
 TIME_LIMIT = 120.0
@@ -36,6 +35,8 @@ TIME_LIMIT = 120.0
 ABANDONED = 3600.0
 """Seconds after which a folder that was built in cannot be in use any more."""
 _BUILDING = "reamp-building-"
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+"""The bits of a mode that let other users write."""
 
 _TORCH = Path(torch.__file__).parent
 _FLAGS = (
@@ -95,11 +96,9 @@ def load(source: str, purpose: str) -> ctypes.CDLL:
     too_long = f"{compiler[0]} took more than {TIME_LIMIT:.0f} s; set CXX to a compiler that works"
     if compiler in _hanging:
         raise RuntimeError(too_long)
-    logger.warning(
-        "compiling %s for this CPU, a few seconds%s. AMP_KERNELS=reference leaves it out",
-        *(purpose, why_not),
-    )
-    with _building(folder or parent_folder(Path(tempfile.gettempdir()))) as place:
+    said = "compiling %s for this CPU, a few seconds%s. AMP_KERNELS=reference leaves it out"
+    logger.warning(said, purpose, why_not)
+    with _building(folder or _parent_folder(Path(tempfile.gettempdir()))) as place:
         (place / "source.cpp").write_text(source, encoding="utf-8")
         try:
             _run(command, place)
@@ -146,7 +145,9 @@ def _digest(path: Path) -> str | None:
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest() if is_private(descriptor) else None
+        found = os.fstat(descriptor)
+        is_private = stat.S_ISREG(found.st_mode) and _is_private(found)
+        return hashlib.sha256(file.read()).hexdigest() if is_private else None
 
 
 def _check_use(folder: Path) -> None:
@@ -202,3 +203,57 @@ def _run(command: Sequence[str], folder: Path) -> None:
         with log.open(encoding="utf-8", errors="replace") as file:
             said = file.read(2**16).strip()
         raise RuntimeError(said or f"{command[0]} ended with status {status}")
+
+
+# Folders that no other user can write to.
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept from process to process, and make it if it is not there.
+
+    It is `$XDG_CACHE_HOME/reamp`, or `~/.cache/reamp` where that variable is unset or no absolute path.
+
+    Raises:
+        OSError: it cannot be made, or another user could write to it.
+        RuntimeError: the user has no home.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # the specification of that variable says to ignore it then
+        base = Path("~/.cache").expanduser()
+    if not base.is_absolute():
+        raise FileNotFoundError(f"{base} is no absolute path; set HOME or XDG_CACHE_HOME to one")
+    folder = base / "reamp"
+    for missing in (base, folder):
+        with contextlib.suppress(FileExistsError):
+            missing.mkdir(0o700)
+    if folder.is_symlink():
+        raise PermissionError(f"{folder} is a link")
+    folder = _parent_folder(folder)
+    if not _is_private(folder.lstat()):
+        raise PermissionError(f"{folder} is not a folder that this user alone can write to")
+    return folder
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether what was found is this user's, and others cannot write to it."""
+    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
+
+
+def _parent_folder(folder: Path) -> Path:
+    """Return the real path of a folder in which others cannot replace what this user makes.
+
+    Others may write to it, or to one above it, only where they cannot rename what is not theirs, as in
+    `/tmp`.
+
+    Raises:
+        OSError: there is no such folder, or others could replace it or what is in it.
+    """
+    real = folder.resolve(strict=True)
+    for each in (real, *real.parents):
+        found = each.lstat()
+        by_others = found.st_mode & _OTHERS and not found.st_mode & stat.S_ISVTX
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(f"{each} is not a folder")
+        if found.st_uid not in (os.geteuid(), 0) or by_others:
+            raise PermissionError(f"{each} is a folder that users other than this one can write to")
+    return real

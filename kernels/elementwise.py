@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from amp.kernels.grad_mode import without_grad
-from amp.kernels.tables import NOT_NOTED, BadSteps, flag_on, merge_flag, number_on, plan
-from amp.kernels.tensor_lists import dense, increment_versions
+from amp.kernels.tables import BadSteps, flag_on, merge_flag, number_on, plan
+from amp.kernels.tensor_lists import dense
 
 
 class Elementwise(NamedTuple):
@@ -33,8 +34,7 @@ class Elementwise(NamedTuple):
     def run(
         self,
         lists: Sequence[Sequence[Tensor]],
-        *,
-        backend: str | None = None,
+        backend: str | None,
         bad_steps: BadSteps | None = None,
         **arguments: Any,
     ) -> None:
@@ -54,11 +54,11 @@ class Elementwise(NamedTuple):
             here = {name: number_on(each.device, value) for name, value in arguments.items()}
             if "found_inf" in arguments:
                 here["found_inf"] = flag_on(each.device, arguments["found_inf"])
-                here |= NOT_NOTED if bad_steps is None else bad_steps.on(each.device)
+                here |= BadSteps.on(each.device, bad_steps)
             each.run(self.kernel, **here, BLOCK=self.block)
             merge_flag(arguments.get("found_inf"), here.get("found_inf"))
         for same in todo.fallback:
-            without_grad(self.reference)(
-                *[[tensors[i] for i in same] for tensors in columns], **arguments
-            )
-        increment_versions(list(itertools.chain(*lists[len(lists) - self.writes :])))
+            chosen = [[tensors[i] for i in same] for tensors in columns]
+            without_grad(self.reference)(*chosen, **arguments)
+        written = itertools.chain(*lists[len(lists) - self.writes :])
+        torch.autograd.graph.increment_version(list(written))

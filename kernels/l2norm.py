@@ -26,16 +26,7 @@ from torch import Tensor
 
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
-from amp.kernels.tables import (
-    NOT_NOTED,
-    BadSteps,
-    Launch,
-    flag_on,
-    merge_flag,
-    number_on,
-    plan,
-    to_device,
-)
+from amp.kernels.tables import BadSteps, Launch, flag_on, merge_flag, number_on, plan, to_device
 from amp.kernels.tensor_lists import dense
 from amp.kernels.unscale import check_reference
 
@@ -119,10 +110,9 @@ def norms_of_chunks(one: Launch, sums: Tensor, each: Tensor, bad_steps: BadSteps
 
     `sums`, float32 `[chunks]`, has the sums of squares of its chunks. `bad_steps` is as in `l2norm`.
     """
-    columns, block = one.rows.shape[1], FINISH_BLOCK
-    tables: dict[str, Any] = {"rows": one.rows, "firsts": one.firsts, "sums": sums, "each": each}
-    tables |= NOT_NOTED if bad_steps is None else bad_steps.on(one.device)
-    launch(norms_kernel, len(one.indices), one.device, **tables, COLUMNS=columns, BLOCK=block)
+    arguments: dict[str, Any] = {"rows": one.rows, "firsts": one.firsts, "sums": sums, "each": each}
+    arguments |= {**BadSteps.on(one.device, bad_steps), "COLUMNS": one.rows.shape[1]}
+    launch(norms_kernel, len(one.indices), one.device, **arguments, BLOCK=FINISH_BLOCK)
 
 
 @jit
@@ -171,6 +161,5 @@ def l2norm_reference(
     # On the CPU the host knows without waiting whether there is anything to look for.
     is_finite = norms.device.type == "cpu" and all(map(math.isfinite, norms.tolist()))
     if found_inf is not None and not is_finite:
-        one = torch.ones(1, dtype=torch.float32, device="cpu")
-        check_reference(tensors, one if inv_scale is None else inv_scale, found_inf)
+        check_reference(tensors, inv_scale, found_inf)
     return norms

@@ -30,7 +30,7 @@ def master_copy(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    _COPY.run((sources, targets), backend=backend)
+    _COPY.run((sources, targets), backend)
 
 
 @jit

@@ -20,7 +20,7 @@ from amp.kernels.changes import Change, Changes
 from amp.kernels.cpu_loop import plan_loop, suits_loop
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
-from amp.kernels.rule import Formula, Settings, Streams
+from amp.kernels.rule import Formula, StepArguments, Streams
 from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat
 
@@ -34,28 +34,23 @@ Noise = Callable[[int, int, Tensor], Tensor]
 
 
 @without_grad
-def plan_step(
-    settings: Settings,
-    lists: Streams,
-    steps: Sequence[Tensor],
-    groups: Sequence[Sequence[int]],
-    changes: Changes,
-) -> None:
+def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes: Changes) -> None:
     """Plan the step of some of the tensors of lists, in FP32 or FP64, and the count of their steps.
 
     `groups` says which: the indices of those of one device and combination of dtypes together.
     """
-    rule, of_tensor, seeds = settings.rule, settings.of_tensor, settings.seeds
+    rule, lists, steps = arguments.rule, arguments.lists, arguments.steps
+    of_tensor, seeds = arguments.of_tensor, arguments.seeds
     are_whole = rule.direction is not None and of_tensor is None  # a norm is one of all of a tensor
     formula = rule.plain_update or plain(rule.update)
-    numbers, scale = list(map(float, settings.numbers)), _scale_of(settings)
+    numbers, scale = list(map(float, arguments.numbers)), _scale_of(arguments)
     own = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
     if len(own) > len(steps):
         own = list(zip(own[: len(steps)], own[len(steps) :], strict=True))
     counted = [steps[i] for i in itertools.chain.from_iterable(groups)]
     changes.add(functools.partial(torch._foreach_add_, counted, 1.0))
     for group in groups:
-        loops = not are_whole and seeds is None and suits_loop(lists, group, settings.backend)
+        loops = not are_whole and seeds is None and suits_loop(lists, group, arguments.backend)
         alike: defaultdict[Any, list[int]] = defaultdict(list)
         for i, t in zip(group, (torch.stack([steps[i] for i in group]) + 1).tolist(), strict=True):
             alike[t, own[i]].append(i)
@@ -76,26 +71,22 @@ def plan_step(
 
 
 @without_grad
-def measure_plainly(
-    settings: Settings,
-    lists: Streams,
-    steps: Sequence[Tensor],
-    groups: Sequence[Sequence[int]],
-    norms: Tensor,
-) -> None:
+def measure_plainly(arguments: StepArguments, groups: Sequence[Sequence[int]], norms: Tensor) -> None:
     """Write the norms of some parameters, and then of their directions, to float32 `[2n]`."""
-    rule, numbers, scale = settings.rule, list(map(float, settings.numbers)), _scale_of(settings)
+    rule, steps, scale = arguments.rule, arguments.steps, _scale_of(arguments)
+    numbers = list(map(float, arguments.numbers))
     assert rule.at is not None
     for i in itertools.chain.from_iterable(groups):
         *prepared, _ = rule.at(numbers, float(steps[i]) + 1, None)
-        one = {name: tensors[i] for name, tensors in lists.items()}
+        one = {name: tensors[i] for name, tensors in arguments.lists.items()}
         p, direction, _ = _applied(plain(rule.direction), one, scale, prepared)
         norms[i], norms[len(steps) + i] = p.norm(), direction.norm()
 
 
-def _scale_of(settings: Settings) -> float:
-    scale = math.prod(float(x) for x in (settings.inv_scale, settings.clip) if x is not None)
-    return -scale if settings.maximize else scale
+def _scale_of(arguments: StepArguments) -> float:
+    factors = arguments.inv_scale, arguments.clip
+    scale = math.prod(float(factor) for factor in factors if factor is not None)
+    return -scale if arguments.maximize else scale
 
 
 def _noise_of(seeds: Sequence[int], t: float) -> Noise:

@@ -32,10 +32,19 @@ from amp.kernels.fp8 import (
 )
 from amp.kernels.language import INTERPRETED, constant, jit, launch, tl
 
-TILE, WARPS = (64, 64), 8
-ROWS_TILE, ROWS_WARPS = (GROUP, 64), 4
-LARGE_TILE = (SIDE, SIDE)
-AMAX_BLOCK = 8192
+TILES: dict[Granularity, tuple[tuple[int, int], int]] = {
+    "tensor": ((64, 128), 4),
+    "row": ((32, 64), 4),
+    "1x128": ((SIDE, SIDE), 8),
+    "128x128": ((SIDE, SIDE), 8),
+    "1x32": ((GROUP, 128), 4),
+}
+"""Rows and columns of a tile, and the warps of its program: the fastest of 77 on an H100, or near it.
+
+Where groups of rows share a scale in the transpose, a tile has the rows of one group.
+"""
+AMAX_BLOCK, AMAX_WARPS = 8192, 4
+AMAXES_TILE, AMAXES_WARPS = (64, 64), 8
 
 _LARGEST_POWER = constant(LARGEST_POWER)
 _LARGEST_FLOAT = constant(LARGEST_FLOAT)
@@ -105,13 +114,11 @@ def run(
     elif granularity == "row":
         _run_by_row(what, scales)
     elif granularity == "128x128":
-        _launch_tiles(squares_kernel, what, LARGE_TILE, 16, **scales)
+        _launch_tiles(squares_kernel, what, granularity, **scales)
     else:
-        is_mx = granularity == "1x32"
         again = x.dtype is torch.float32 and casts_in_software(x.device)
-        of_groups = {"AGAIN": again, "G": MULTIPLE[granularity], "E8M0": is_mx}
-        tile, warps = (ROWS_TILE, ROWS_WARPS) if is_mx else (LARGE_TILE, 32)
-        _launch_tiles(groups_kernel, what, tile, warps, **scales, **of_groups)
+        of_groups = {"AGAIN": again, "G": MULTIPLE[granularity], "E8M0": granularity == "1x32"}
+        _launch_tiles(groups_kernel, what, granularity, **scales, **of_groups)
     by_rows, by_columns = (
         None if each is None or inverse is None else Operand(each, inverse, granularity, power_of_2)
         for each, inverse in zip(values.values(), inverses, strict=True)
@@ -127,10 +134,9 @@ def _new_scales(x: Tensor, granularity: Granularity, rows: int, columns: int) ->
     return x.new_empty(shape, dtype=torch.float32)
 
 
-def _launch_tiles(
-    kernel: Any, what: dict[str, Any], tile: tuple[int, int], warps: int, **more: Any
-) -> None:
+def _launch_tiles(kernel: Any, what: dict[str, Any], granularity: Granularity, **more: Any) -> None:
     """Launch a program for each tile of what is written, which may be padded."""
+    tile, warps = TILES[granularity]
     tiles = -(-what["PADDED"] // tile[0]) * -(-what["K"] // tile[1])
     sizes = {"TM": tile[0], "TK": tile[1]}
     launch(kernel, tiles, what["x"].device, of_warps(warps), **what, **more, **sizes)
@@ -154,12 +160,11 @@ def _run_by_tensor(
     programs = -(-x.numel() // AMAX_BLOCK)
     n = x.numel()
     what_to_see = {"x": x, "amax": as_bits, "factor": factor, "n": n}
-    launch(amax_kernel, programs, x.device, of_warps(WARPS), **what_to_see, BLOCK=AMAX_BLOCK)
+    launch(amax_kernel, programs, x.device, of_warps(AMAX_WARPS), **what_to_see, BLOCK=AMAX_BLOCK)
     _launch_tiles(
         tensor_kernel,
         what,
-        TILE,
-        WARPS,
+        "tensor",
         amax=amax,
         as_bits=as_bits,
         factor=factor,
@@ -177,10 +182,11 @@ def _run_by_row(what: dict[str, Any], scales: dict[str, Any]) -> None:
         for name, inverse in (("of_rows", scales["inverse"]), ("of_columns", scales["transposed"]))
     }
     as_bits = {name: each if each is None else each.view(torch.int32) for name, each in amaxes.items()}
-    tiles = -(-what["M"] // TILE[0]) * -(-what["K"] // TILE[1])
-    sizes = {"M": what["M"], "K": what["K"], "TM": TILE[0], "TK": TILE[1]}
-    launch(amaxes_kernel, tiles, what["x"].device, of_warps(WARPS), x=what["x"], **as_bits, **sizes)
-    _launch_tiles(rows_kernel, what, ROWS_TILE, ROWS_WARPS, **amaxes, **scales)
+    x, (height, width) = what["x"], AMAXES_TILE
+    tiles = -(-what["M"] // height) * -(-what["K"] // width)
+    sizes = {"M": what["M"], "K": what["K"], "TM": height, "TK": width}
+    launch(amaxes_kernel, tiles, x.device, of_warps(AMAXES_WARPS), x=x, **as_bits, **sizes)
+    _launch_tiles(rows_kernel, what, "row", **amaxes, **scales)
 
 
 tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", "K", "PADDED", "n"))

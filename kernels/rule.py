@@ -1,7 +1,7 @@
 """What the formula of an optimizer is made of; `adam.py`, `sgd.py` and the others are such formulas."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,18 +69,15 @@ class Rule(NamedTuple):
     plain_update: Any = None
 
 
-def moment_names(count: int) -> list[str]:
-    """Return what the lists of a rule's moments are called among the streams of a step."""
-    return [f"moment{k}" for k in range(count)]
-
-
-class Settings(NamedTuple):
-    """The arguments of `amp.kernels.stepping.step` that are not lists of tensors; see there."""
+class StepArguments(NamedTuple):
+    """The arguments of `amp.kernels.stepping.step`; see there. `lists` has all but the steps."""
 
     rule: Rule
-    numbers: Numbers
+    numbers: Sequence[float | Tensor]
+    lists: Streams
+    steps: Sequence[Tensor]
     of_tensor: Tensor | None
-    seeds: tuple[int, ...] | None
+    seeds: Sequence[int] | None
     inv_scale: Tensor | None
     clip: Tensor | None
     found_inf: Tensor | None
@@ -115,11 +112,7 @@ def bias_correction(t, log_beta, corrects_bias):
 @jit
 def _expm1_of_negative(x):
     """Return e^x - 1 for x <= 0, to a few units in the last place, also near 0."""
-    near = 1.0 + x / 8.0
-    near = 1.0 + x / 7.0 * near
-    near = 1.0 + x / 6.0 * near
-    near = 1.0 + x / 5.0 * near
-    near = 1.0 + x / 4.0 * near
-    near = 1.0 + x / 3.0 * near
-    near = 1.0 + x / 2.0 * near
+    near = 1.0
+    for k in tl.static_range(8, 1, -1):
+        near = 1.0 + x / k * near
     return tl.where(x > -0.4, x * near, tl.exp(x) - 1.0)

@@ -62,7 +62,7 @@ def join(
         masters: float32.
         backend: see `amp.kernels.backend`.
     """
-    _JOIN.run((weights, lows, masters), backend=backend)
+    _JOIN.run((weights, lows, masters), backend)
 
 
 def split(
@@ -76,7 +76,7 @@ def split(
 
     Arguments are those of `join`.
     """
-    _SPLIT.run((masters, weights, lows), backend=backend)
+    _SPLIT.run((masters, weights, lows), backend)
 
 
 @jit

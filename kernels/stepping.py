@@ -36,22 +36,12 @@ from torch import Tensor
 
 from amp.kernels.changes import Change, Changes
 from amp.kernels.l2norm import norms_of_chunks
-from amp.kernels.language import (
-    STEP,
-    chunk_addresses,
-    jit,
-    load_all,
-    locate,
-    narrow,
-    pointers_to,
-    tl,
-    wide,
-)
+from amp.kernels.language import STEP, chunk_addresses, jit, load_all, locate, narrow, pointers_to, tl
 from amp.kernels.plainstep import measure_plainly, plan_step
-from amp.kernels.rule import Numbers, Rule, Settings, Streams, moment_names, square_root
+from amp.kernels.rule import Rule, StepArguments, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
-from amp.kernels.tensor_lists import dense, increment_versions
+from amp.kernels.tensor_lists import dense
 
 BLOCK = 2048
 COUNTERS = 256
@@ -108,19 +98,11 @@ def step(
         UnsupportedTensorError: a dtype that is not listed above.
     """
     planned = Changes() if changes is None else changes
-    given = params, grads, *moments, models, lows
-    names = "param", "grad", *moment_names(len(moments)), "model", "low"
-    lists = {name: dense(ts) for name, ts in zip(names, given, strict=True) if ts is not None}
-    settings = Settings(
-        rule,
-        tuple(numbers),
-        of_tensor,
-        None if seeds is None else tuple(seeds),
-        inv_scale,
-        clip,
-        found_inf,
-        maximize,
-        backend,
+    of_moments = {f"moment{k}": moment for k, moment in enumerate(moments)}
+    given = {"param": params, "grad": grads, **of_moments, "model": models, "low": lows}
+    lists = {name: dense(tensors) for name, tensors in given.items() if tensors is not None}
+    arguments = StepArguments(
+        rule, numbers, lists, steps, of_tensor, seeds, inv_scale, clip, found_inf, maximize, backend
     )
     todo = plan(*lists.values(), block=BLOCK, numbers=steps, backend=backend)
     in_triton = [each for each in todo.launches if torch.float64 not in each.dtypes]
@@ -131,36 +113,41 @@ def step(
     if rule.direction is not None and norms_of_all_ranks is not None:
         norms = torch.zeros(2 * len(params), dtype=torch.float32, device=lists["param"][0].device)
         for each in in_triton:
-            _launch_norms(settings, each, lists, norms)
-        measure_plainly(settings, lists, steps, in_torch, norms)
-        settings = settings._replace(of_tensor=norms_of_all_ranks(norms))
+            _launch_norms(arguments, each, norms)
+        measure_plainly(arguments, in_torch, norms)
+        arguments = arguments._replace(of_tensor=norms_of_all_ranks(norms))
     for each in in_triton:
-        planned.add_later(functools.partial(_work_out_launch, settings, each, lists))
+        planned.add_later(functools.partial(_work_out_launch, arguments, each))
     if in_torch:
-        plan_step(settings, lists, steps, in_torch, planned)
+        plan_step(arguments, in_torch, planned)
     written = [*params, *(models or ()), *(lows or ())]
-    planned.add(functools.partial(increment_versions, written))
+    planned.add(functools.partial(torch.autograd.graph.increment_version, written))
     if changes is None:
         planned.make()
 
 
-def _prepared_launch(settings: Settings, each: Launch, lists: Streams) -> Callable[..., None]:
-    """Return the launch of a kernel with all that a step and the norms before it share."""
-    rule, device, n = settings.rule, each.device, len(lists["param"])
-    seeds = None if settings.seeds is None else numbers_on(device, settings.seeds, torch.int32)
+def _prepared_launch(
+    arguments: StepArguments, each: Launch, of_tensor: Tensor | None, sums: Tensor | None = None
+) -> Change:
+    """Return the launch that steps some of the tensors; with `sums`, the one that measures them."""
+    rule, lists, seeds, device = arguments.rule, arguments.lists, arguments.seeds, each.device
     return functools.partial(
         each.run,
         step_kernel,
         n=len(each.indices),
-        numbers=_on_device(settings.numbers, device),
-        n_of_tensor=n,
-        seeds=seeds,
-        inv_scale=number_on(device, settings.inv_scale),
-        clip=number_on(device, settings.clip),
-        found_inf=number_on(device, settings.found_inf),
-        NUMBERS=len(settings.numbers),
+        numbers=_on_device(arguments.numbers, device),
+        of_tensor=of_tensor,
+        n_of_tensor=len(lists["param"]),
+        seeds=None if seeds is None else numbers_on(device, tuple(seeds), torch.int32),
+        inv_scale=number_on(device, arguments.inv_scale),
+        clip=number_on(device, arguments.clip),
+        found_inf=number_on(device, arguments.found_inf),
+        sums=sums,
+        ticket=_ticket(device) if sums is None else None,
+        NUMBERS=len(arguments.numbers),
         PREPARE=rule.prepare,
-        MAXIMIZE=settings.maximize,
+        UPDATE=rule.update if sums is None else rule.direction,
+        MAXIMIZE=arguments.maximize,
         MOMENTS=len(rule.moments),
         OTHER="model" if "model" in lists else "low" if "low" in lists else None,
         BLOCK=BLOCK,
@@ -168,37 +155,29 @@ def _prepared_launch(settings: Settings, each: Launch, lists: Streams) -> Callab
     )
 
 
-def _launch_norms(settings: Settings, each: Launch, lists: Streams, norms: Tensor) -> None:
+def _launch_norms(arguments: StepArguments, each: Launch, norms: Tensor) -> None:
     """Write the norms of a launch's parameters, and then of their directions, to float32 `[2n]`."""
     programs = len(each.chunks)
     sums = torch.empty(2 * programs, dtype=torch.float32, device=each.device)
-    run = _prepared_launch(settings, each, lists)
-    run(UPDATE=settings.rule.direction, of_tensor=None, sums=sums, ticket=None)
+    _prepared_launch(arguments, each, None, sums)()
     for some, of_chunks in zip(norms.split(len(norms) // 2), sums.split(programs), strict=True):
         norms_of_chunks(each, of_chunks, some)
 
 
-def _work_out_launch(settings: Settings, each: Launch, lists: Streams) -> Change:
-    """Return the launch that steps some of the tensors."""
-    rule, device = settings.rule, each.device
-    of_tensor = number_on(device, settings.of_tensor)
-    if rule.direction is not None and of_tensor is None:
-        of_tensor = torch.empty(2 * len(lists["param"]), dtype=torch.float32, device=device)
-        _launch_norms(settings, each, lists, of_tensor)
-    run = _prepared_launch(settings, each, lists)
-    last = {"of_tensor": of_tensor, "sums": None, "ticket": _ticket(device)}
-    return functools.partial(run, UPDATE=rule.update, **last)
+def _work_out_launch(arguments: StepArguments, each: Launch) -> Change:
+    """Return the launch that steps some of the tensors, after that of the norms it goes by."""
+    of_tensor = number_on(each.device, arguments.of_tensor)
+    if arguments.rule.direction is not None and of_tensor is None:
+        n = len(arguments.steps)
+        of_tensor = torch.empty(2 * n, dtype=torch.float32, device=each.device)
+        _launch_norms(arguments, each, of_tensor)
+    return _prepared_launch(arguments, each, of_tensor)
 
 
-def _on_device(numbers: Numbers, device: torch.device) -> Tensor:
+def _on_device(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
     """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
-    there = {
-        i: number
-        for i, number in enumerate(numbers)
-        if not isinstance(number, (int, float)) and number.device.type != "cpu"
-    }
-    on_host = [0.0 if i in there else float(number) for i, number in enumerate(numbers)]
-    result = numbers_on(device, tuple(on_host))
+    there = {i: x for i, x in enumerate(numbers) if isinstance(x, Tensor) and x.device.type != "cpu"}
+    result = numbers_on(device, tuple([0.0 if i in there else float(x) for i, x in enumerate(numbers)]))
     if there:
         result = result.clone()
         for i, number in there.items():
@@ -217,12 +196,12 @@ def _load_block(pointers, i, mask, scale, MOMENTS: tl.constexpr, OTHER: tl.const
     p = tl.load(pointers[0] + i, mask=mask, other=0.0)
     if OTHER == "low":
         p = decode_block(p, tl.load(pointers[2 + MOMENTS] + i, mask=mask, other=0))
-    g = wide(tl.load(pointers[1] + i, mask=mask, other=0.0), tl.float32) * scale
+    g = tl.load(pointers[1] + i, mask=mask, other=0.0).to(tl.float32) * scale
     moments = ()
     for k in tl.static_range(MOMENTS):
-        moment = wide(tl.load(pointers[2 + k] + i, mask=mask, other=0.0), tl.float32)
+        moment = tl.load(pointers[2 + k] + i, mask=mask, other=0.0).to(tl.float32)
         moments = moments + (moment,)  # type: ignore[assignment]  # noqa: RUF005
-    return wide(p, tl.float32), g, moments
+    return p.to(tl.float32), g, moments
 
 
 @jit
@@ -253,34 +232,6 @@ def _narrow_moment(x, dtype: tl.constexpr, noise):
 
 
 @jit
-def _store_block(
-    result, moments, pointers, i, mask, start, key, MOMENTS: tl.constexpr, OTHER: tl.constexpr
-):
-    param = pointers[0]
-    if OTHER == "low":
-        low = pointers[2 + MOMENTS]
-        high, rest = encode_block(result, param.dtype.element_ty, low.dtype.element_ty)
-        tl.store(param + i, high, mask=mask)
-        tl.store(low + i, rest, mask=mask)
-    else:
-        tl.store(param + i, narrow(result, param.dtype.element_ty), mask=mask)
-    noise = None
-    if key is not None:
-        noise = _mixed((start + i).to(tl.uint32) ^ key)
-    for k in tl.static_range(MOMENTS):
-        half = None  # of 32 random bits, which are for two moments
-        if key is not None:
-            if k % 2 == 0:
-                noise = _mixed(noise + key)
-            half = (noise >> 16 * (k % 2)) & 0xFFFF
-        moment = pointers[2 + k]
-        tl.store(moment + i, _narrow_moment(moments[k], moment.dtype.element_ty, half), mask=mask)
-    if OTHER == "model":
-        model = pointers[2 + MOMENTS]
-        tl.store(model + i, narrow(result, model.dtype.element_ty), mask=mask)
-
-
-@jit
 def _step_block(
     loaded,
     pointers,
@@ -291,7 +242,6 @@ def _step_block(
     key,
     UPDATE: tl.constexpr,
     MEASURES: tl.constexpr,
-    MOMENTS: tl.constexpr,
     OTHER: tl.constexpr,
 ):
     """Step a block; or return the sums of squares of the parameter and of the direction."""
@@ -300,7 +250,28 @@ def _step_block(
     if MEASURES:
         result = tl.where(mask, result, 0.0)
         return tl.sum(p * p, axis=0), tl.sum(result * result, axis=0)
-    _store_block(result, moments, pointers, i, mask, start, key, MOMENTS, OTHER)
+    param = pointers[0]
+    if OTHER == "low":
+        low = pointers[2 + len(moments)]
+        high, rest = encode_block(result, param.dtype.element_ty, low.dtype.element_ty)
+        tl.store(param + i, high, mask=mask)
+        tl.store(low + i, rest, mask=mask)
+    else:
+        tl.store(param + i, narrow(result, param.dtype.element_ty), mask=mask)
+    noise = None
+    if key is not None:
+        noise = _mixed((start + i).to(tl.uint32) ^ key)
+    for k in tl.static_range(len(moments)):
+        half = None  # of 32 random bits, which are for two moments
+        if key is not None:
+            if k % 2 == 0:
+                noise = _mixed(noise + key)
+            half = (noise >> 16 * (k % 2)) & 0xFFFF
+        moment = pointers[2 + k]
+        tl.store(moment + i, _narrow_moment(moments[k], moment.dtype.element_ty, half), mask=mask)
+    if OTHER == "model":
+        model = pointers[2 + len(moments)]
+        tl.store(model + i, narrow(result, model.dtype.element_ty), mask=mask)
     return 0.0, 0.0
 
 
@@ -361,14 +332,14 @@ def step_kernel(
     if seeds is not None:
         key = _mixed(_mixed(tl.load(seeds + index).to(tl.uint32)) + t.to(tl.uint32))
     of_param, of_direction = _step_block(
-        loaded, pointers, i, i < vectors, prepared, start, key, UPDATE, measures, MOMENTS, OTHER
+        loaded, pointers, i, i < vectors, prepared, start, key, UPDATE, measures, OTHER
     )
     unaligned = pointers_to(addresses, start, DTYPES, False)
     for tail in range(vectors, length, STEP):
         j = tail + tl.arange(0, STEP)
         rest = _load_block(unaligned, j, j < length, scale, MOMENTS, OTHER)
         more_of_param, more_of_direction = _step_block(
-            rest, unaligned, j, j < length, prepared, start, key, UPDATE, measures, MOMENTS, OTHER
+            rest, unaligned, j, j < length, prepared, start, key, UPDATE, measures, OTHER
         )
         of_param += more_of_param
         of_direction += more_of_direction

@@ -278,14 +278,12 @@ class BadSteps(NamedTuple):
     of_tensors: Tensor
     step: Tensor
 
-    def on(self, device: torch.device) -> dict[str, Tensor | None]:
-        """Return the arguments of a kernel that runs on a device."""
-        is_there = self.of_tensors.device == device
-        return {"bad_steps": self.of_tensors, "step": self.step} if is_there else NOT_NOTED
-
-
-NOT_NOTED: dict[str, Tensor | None] = {"bad_steps": None, "step": None}
-"""The arguments of a kernel that notes nothing."""
+    @staticmethod
+    def on(device: torch.device, noted: BadSteps | None) -> dict[str, Tensor | None]:
+        """Return the arguments of a kernel that runs on a device: None where it notes nothing."""
+        if noted is None or noted.of_tensors.device != device:
+            return {"bad_steps": None, "step": None}
+        return {"bad_steps": noted.of_tensors, "step": noted.step}
 
 
 def flag_on(device: torch.device, flag: Tensor | None) -> Any:

@@ -187,8 +187,3 @@ def local(tensor: Tensor) -> Tensor:
     if type(values) is not Tensor and hasattr(values, "wait"):
         return values.wait()  # type: ignore[no-any-return]
     return values  # type: ignore[no-any-return]
-
-
-def increment_versions(tensors: Iterable[Tensor]) -> None:
-    """Tell autograd that kernels wrote to tensors: the version of each goes up by one."""
-    torch.autograd.graph.increment_version(list(tensors))

@@ -16,7 +16,6 @@ Reference: `torch._amp_foreach_non_finite_check_and_unscale_`, which checks befo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from amp.kernels.elementwise import Elementwise
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps, flag_on, merge_flag, to_device
+from amp.kernels.tensor_lists import are_same
 
 BLOCK = 8192
 CHECK_BLOCK = 16384
@@ -53,8 +53,7 @@ def unscale(
         ValueError: sources and targets do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    numbers: dict[str, Any] = {"inv_scale": inv_scale, "found_inf": found_inf}
-    _UNSCALE.run((sources, targets), backend=backend, bad_steps=bad_steps, **numbers)
+    _UNSCALE.run((sources, targets), backend, bad_steps, inv_scale=inv_scale, found_inf=found_inf)
 
 
 def check(
@@ -70,8 +69,7 @@ def check(
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
     `unscale`.
     """
-    numbers: dict[str, Any] = {"inv_scale": inv_scale, "found_inf": found_inf}
-    _CHECK.run((sources,), backend=backend, bad_steps=bad_steps, **numbers)
+    _CHECK.run((sources,), backend, bad_steps, inv_scale=inv_scale, found_inf=found_inf)
 
 
 @jit
@@ -117,7 +115,7 @@ def unscale_reference(
     products = targets
     if targets[0].dtype is not common:
         products = [source.to(common, copy=True) for source in sources]
-    elif any(source is not target for source, target in zip(sources, targets, strict=True)):
+    elif not are_same(sources, targets):
         torch._foreach_copy_(targets, sources)
     scale_and_check(products, inv_scale, found_inf)
     if targets[0].dtype is not common:
@@ -133,7 +131,7 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
         for tensor in tensors:  # in place, torch on CUDA would round the factor to bfloat16
             tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * here[0])
         if found_inf is not None:
-            check_reference(tensors, torch.ones_like(here), found_inf)
+            check_reference(tensors, None, found_inf)
         return
     flag = flag_on(device, found_inf)
     seen = torch.zeros_like(here) if flag is None else flag
@@ -149,8 +147,8 @@ def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @without_grad
-def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Do `check` in plain torch, on tensors of one device and dtype.
+def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
+    """Do `check` in plain torch, on tensors of one device and dtype; no `inv_scale` is 1.
 
     Products are finite where those of the extremes are. On the CPU torch's own operation, multiplying
     by 1, is faster than finding those.
@@ -164,14 +162,16 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor, found_inf: Ten
     else:
         extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
         wider = torch.promote_types(extremes.dtype, torch.float32)
-        products = extremes.to(wider) * to_device(inv_scale, device)
+        products = extremes.to(wider)
+        if inv_scale is not None:
+            products = products * to_device(inv_scale, device)
         torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
     merge_flag(found_inf, flag)
 
 
-def _is_at_most_one(factor: Tensor) -> bool:
+def _is_at_most_one(factor: Tensor | None) -> bool:
     """Whether products cannot overflow, as far as the host knows without waiting for a device."""
-    return factor.device.type == "cpu" and factor.tolist()[0] <= 1.0
+    return factor is None or (factor.device.type == "cpu" and factor.tolist()[0] <= 1.0)
 
 
 _UNSCALE = Elementwise(unscale_kernel, unscale_reference, writes=1, block=BLOCK)

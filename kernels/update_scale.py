@@ -20,6 +20,8 @@ Sources: NVIDIA apex `update_scale_hysteresis`, Megatron-LM and DeepSpeed's dyna
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,20 +54,13 @@ def update_scale(
     backend: str | None = None,
 ) -> None:
     """Advance `state`, float32 `[7]`, in place. The host does not wait for the device."""
-    numbers = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
+    numbers = growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
     if uses_triton(state.device, backend):
-        floats = tuple(map(float, numbers))
-        launch(
-            update_kernel,
-            1,
-            state.device,
-            warps=1,
-            state=state,
-            factors=numbers_on(state.device, floats, torch.float64),
-            RESET_EACH_STEP=reset_each_step,
-        )
+        factors = numbers_on(state.device, tuple(map(float, numbers)), torch.float64)
+        arguments = {"state": state, "factors": factors, "RESET_EACH_STEP": reset_each_step}
+        launch(update_kernel, 1, state.device, warps=1, **arguments)
     else:
-        update_scale_reference(state, *numbers, reset_each_step)
+        update_scale_reference(state, numbers, reset_each_step)
 
 
 @jit
@@ -91,54 +86,27 @@ def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
             scale = tl.maximum(higher.to(tl.float32), scale)
             good = 0.0
             left = full
-    tl.store(state, scale)
-    tl.store(state + 1, tl.div_rn(1.0, scale))
-    tl.store(state + 2, good)
-    tl.store(state + 3, left)
-    tl.store(state + 4, 0.0)
-    tl.store(state + 5, overflows)
-    tl.store(state + 6, transitions + 1.0)
+    new = (scale, tl.div_rn(1.0, scale), good, left, 0.0, overflows, transitions + 1.0)
+    for k in tl.static_range(7):
+        tl.store(state + k, new[k])
 
 
 @without_grad
-def update_scale_reference(
-    state: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: float,
-    hysteresis: float,
-    floor: float,
-    ceiling: float,
-    reset_each_step: bool,
-) -> None:
-    """Do `update_scale` in plain torch."""
+def update_scale_reference(state: Tensor, numbers: Sequence[float], reset_each_step: bool) -> None:
+    """Do `update_scale` in plain torch; `numbers` are those that the kernel takes."""
+    growth, backoff, interval, hysteresis, floor, ceiling = numbers
     scale, _, good, left, found, overflows, transitions = widest(state).unbind()
+    full, zero = torch.full_like(left, hysteresis), torch.zeros_like(scale)
     overflow = found > 0
-    full = torch.full_like(left, hysteresis)
-
-    left_if_overflow = left - 1
-    lower = torch.clamp(scale * backoff_factor, min=floor).minimum(scale)
-    scale_if_overflow = torch.where(left_if_overflow > 0, scale, lower)
-
-    counted = good + 1
-    grow = counted >= growth_interval
-    higher = torch.clamp(scale * growth_factor, max=ceiling).maximum(scale)
-    scale_if_good = torch.where(grow, higher, scale)
-    good_if_good = torch.where(grow, 0.0, counted)
-    left_if_good = full if reset_each_step else torch.where(grow, full, left)
-
-    new_scale = torch.where(overflow, scale_if_overflow, scale_if_good).float()
-    zero = torch.zeros_like(scale)
-    state.copy_(
-        torch.stack(
-            [
-                new_scale,
-                inverse(new_scale),
-                torch.where(overflow, zero, good_if_good),
-                torch.where(overflow, torch.clamp(left_if_overflow, min=0.0), left_if_good),
-                zero,
-                torch.where(overflow, overflows + 1, zero),
-                transitions + 1,
-            ]
-        )
-    )
+    left_after, good = (left - 1).clamp(min=0.0), good + 1
+    lower = torch.clamp(scale * backoff, min=floor).minimum(scale)
+    backed_off = torch.where(left_after > 0, scale, lower)
+    grows = good >= interval
+    higher = torch.clamp(scale * growth, max=ceiling).maximum(scale)
+    scale = torch.where(overflow, backed_off, torch.where(grows, higher, scale)).float()
+    left_if_good = full if reset_each_step else torch.where(grows, full, left)
+    left = torch.where(overflow, left_after, left_if_good)
+    good = torch.where(overflow | grows, zero, good)
+    overflows = torch.where(overflow, overflows + 1, zero)
+    new = scale, inverse(scale), good, left, zero, overflows, transitions + 1
+    state.copy_(torch.stack(new))

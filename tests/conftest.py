@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import types
 import warnings
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis  # noqa: F401  # which finds no referrers among what is frozen below
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, and it replaces torch.manual_seed
@@ -66,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections look at nothing that was there before the first test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

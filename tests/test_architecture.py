@@ -20,7 +20,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "compat",
         "fp16_utils",
         "numerics",
-        "scalars",
+        "scalar_log",
         "trials",
         "about",
     ),

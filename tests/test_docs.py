@@ -12,7 +12,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -163,7 +163,9 @@ def test_the_table_of_memory_is_what_the_planner_says() -> None:
     for name, *numbers in rows:
         levels = re.findall(r"O\d", name) or ["O2", "O5"]  # "the same" is said of these
         optimizer = "adamw" if "AdamW" in name else "FusedAdam"
-        options = {"master_weights": "split16"} if "split16" in name or "the same" in name else {}
+        options: dict[str, Any] = {}
+        if "split16" in name or "the same" in name:
+            options["master_weights"] = "split16"
         options |= {"state_dtype": "bfloat16"} if "state_dtype" in name else {}
         for level in levels:
             found = amp.numerics.footprint(10**9, level, optimizer, **options)

@@ -64,7 +64,7 @@ def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
     "optimizer", [torch.optim.SGD, amp.optimizers.FusedAdam], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("level", ["O1", "O4", "O2", "O6"])
-@every_nth_line(37, 17)
+@every_nth_line(499, 17)
 def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
     level: str, optimizer: Any, every: int
 ) -> None:
@@ -103,7 +103,10 @@ def look_at_gradients(model: Any, optimizer: Any, x: Tensor) -> None:
     ],
     ids=["O2 forward", "O2 state_dict", "O2 look", "O6 forward"],
 )
-def test_an_interrupt_leaves_autograd_as_it_was(level: str, unit: Callable[..., Any]) -> None:
+@every_nth_line(83, 7)
+def test_an_interrupt_leaves_autograd_as_it_was(
+    level: str, unit: Callable[..., Any], every: int
+) -> None:
     """Also one while torch switches it, which a signal may meet and no line of the library does."""
 
     def run(at: int) -> Interrupter:
@@ -117,7 +120,7 @@ def test_an_interrupt_leaves_autograd_as_it_was(level: str, unit: Callable[..., 
         amp.get_session(optimizer).close()
         return interrupter
 
-    for line in run(-1).first[::7]:
+    for line in run(-1).first[::every]:
         interrupter = run(line)
         was_enabled = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
@@ -169,7 +172,7 @@ def is_same(a: Any, b: Any) -> bool:
         ("O5", amp.optimizers.FusedAdam),
     ],
 )
-@every_nth_line(97, 71)
+@every_nth_line(997, 71)
 def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any, every: int) -> None:
     """The scale has moved where the gradients are there; the next block is right in any case."""
     run = Units(level, optimizer)
@@ -197,7 +200,8 @@ def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_interrupted_look_at_gradients_may_be_repeated(level: str) -> None:
+@every_nth_line(61, 5)
+def test_an_interrupted_look_at_gradients_may_be_repeated(level: str, every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any]]:
         made = Units(level, amp.optimizers.FusedAdam)
         made.block()
@@ -211,12 +215,13 @@ def test_an_interrupted_look_at_gradients_may_be_repeated(level: str) -> None:
 
     counted, expected = run(-1)
     assert counted.lines > 50
-    for line in range(0, counted.lines, 5):
+    for line in range(0, counted.lines, every):
         interrupter, found = run(line)
         assert is_same(found, expected), interrupter.place
 
 
-def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_none() -> None:
+@every_nth_line(41, 2)
+def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_none(every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Tensor]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -237,7 +242,7 @@ def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_non
     one = [grad / 2 for grad in both]
     assert counted.lines > 50
     assert all(grad.isfinite().all() for grad in both)
-    for line in counted.first[::2]:
+    for line in counted.first[::every]:
         interrupter, found = run(line)
         assert is_same(found, one) or is_same(found, both), interrupter.place
 
@@ -245,7 +250,10 @@ def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_non
 @pytest.mark.parametrize(
     ("level", "optimizer"), [("O1", torch.optim.SGD), ("O2", amp.optimizers.FusedAdam)]
 )
-def test_a_block_that_raised_is_left_though_its_end_is_interrupted(level: str, optimizer: Any) -> None:
+@every_nth_line(41, 2)
+def test_a_block_that_raised_is_left_though_its_end_is_interrupted(
+    level: str, optimizer: Any, every: int
+) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any]]:
         made, interrupter = Units(level, optimizer), Interrupter(at)
         made.block()
@@ -262,13 +270,16 @@ def test_a_block_that_raised_is_left_though_its_end_is_interrupted(level: str, o
 
     counted, expected = run(-1)
     assert counted.lines > 30
-    for line in counted.first[::2]:
+    for line in counted.first[::every]:
         interrupter, found = run(line)
         assert is_same(found, expected), interrupter.place
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "split16"}], ids=["whole", "split16"])
-def test_masters_agree_with_weights_after_an_interrupted_load(options: dict[str, Any]) -> None:
+@every_nth_line(11, 1)
+def test_masters_agree_with_weights_after_an_interrupted_load(
+    options: dict[str, Any], every: int
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     made = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -278,7 +289,7 @@ def test_masters_agree_with_weights_after_an_interrupted_load(options: dict[str,
     counted = Interrupter()
     with counted.active():
         model.load_state_dict(new)
-    for line in counted.first:
+    for line in counted.first[::every]:
         model.load_state_dict(old)
         interrupter = Interrupter(line)
         with interrupter.active(), suppress(KeyboardInterrupt):

@@ -73,6 +73,14 @@ NOT_EVERYWHERE = {
 WAYS = {"outside": lambda function: function(), "in forward": in_forward}
 
 
+def each_way(row: Row, half: torch.dtype) -> Iterator[tuple[str, bool, Any]]:
+    """Yield where a row is called, whether from half arguments, and what it returns."""
+    for way, call in WAYS.items():
+        for from_half in (False, True):
+            convert = as_half(half) if from_half else lambda t: t
+            yield way, from_half, call(lambda convert=convert: row(convert))
+
+
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -91,76 +99,76 @@ def rounded(half: torch.dtype) -> Any:
     return lambda t: t.to(half).float() if t.dtype is torch.float32 else t
 
 
-def check_values(row: Row, result: Any, half: torch.dtype, tolerance: float) -> None:
-    """The values are those of FP32 on the same, rounded arguments."""
+def check_values(row: Row, results: dict[str, Any], half: torch.dtype, tolerance: float) -> None:
+    """What is made of half arguments has the values of FP32 on the same, rounded arguments."""
     with amp.disable_casts():
         expected = row(rounded(half))
-    for actual, exact in zip(floats(result), floats(expected), strict=True):
+    for actual, exact in [
+        pair for way in WAYS for pair in zip(floats(results[way]), floats(expected), strict=True)
+    ]:
         scale = max(exact.abs().max().item(), 1.0)
         torch.testing.assert_close(
             actual.to(exact.dtype), exact, rtol=0, atol=tolerance * scale, equal_nan=True
         )
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("row", ops.HALF, ids=str)
-@pytest.mark.parametrize("from_half", [False, True])
-def test_half_ops(half: torch.dtype, row: Row, from_half: bool, way: str) -> None:
-    result = WAYS[way](lambda: row(as_half(half)) if from_half else row())
-    assert {t.dtype for t in floats(result)} == {half}
-    check_values(row, WAYS[way](lambda: row(rounded(half))), half, TOLERANCE[half])
+def test_half_ops(half: torch.dtype, row: Row) -> None:
+    results = {}
+    for way, from_half, result in each_way(row, half):
+        assert {t.dtype for t in floats(result)} == {half}, (way, from_half)
+        results[way] = result  # from half arguments, which come last
+    check_values(row, results, half, TOLERANCE[half])
 
 
 UNSTABLE = ("svd", "qr", "eig", "geqrf", "lu", "lstsq")
 """Factors whose signs or order are free."""
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("row", ops.FLOAT, ids=str)
-@pytest.mark.parametrize("from_half", [False, True])
-def test_float_ops(half: torch.dtype, row: Row, from_half: bool, way: str) -> None:
-    result = WAYS[way](lambda: row(as_half(half)) if from_half else row())
-    assert {t.dtype for t in floats(result)} <= set(WIDE)
-    assert floats(result) or row.op.endswith("matrix_rank")
-    if from_half and not row.op.endswith(UNSTABLE):
-        check_values(row, result, half, 1e-4)
+def test_float_ops(half: torch.dtype, row: Row) -> None:
+    results = {}
+    for way, from_half, result in each_way(row, half):
+        assert {t.dtype for t in floats(result)} <= set(WIDE), (way, from_half)
+        assert floats(result) or row.op.endswith("matrix_rank")
+        results[way] = result
+    if not row.op.endswith(UNSTABLE):
+        check_values(row, results, half, 1e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("row", ops.PROMOTE, ids=str)
-def test_promoting_ops(half: torch.dtype, row: Row, way: str) -> None:
+def test_promoting_ops(half: torch.dtype, row: Row) -> None:
     """All FP32: FP32. All half: half. Only the first half: FP32."""
-    seen = 0
+    for way, from_half, result in each_way(row, half):
+        assert {t.dtype for t in floats(result)} <= {half if from_half else torch.float32}, way
+    if row.op in ("torch.Tensor.index_copy", "torch.Tensor.equal"):
+        return
+    for way, call in WAYS.items():
+        seen = 0
 
-    def first_half(tensor: Tensor) -> Tensor:
-        nonlocal seen
-        seen += tensor.is_floating_point()
-        return tensor.to(half) if tensor.is_floating_point() and seen == 1 else tensor
+        def first_half(tensor: Tensor) -> Tensor:
+            nonlocal seen
+            seen += tensor.is_floating_point()
+            return tensor.to(half) if tensor.is_floating_point() and seen == 1 else tensor
 
-    for convert, expected in ((lambda t: t, torch.float32), (as_half(half), half), (first_half, None)):
-        if expected is None and row.op in ("torch.Tensor.index_copy", "torch.Tensor.equal"):
-            continue
-        result = WAYS[way](lambda convert=convert: row(convert))
-        assert {t.dtype for t in floats(result)} <= {expected or torch.float32}
+        assert {t.dtype for t in floats(call(lambda: row(first_half)))} <= {torch.float32}, way
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("row", ops.FOLLOWS, ids=str)
-@pytest.mark.parametrize("from_half", [False, True])
-def test_other_ops_follow_their_input(half: torch.dtype, row: Row, from_half: bool, way: str) -> None:
-    result = WAYS[way](lambda: row(as_half(half)) if from_half else row())
-    assert {t.dtype for t in floats(result)} == {half if from_half else torch.float32}
+def test_other_ops_follow_their_input(half: torch.dtype, row: Row) -> None:
+    for way, from_half, result in each_way(row, half):
+        assert {t.dtype for t in floats(result)} == {half if from_half else torch.float32}, way
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ops.MODULES)
-@pytest.mark.parametrize("from_half", [False, True])
-def test_modules(half: torch.dtype, name: str, from_half: bool, way: str) -> None:
-    category, make, x = ops.MODULES[name]
-    x = x.to(ops.device, half if from_half else x.dtype)
-    expected = {"half": half, "float": torch.float32, "follows": x.dtype}[category]
-    result = WAYS[way](lambda: make().to(ops.device)(x))
-    assert {t.dtype for t in floats(result)} == {expected}
+def test_modules(half: torch.dtype, name: str) -> None:
+    category, make, given = ops.MODULES[name]
+    for way, call in WAYS.items():
+        for dtype in (given.dtype, half):
+            x = given.to(ops.device, dtype)
+            expected = {"half": half, "float": torch.float32, "follows": dtype}[category]
+            result = call(lambda x=x: make().to(ops.device)(x))
+            assert {t.dtype for t in floats(result)} == {expected}, (way, dtype)
 
 
 OF_ONE_DTYPE = ("torch.rnn", "torch._VF", "torch.gru", "torch.lstm")

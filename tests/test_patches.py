@@ -27,7 +27,7 @@ from torch import nn
 
 import amp
 from amp import dcp
-from amp.casting import regions, wrappers
+from amp.casting import regions
 from amp.masters import averages
 from amp.training import clipping, synchronization
 from tests.processes import ROOT
@@ -39,7 +39,6 @@ LIMITS = {"O0": 0, "O1": 14, "O2": 14, "O3": 14, "O4": 14, "O5": 14, "O6": 14, "
 """Besides the functions of the op tables, which O1, O4 and O6 are for."""
 PATCHES = [
     *regions.PATCHES,
-    *wrappers.PATCHES,
     *averages.PATCHES,
     *clipping.PATCHES,
     *clipping.PATCHES_WITH_MASTERS,

@@ -457,7 +457,7 @@ def test_initialize_takes_every_key_as_its_field_does_and_says_so() -> None:
     for name in names:
         key = OVERRIDE_KEYS[name]
         if name in parameters:
-            assert eval(parameters[name].annotation, vars(frontend)) == types[name], name
+            assert eval(parameters[name].annotation, dict(vars(frontend))) == types[name], name
         with pytest.raises(amp.AmpError, match=f"^{name}="):
             amp.initialize(linear(), **{name: object()})  # type: ignore[call-overload]
         taken = [None]

@@ -15,7 +15,7 @@ BATCHES = 6
 def build(level: str, cls: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.Linear(24, 4))
-    own = {"momentum": 0.9} if cls is amp.optimizers.FusedSGD else {}
+    own: dict[str, Any] = {"momentum": 0.9} if cls is amp.optimizers.FusedSGD else {}
     optimizer = cls(model.parameters(), lr=1e-2, **own)
     return amp.initialize(model, optimizer, opt_level=level, state_dtype="bfloat16", verbosity=0)
 

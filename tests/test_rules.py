@@ -278,6 +278,19 @@ def test_modules_by_class(level: str, pattern: str) -> None:
     assert {seen[name] for name in ("body.0", "body.2", "head.0", "head.2")} == {WIDE}
 
 
+@pytest.mark.parametrize("level", ["O6", "O7"])
+@pytest.mark.parametrize("head_is_last", [True, False])
+@pytest.mark.filterwarnings("ignore:fp8=current. 0 of 4")
+def test_later_rules_for_modules_go_over_earlier_ones(level: str, head_is_last: bool) -> None:
+    rules = [{"module": "*", "cast": "bfloat16"}, {"module": "head", "cast": "float32"}]
+    model = Net()
+    amp.initialize(model, opt_level=level, rules=rules if head_is_last else rules[::-1])
+    seen = watch(model)
+    model(X)
+    assert seen["body.0"] is torch.bfloat16
+    assert seen["head.0"] is (WIDE if head_is_last else torch.bfloat16)
+
+
 class Attention(nn.Module):
     """Computes by itself, with what its children make."""
 

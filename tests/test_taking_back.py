@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from amp.session import Session
+from amp import active
 from amp.training.attachment import AttachedOptimizer
 from tests.interrupting import Interrupter, every_nth_line
 
@@ -110,7 +110,7 @@ def test_a_log_handler_that_raises_leaves_nothing_changed(level: str) -> None:
     assert outlook(model, optimizer) == before
     assert_same(values(model, optimizer), was)
     assert AttachedOptimizer.of(optimizer) is None
-    assert Session.of(model) is None
+    assert active.session_of(model) is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,10 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
 
 
 @pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.slow)])
-def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_closed(level: str) -> None:
+@every_nth_line(12, 2)
+def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_closed(
+    level: str, every: int
+) -> None:
     def run(at: int) -> tuple[Interrupter, bool]:
         model, optimizer = make()
         before, was = outlook(model, optimizer), values(model, optimizer)
@@ -156,12 +159,12 @@ def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_close
         return interrupter, is_whole
 
     counted, _ = run(-1)
-    ends = [run(line)[1] for line in counted.first[-60::2]]
+    ends = [run(line)[1] for line in counted.first[-60::every]]
     assert ends == sorted(ends)
     assert set(ends) == {False, True}
 
 
-@every_nth_line(97, 83)
+@every_nth_line(997, 83)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any], dict[str, Tensor], list[Any]]:

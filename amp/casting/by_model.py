@@ -15,15 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from amp.casting.cast_hooks import CastInputs, CastOutput
-from amp.casting.model_inputs import ModelInputs, check_names, matches
+from amp.casting.cast_hooks import CastInputs, CastOutput, ModelInputs, check_names, matches
+from amp.casting.module_rules import ruled_modules
 from amp.casting.scripting import NotScriptable
-from amp.casting.sharded import (
-    ShardPolicies,
-    casts_by_its_own_policy,
-    fsdp1_modules,
-    gathered_dtypes,
-)
+from amp.casting.sharded import ShardPolicies, casts_by_its_own_policy, fsdp1_modules, gathered_dtypes
 from amp.casting.strategy import Strategy
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, warn
@@ -56,14 +51,10 @@ def keeps_fp32(module: nn.Module, properties: Properties) -> bool:
     return bool(properties.keep_norm_fp32) and isinstance(module, (_NormBase, *_OTHER_NORMS))
 
 
-def _ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, torch.dtype]:
+def _ruled_dtypes(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, torch.dtype]:
     """Return the dtypes of the modules that a user's rules match, and of all modules inside them."""
-    ruled: dict[nn.Module, torch.dtype] = {}
-    for rule in rules:
-        for name, module in model.named_modules():
-            if rule.dtype is not None and rule.matches(name, module):
-                ruled.update(dict.fromkeys(module.modules(), rule.dtype))
-    return ruled
+    ruled = ruled_modules(model, rules)
+    return {module: rule.dtype for module, rule in ruled.items() if rule.dtype is not None}
 
 
 def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
@@ -78,7 +69,7 @@ def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch
     """
     if not isinstance(properties.cast_model_type, torch.dtype):
         return {}
-    ruled = _ruled_modules(model, properties.rules)
+    ruled = _ruled_dtypes(model, properties.rules)
     by_rule = {tensor: dtype for module, dtype in ruled.items() for tensor in _tensors_of(module)}
     return {
         tensor: by_rule.get(tensor, properties.cast_model_type)
@@ -92,9 +83,7 @@ def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch
 class CastModel(Strategy):
     """Weights are cast in place, inputs and outputs by hooks."""
 
-    def __init__(self, properties: Properties) -> None:
-        super().__init__(properties)
-        self._has_warned = False
+    _has_warned = False
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -180,22 +169,21 @@ class CastModel(Strategy):
         weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if isinstance(dtype, torch.dtype) and weights != {torch.float64}:
             outputs = outputs or torch.float32
-            ruled = _ruled_modules(model, self.properties.rules)
+            ruled = _ruled_dtypes(model, self.properties.rules)
             gathered = gathered_dtypes(model)
             which = self.properties.cast_model_inputs
-            names = {module: name for name, module in model.named_modules()}
             leaves_it_to_fsdp = dtype is torch.float32 and casts_by_its_own_policy(model)
-            for module in () if leaves_it_to_fsdp else model.modules():
+            for name, module in () if leaves_it_to_fsdp else model.named_modules():
                 needed = ruled.get(module) or _needed_input_dtype(module, dtype, gathered)
                 if module is model:
                     hook = ModelInputs(model, needed or dtype, which)
                     yield module.register_forward_pre_hook(hook, with_kwargs=True)
-                elif needed is not None and not matches(which, names[module]):
+                elif needed is not None and not matches(which, name):
                     yield module.register_forward_pre_hook(CastInputs(needed), with_kwargs=True)
                 if needed not in (None, dtype) and module is not model and module not in ruled:
-                    yield _cast_outputs(module, dtype)
+                    yield module.register_forward_hook(CastOutput(dtype), prepend=True)
         if outputs is not None:
-            yield _cast_outputs(model, outputs)
+            yield model.register_forward_hook(CastOutput(outputs), prepend=True)
 
 
 def _cast_back(reference: weakref.ref[Tensor], dtype: torch.dtype) -> None:
@@ -218,7 +206,3 @@ def _needed_input_dtype(
     dtype = next((gathered.get(tensor, tensor.dtype) for tensor in tensors), None)
     is_cast_norm = isinstance(module, _NormBase) and dtype is model_dtype  # a wider one takes any input
     return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
-
-
-def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    return module.register_forward_hook(CastOutput(dtype), prepend=True)

@@ -4,6 +4,7 @@ The functions of an `OpPolicy` are replaced by wrappers, process-wide, until the
 every name that a loaded module has for them, and in what modules of the model hold as attributes.
 """
 
+import functools
 import hashlib
 import inspect
 import weakref
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from amp import active
-from amp.casting import regions, scripting, wrappers
+from amp.casting import regions, scripting
 from amp.casting.module_rules import run_in_float32
 from amp.casting.op_names import resolve
 from amp.casting.policy import OpRule, policy_of
@@ -68,7 +69,8 @@ class CastOps(Strategy):
         with active.opening:
             _stop_dropped()
             if not self._has_begun:
-                undo.if_it_fails.append(self._begin_anew)
+                # A failure gives them back, and the next `initialize` patches anew.
+                undo.if_it_fails.append(functools.partial(setattr, self, "_has_begun", False))
                 undo.callback(self.stop)
                 self._begin()
 
@@ -79,7 +81,7 @@ class CastOps(Strategy):
         active.look_at_casts()
         active.activate(None)
         regions.turn_on()
-        self._patches.install((*regions.PATCHES, *wrappers.PATCHES))
+        self._patches.install(regions.PATCHES)
         for rule in self.policy.rules:
             if rule.category != "calls" and rule.op not in missing:
                 self.patch(rule, resolve(rule.place))
@@ -88,10 +90,6 @@ class CastOps(Strategy):
         self.replace_names()
         _forget_compiled()
         self._has_begun = True
-
-    def _begin_anew(self) -> None:
-        """Patch functions in the next `initialize`, where this one has failed and given them back."""
-        self._has_begun = False
 
     def patch(self, rule: OpRule, target: Any) -> None:
         """Patch one function of `target`, and its in-place form."""
@@ -130,7 +128,7 @@ class CastOps(Strategy):
     def replace_names(self) -> None:
         """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""
         for module in modules_of_others():
-            self._rename(module)
+            show_patched(module, self._places)
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Let the model's forwards run in autocast regions, and modules under a rule in FP32.
@@ -141,7 +139,7 @@ class CastOps(Strategy):
         self.device_types |= {parameter.device.type for parameter in model.parameters()}
         held: dict[str, None] = {}  # in the order in which they were found
         for name, module in model.named_modules():
-            self._rename(module)
+            show_patched(module, self._places)
             self._watched.append(weakref.ref(module))
             for where, value in _held_by(module, name or type(module).__name__):
                 if id(value) in self._places:
@@ -185,7 +183,7 @@ class CastOps(Strategy):
         self._patches.undo()
         watched = [module for reference in self._watched if (module := reference()) is not None]
         for holder in (*modules_of_others(), *watched):
-            self._rename(holder)
+            show_patched(holder, self._places)
         _forget_compiled()
         self._is_open = False
         # A newer session may hold a wrapper of this one, which holds this one, and so on to the first.
@@ -193,10 +191,6 @@ class CastOps(Strategy):
         self._shown.clear()
         self._places.clear()
         self._rules.clear()
-
-    def _rename(self, holder: Any) -> None:
-        """Let the attributes of `holder` that are patched functions be what those are in torch now."""
-        show_patched(holder, self._places)
 
 
 _dropped: list[CastOps] = []

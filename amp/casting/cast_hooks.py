@@ -1,39 +1,51 @@
-"""Hooks that cast what a module is given, and what it returns. Those of a deep copy cast to FP32."""
+"""Hooks that cast what a module is given, and what it returns. Those of a deep copy cast to FP32.
+
+Floating arguments of a model go in as its dtype, unless a profile says otherwise. But positions, tables
+and masks are numbers that a cast may ruin: a 16-bit float rounds large integers, and -1e9 becomes -inf
+in float16. Who passes them is told so, once for each argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from amp.casting.containers import cast_tensors
-from amp.casting.model_inputs import ModelInputs
-from amp.dtypes import CASTABLE, SCALABLE
+from amp.casting.containers import cast_tensors, map_tensors
+from amp.dtypes import CASTABLE, SCALABLE, dtype_name
+from amp.errors import AmpTypeError, brief, warn
+from amp.kernels.grad_mode import without_grad
+from amp.profiles import properties
+
+EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
+"""Up to where all integers are numbers of the format."""
+EXACT_IN_FP32 = 2**24
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_LOOKS = 8
+"""For how many shapes an argument is looked at: each look may make the host wait for the device."""
 
 
-class CastInputs:
-    """A forward pre-hook: floating arguments, float64 included, go in as `dtype`."""
+class _Cast:
+    """A hook that casts to `dtype`. It can be pickled; that of a deep copy casts to FP32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return the arguments to go in, or None for those that were given."""
-        if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is self.dtype:
-            return None  # as most layers are called
-        return cast_tensors(args, SCALABLE, self.dtype), cast_tensors(kwargs, SCALABLE, self.dtype)
-
-    def __deepcopy__(self, memo: object) -> CastInputs:
-        return CastInputs(torch.float32)
+    def __deepcopy__(self, memo: object) -> Self:
+        other = copy.copy(self)
+        other.dtype = torch.float32
+        return other
 
 
-class CastOutput:
+class CastOutput(_Cast):
     """A forward hook: float16, bfloat16 and float32 outputs come out as `dtype`."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output to come out, or None for that of the module."""
@@ -41,27 +53,124 @@ class CastOutput:
             return None
         return cast_tensors(output, CASTABLE, self.dtype)
 
-    def __deepcopy__(self, memo: object) -> CastOutput:
-        return CastOutput(torch.float32)
+
+class CastInputs(_Cast):
+    """A forward pre-hook: floating arguments, float64 included, go in as `dtype`."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments to go in, or None for those that were given."""
+        if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is self.dtype:
+            return None  # as most layers are called
+        return self._cast_all(args, kwargs)
+
+    def _cast_all(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_tensors(args, SCALABLE, self.dtype), cast_tensors(kwargs, SCALABLE, self.dtype)
 
 
-def cast_by(hook: Any) -> torch.dtype | None:
-    """Return what a hook casts to, or None for one that is none of ours."""
-    return hook.dtype if isinstance(hook, (CastInputs, CastOutput, ModelInputs)) else None
+class ModelInputs(CastInputs):
+    """A forward pre-hook on a model, which may leave arguments alone.
+
+    Args:
+        model: the model, whose forward names its arguments.
+        dtype: what floating arguments, float64 included, go in as.
+        which: False leaves all alone, and a tuple those that a glob in it names.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, which: properties.CastInputs) -> None:
+        super().__init__(dtype)
+        self.which = which
+        self._names = positional_names(model)
+        self._seen: dict[str, set[torch.Size]] = {}
+        self._warned: set[str] = set()
+
+    def _cast_all(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        names = [*self._names, *(f"argument {i}" for i in range(len(self._names), len(args)))]
+        positional = tuple(map(self._cast, names, args))
+        return positional, {name: self._cast(name, value) for name, value in kwargs.items()}
+
+    def _cast(self, name: str, value: Any) -> Any:
+        if self.which is False or matches(self.which, name):
+            return value
+
+        def cast(x: Tensor) -> Tensor:
+            if x.dtype not in SCALABLE or x.dtype is self.dtype:
+                return x
+            self._look(name, x)
+            return x.to(self.dtype)
+
+        return map_tensors(cast, value)
+
+    def _look(self, name: str, x: Tensor) -> None:
+        """Look at an argument of a shape that is new, and warn if the cast changes what it means."""
+        seen = self._seen.setdefault(name, set())
+        if torch.compiler.is_compiling() or x.shape in seen or len(seen) == _LOOKS:
+            return
+        is_wide = x.dtype in (torch.float32, torch.float64) and x.layout is torch.strided
+        if is_wide and self.dtype in EXACT_INTEGERS and x.numel() and not x.is_meta:
+            seen.add(x.shape)
+            if name not in self._warned:
+                self._warn_if_changed(name, x)
+
+    @without_grad
+    def _warn_if_changed(self, name: str, x: Tensor) -> None:
+        limit, dtype = EXACT_INTEGERS[self.dtype], dtype_name(self.dtype)
+        found = ""
+        with _disable_current_modes():  # what watches the model watches its own ops
+            cast = x.to(self.dtype)
+            low, largest = float(x.amin()), float(x.abs().amax())
+            if -torch.inf < low < -torch.finfo(self.dtype).max:
+                found = f"{low:g}, which becomes -inf: a row that is masked entirely gives NaN"
+            elif limit < largest <= EXACT_IN_FP32 and bool(
+                (x == x.round()).all() and (x != cast).any()
+            ):
+                found = f"integers up to {largest:g}, and {dtype} rounds those above {limit}"
+        if found:
+            self._warned.add(name)
+            warn(
+                f"the argument '{name}' of the model is cast to {dtype}, and holds {found}. Give "
+                "integers as torch.long and masks as bools, or leave the argument alone: "
+                f"cast_model_inputs: {{except: [{name}]}} in a profile"
+            )
+
+
+def matches(which: properties.CastInputs, name: str) -> bool:
+    """Whether a name is of those that a profile leaves alone."""
+    return isinstance(which, tuple) and any(fnmatchcase(name, pattern) for pattern in which)
 
 
 def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Let a module cast its inputs to this dtype alone, and return what undoes that."""
     hooks = module._forward_pre_hooks
-    before = {i: hook for i, hook in hooks.items() if isinstance(hook, (CastInputs, ModelInputs))}
+    before = {i: hook for i, hook in hooks.items() if isinstance(hook, CastInputs)}
     hooks.update(dict.fromkeys(before, CastInputs(dtype)))
-    added = None
-    if not before:
-        added = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+    if before:
+        return functools.partial(hooks.update, before)
+    return module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True).remove
 
-    def undo() -> None:
-        if added is not None:
-            added.remove()
-        hooks.update(before)
 
-    return undo
+def check_names(model: nn.Module, which: properties.CastInputs) -> None:
+    """Raise AmpTypeError for a name that is no argument of the model and none of its modules."""
+    kinds = {name: each.kind for name, each in _parameters_of(model).items()}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        return
+    names = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
+    known = [*names, *(name for name, _ in model.named_modules())]
+    for pattern in which if isinstance(which, tuple) else ():
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise AmpTypeError(
+                f"cast_model_inputs has {brief(pattern)}, which is no argument of "
+                f"{type(model).__name__}'s forward ({', '.join(names)}) and the name of no "
+                "module in it"
+            )
+
+
+def positional_names(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that a model takes by position."""
+    return [name for name, each in _parameters_of(model).items() if each.kind in _BY_POSITION]
+
+
+def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return {}

@@ -64,8 +64,7 @@ def _map_sequence(function: Function, value: Any, inside: frozenset[int]) -> Any
 
 
 def _map_mapping(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    mapped = {key: _map(function, old, inside) for key, old in value.items()}
-    changed = {key: new for key, new in mapped.items() if new is not value[key]}
+    changed = _changed(function, value, inside)
     if not changed:
         return value
     try:
@@ -82,14 +81,16 @@ def _map_attributes(function: Function, value: Any, inside: frozenset[int]) -> A
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         names |= dict.fromkeys([slots] if isinstance(slots, str) else slots)
-    changed = {}
-    for name in names:
-        old = getattr(value, name, None)
-        if (new := _map(function, old, inside)) is not old:
-            changed[name] = new
+    changed = _changed(function, {name: getattr(value, name, None) for name in names}, inside)
     if not changed:
         return value
     result = copy.copy(value)
     for name, new in changed.items():
         object.__setattr__(result, name, new)
     return result
+
+
+def _changed(function: Function, values: Any, inside: frozenset[int]) -> dict[Any, Any]:
+    """Return what becomes of the values of a mapping, for those that it changes."""
+    mapped = {key: _map(function, old, inside) for key, old in values.items()}
+    return {key: new for key, new in mapped.items() if new is not values[key]}

@@ -5,7 +5,7 @@ reach more, and know no names, to skip a layer or to remember what it has seen.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp.active import caster_here
-from amp.casting.regions import casts
+from amp.casting.module_rules import ruled_modules
+from amp.casting.regions import cast_dtype
 from amp.casting.sharded import gathered_dtypes
 from amp.casting.strategy import Strategy
-from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of
+from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of, swap_classes
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpRuntimeError, brief, warn
+from amp.errors import AmpRuntimeError, brief, first_few, warn
 from amp.profiles.fp8_recipe import Fp8Recipe
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -46,6 +46,7 @@ class Fp8Linears(Strategy):
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
+        self._is_delayed = properties.fp8 is not None and properties.fp8.recipe == "delayed"
         self.history: AmaxHistory | None = None
         self._models = self._prepared = 0
         self._reached: list[str] = []
@@ -105,13 +106,10 @@ class Fp8Linears(Strategy):
         undo.callback(setattr, switch, "on", False)
         names = [prefix + name for name in reached]
         first = 0
-        if recipe.recipe == "delayed" and names:
+        if self._is_delayed and names:
             if self.history is None:
                 self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
-            devices = [_stored(module).device for module in reached.values()]
-            if len(set(devices)) > 1:
-                raise AmpRuntimeError(_several_devices(devices))
-            first = self.history.add(names, devices[0])
+            first = self.history.add(names, *[_stored(module).device for module in reached.values()])
             undo.if_it_fails.append(functools.partial(self.history.remove, len(names)))
         layers: dict[nn.Module, Layer] = {
             module: Layer(recipe, name, self.history, i, switch)
@@ -168,10 +166,6 @@ class Fp8Linears(Strategy):
             checks.fail(path, key, "fp8 has no such entry", "only recipe, names and amaxes")
         return {"recipe": recipe, "names": list(names), "amaxes": amaxes}
 
-    @property
-    def _is_delayed(self) -> bool:
-        return self.properties.fp8 is not None and self.properties.fp8.recipe == "delayed"
-
     def differences(self, state: Mapping[str, Any] | None) -> str:
         """Return what starts anew."""
         if not self._is_delayed:
@@ -210,25 +204,24 @@ def choose(
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
     """Return the layers that run in FP8, and the names of those that do not, by the reason."""
     modules = dict(model.named_modules())
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    tied = _embeddings(modules.values())
-    ruled = dict(_under_rules(modules, rules))
-    unused = {
-        f"{name}.out_proj".lstrip(".")
-        for name, module in modules.items()
-        if isinstance(module, nn.MultiheadAttention)
-    }
+    linears = [module for module in modules.values() if isinstance(module, nn.Linear)]
+    others = [module for module in modules.values() if not isinstance(module, nn.Linear)]
+    tied = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+    unused = {module.out_proj for module in others if isinstance(module, nn.MultiheadAttention)}
+    ruled = ruled_modules(model, rules)
     reached: dict[str, nn.Linear] = {}
     missed: dict[str, list[str]] = {}
     for name, module in modules.items():
         why = None
         if isinstance(module, nn.Linear):
-            words = {"first": name == linears[0], "last": name == linears[-1]}
+            words = {"first": module is linears[0], "last": module is linears[-1]}
             words["tied"] = id(_stored(module)) in tied
-            if name in unused:
+            if module in unused:
                 why = "nn.MultiheadAttention multiplies by itself"
+            elif module in ruled:
+                why = f"the rule for '{ruled[module].pattern}'"
             else:
-                why = ruled.get(name) or _skipped(name, words, recipe) or _obstacle(module, recipe)
+                why = _skipped(name, words, recipe) or _obstacle(module, recipe)
             if why is None:
                 reached[name] = module
         elif type(module).__name__ == "Conv1D" and not isinstance(module, _ConvNd):
@@ -238,28 +231,6 @@ def choose(
         if why is not None:
             missed.setdefault(why, []).append(name)
     return reached, missed
-
-
-def _embeddings(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of parameters of modules that are not linear."""
-    return {
-        id(parameter)
-        for module in modules
-        if not isinstance(module, nn.Linear)
-        for parameter in module.parameters(recurse=False)
-    }
-
-
-def _under_rules(modules: Mapping[str, nn.Module], rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
-    """Yield the names of modules that a rule is for, or that are inside of such, and the rule."""
-    for rule in rules:
-        for name, module in modules.items():
-            if rule.matches(name, module):
-                yield from (
-                    (inner, f"the rule for '{rule.pattern}'")
-                    for inner in modules
-                    if inner == name or not name or inner.startswith(f"{name}.")
-                )
 
 
 def _skipped(name: str, words: Mapping[str, bool], recipe: Fp8Recipe) -> str | None:
@@ -290,19 +261,18 @@ def _stored(module: nn.Linear) -> Tensor:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(name or "the model itself" for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    return first_few(names, lambda name: name or "the model itself", most=3)
 
 
 # How they run.
 
 
-def _forward(base: Any) -> Any:
+def _fp8_class(base: Any) -> Any:
+    """Return a subclass of a linear layer's class whose forward is in FP8."""
+
     def forward(self: Any, input: Tensor) -> Tensor:
         layer: Layer | None = getattr(self, "_amp_fp8", None)
-        if layer is None or not layer.switch.on or input.is_nested:
-            return base.forward(self, input)  # type: ignore[no-any-return]
-        if layer.recipe.eval == "high" and not self.training:
+        if layer is None or not layer.runs(self.training) or input.is_nested:
             return base.forward(self, input)  # type: ignore[no-any-return]
         weight = self.weight  # once: a parametrization computes it each time
         dtype = _computed_in(input, weight)
@@ -312,25 +282,21 @@ def _forward(base: Any) -> Any:
             raise AmpRuntimeError(_cut(layer.name))
         return layer.run(input, weight, self.bias, dtype, self.training)
 
-    return forward
+    return subclass_of(base, forward=forward)
 
 
 def _computed_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the half precision in which a layer would compute here and now, or None for another."""
-    caster = caster_here()
     if x.dtype not in CASTABLE or weight.dtype not in CASTABLE:
         return None
-    if caster is not None and casts(caster, x.device.type):
-        dtype: torch.dtype = caster.dtype
-        return dtype
-    return weight.dtype if weight.dtype in LOW_PRECISION else None
+    own = weight.dtype if weight.dtype in LOW_PRECISION else None
+    return cast_dtype(x.device.type) or own
 
 
 def _put_in(layers: Mapping[nn.Module, Any]) -> None:
     """Let modules run in FP8."""
-    classes = {cls: subclass_of(cls, forward=_forward(cls)) for cls in dict.fromkeys(map(type, layers))}
+    swap_classes(layers, _fp8_class)
     for module, layer in layers.items():
-        module.__class__ = classes[type(module)]
         vars(module)["_amp_fp8"] = layer
 
 
@@ -346,11 +312,4 @@ def _cut(name: str) -> str:
     return (
         f"the weight of '{name}' is a DTensor that tensor parallelism has cut, and FP8 has no products "
         "of such. Keep it out, by fp8={'skip': ['" + name + "']}, or take opt_level='O4' or 'O5'"
-    )
-
-
-def _several_devices(devices: Iterable[torch.device]) -> str:
-    return (
-        f"linear layers are on {', '.join(map(str, dict.fromkeys(devices)))}, and fp8='delayed' keeps "
-        "what all layers have seen in one tensor. Take fp8='current', which keeps nothing"
     )

@@ -50,20 +50,21 @@ class AmaxHistory:
         self._loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
         self._is_scaled = False
 
-    def add(self, names: Sequence[str], device: torch.device) -> int:
-        """Make entries for layers, and return the number of the first.
+    def add(self, names: Sequence[str], *devices: torch.device) -> int:
+        """Make entries for layers on these devices, and return the number of the first.
 
         Raises:
-            AmpRuntimeError: there are layers on another device.
+            AmpRuntimeError: layers are on several devices.
         """
         first = len(self.names)
-        if self.names and self.amaxes.device != device:
+        different = dict.fromkeys([*([self.amaxes.device] if self.names else []), *devices])
+        if len(different) > 1:
             raise AmpRuntimeError(
-                f"linear layers are on {self.amaxes.device} and {device}, and fp8='delayed' keeps what "
+                f"linear layers are on {', '.join(map(str, different))}, and fp8='delayed' keeps what "
                 "all layers have seen in one tensor. Take fp8='current', which keeps nothing"
             )
-        more = torch.zeros(len(self.amaxes), 3 * len(names), dtype=torch.float32, device=device)
-        self._move(device)
+        self._move(devices[0])
+        more = self.amaxes.new_zeros(len(self.amaxes), 3 * len(names))
         self.amaxes = torch.cat([self.amaxes, more], 1)
         self.names += names
         self._refresh()
@@ -129,21 +130,16 @@ class AmaxHistory:
         )
         self._refresh()
 
-    def _are_gradients(self) -> Tensor:
-        entries = torch.arange(self.amaxes.shape[1], device=self.amaxes.device)
-        return entries % 3 == GRADIENT
-
     @without_grad
     def _refresh(self) -> None:
         """Bring the factors up to date."""
         past = self.amaxes[1:]
         amax = past.amax(0) if self.recipe.amax_algo == "max" else past[0]
-        are_gradients = self._are_gradients()
+        are_gradients = torch.arange(len(amax), device=amax.device) % 3 == GRADIENT
         amax = torch.where(are_gradients, amax * self._loss_scale, amax)
-        by_format = [
-            factor_of(amax, each, bool(self.recipe.power_of_2_scales)) for each in self._formats
-        ]
-        factors = torch.where(are_gradients, by_format[GRADIENT], by_format[INPUT])
+        power_of_2 = bool(self.recipe.power_of_2_scales)
+        of_values, _, of_gradients = [factor_of(amax, each, power_of_2) for each in self._formats]
+        factors = torch.where(are_gradients, of_gradients, of_values)
         factors = torch.where(amax > 0, factors * 2.0 ** -(self.recipe.margin or 0), 0.0)
         if factors.shape == self.factors.shape and factors.device == self.factors.device:
             self.factors.copy_(factors)  # compiled code has this tensor

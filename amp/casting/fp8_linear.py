@@ -64,6 +64,15 @@ class Layer(NamedTuple):
     number: int = 0
     switch: Switch = Switch()
 
+    def runs(self, is_training: bool) -> bool:
+        """Whether the module runs in FP8, in training or evaluation."""
+        return self.switch.on and (is_training or self.recipe.eval == "fp8")
+
+    def operand(self, values: Tensor, inverse: Tensor, entry: int) -> Operand:
+        """Return an input, or a weight by row, from the values and scales that `quantize` returned."""
+        granularity = GRANULARITIES[self.recipe.recipe][entry]
+        return Operand(values, inverse, granularity, bool(self.recipe.power_of_2_scales))
+
     def quantize(
         self,
         x: Tensor,
@@ -71,12 +80,13 @@ class Layer(NamedTuple):
         *,
         by_row: bool,
         by_column: bool,
+        sees: bool = False,
         factor: Tensor | None = None,
-        sees: bool = True,
     ) -> Quantized:
         """Return a matrix in FP8, as the recipe says for an input, a weight or a gradient."""
-        granularities = GRANULARITIES[self.recipe.recipe]
-        granularity = granularities[2 if not by_row else 1] if entry == WEIGHT else granularities[0]
+        granularity, of_weight, of_columns = GRANULARITIES[self.recipe.recipe]
+        if entry == WEIGHT:
+            granularity = of_weight if by_row else of_columns
         if self.history is not None and factor is None:
             factor = self.history.factor(self.number, entry, x.device)
         result = quantize(
@@ -85,7 +95,7 @@ class Layer(NamedTuple):
             granularity,
             by_row=by_row,
             by_column=by_column,
-            power_of_2=self.recipe.power_of_2_scales is not False,
+            power_of_2=bool(self.recipe.power_of_2_scales),
             factor=factor,
         )
         if self.history is not None and sees and result.amax is not None:
@@ -95,8 +105,37 @@ class Layer(NamedTuple):
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_training: bool
     ) -> Tensor:
-        """Return the layer's output; see `linear`."""
-        return linear(x, weight, bias, dtype, self, is_training)
+        """Return `x @ weight.T + bias`, `[..., N]`, with products in FP8. The host does not wait.
+
+        Args:
+            x: float16, bfloat16 or float32 `[..., K]`.
+            weight: likewise, `[N, K]`.
+            bias: `[N]`, or None.
+            dtype: of what is returned.
+            is_training: whether the module is in training, and the history sees this.
+        """
+        sees = torch.is_grad_enabled() and is_training
+        keeps = torch.is_grad_enabled() and weight.requires_grad and self.recipe.grad_weight == "fp8"
+        with disable_casts():
+            of_x = _quantized_input(x, self, by_column=keeps, sees=sees)
+            of_weight = self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
+            assert of_x.by_row is not None
+            assert of_weight.by_row is not None
+            columns = of_x.by_column
+            product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+                x.reshape(-1, x.shape[-1]),
+                weight,
+                *of_x.by_row[:2],  # values and scales: torch looks for tensors in no tuples
+                *((None, None) if columns is None else columns[:2]),
+                *of_weight.by_row[:2],
+                of_weight.factor,
+                dtype,
+                self,
+                sees,
+            )
+            if bias is not None:
+                product = product + bias.to(dtype)
+            return product.reshape(*x.shape[:-1], weight.shape[0])
 
     def __deepcopy__(self, memo: Any) -> "Layer":
         return self  # a copy of the module goes by what the module has seen
@@ -133,51 +172,6 @@ def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Qu
     return result
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    layer: Layer,
-    is_training: bool,
-) -> Tensor:
-    """Return `x @ weight.T + bias`, `[..., N]`, with products in FP8. The host does not wait.
-
-    Args:
-        x: float16, bfloat16 or float32 `[..., K]`.
-        weight: likewise, `[N, K]`.
-        bias: `[N]`, or None.
-        dtype: of what is returned.
-        layer: how.
-        is_training: whether the module is in training, and the layer's history sees this.
-    """
-    sees = torch.is_grad_enabled() and is_training
-    by_column = torch.is_grad_enabled() and weight.requires_grad and layer.recipe.grad_weight == "fp8"
-    with disable_casts():
-        of_x = _quantized_input(x, layer, by_column, sees)
-        of_weight = layer.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
-        assert of_x.by_row is not None
-        assert of_weight.by_row is not None
-        columns = of_x.by_column
-        product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, x.shape[-1]),
-            weight,
-            of_x.by_row.values,
-            of_x.by_row.inverse,
-            None if columns is None else columns.values,
-            None if columns is None else columns.inverse,
-            of_weight.by_row.values,
-            of_weight.by_row.inverse,
-            of_weight.factor,
-            dtype,
-            layer,
-            sees,
-        )
-        if bias is not None:
-            product = product + bias.to(dtype)
-        return product.reshape(*x.shape[:-1], weight.shape[0])
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -194,10 +188,8 @@ class _Linear(torch.autograd.Function):
         layer: Layer,
         sees: bool,
     ) -> Tensor:
-        of_x, of_weight, _ = GRANULARITIES[layer.recipe.recipe]
-        power_of_2 = layer.recipe.power_of_2_scales is not False
-        rows = Operand(x_values, x_inverse, of_x, power_of_2)
-        weights = Operand(weight_values, weight_inverse, of_weight, power_of_2)
+        rows = layer.operand(x_values, x_inverse, INPUT)
+        weights = layer.operand(weight_values, weight_inverse, WEIGHT)
         return scaled_mm(rows, weights, dtype, fast_accum=True)
 
     @staticmethod
@@ -205,13 +197,8 @@ class _Linear(torch.autograd.Function):
         x, weight, _, _, columns, columns_inverse, _, _, factor, ctx.low, ctx.layer, ctx.sees = inputs
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.dtypes = x.dtype, weight.dtype
-        ctx.save_for_backward(
-            x if needs_weight and columns is None else None,
-            weight if needs_x else None,
-            columns if needs_weight else None,
-            columns_inverse if needs_weight else None,
-            factor if needs_x else None,
-        )
+        kept = x if needs_weight and columns is None else None
+        ctx.save_for_backward(kept, weight if needs_x else None, columns, columns_inverse, factor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -225,7 +212,6 @@ class _Linear(torch.autograd.Function):
         x, weight, columns, columns_inverse, factor = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_dtype, weight_dtype = ctx.dtypes
-        power_of_2 = layer.recipe.power_of_2_scales is not False
         grad_x = grad_weight = None
         with disable_casts():
             of_grad = layer.quantize(
@@ -236,18 +222,16 @@ class _Linear(torch.autograd.Function):
                 sees=ctx.sees,
             )
             if needs_x:
-                by_row = of_grad.by_row
-                of_weight = layer.quantize(
-                    weight, WEIGHT, by_row=False, by_column=True, factor=factor, sees=False
+                columns_of_weight = layer.quantize(
+                    weight, WEIGHT, by_row=False, by_column=True, factor=factor
                 ).by_column
-                assert by_row is not None
-                assert of_weight is not None
-                grad_x = scaled_mm(by_row, _scaled_alike(of_weight, by_row), x_dtype)
+                assert of_grad.by_row is not None
+                assert columns_of_weight is not None
+                of_weight = _scaled_alike(columns_of_weight, of_grad.by_row)
+                grad_x = scaled_mm(of_grad.by_row, of_weight, x_dtype)
             if needs_weight and columns is not None:
-                of_x = Operand(
-                    columns, columns_inverse, GRANULARITIES[layer.recipe.recipe][0], power_of_2
-                )
                 assert of_grad.by_column is not None
+                of_x = layer.operand(columns, columns_inverse, INPUT)
                 grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
             elif needs_weight:
                 grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)

@@ -1,11 +1,12 @@
-"""Modules that a user's rules run in FP32 at O1 and O4.
+"""Which modules a user's rules are for, and how these run in FP32 at O1 and O4.
 
-Such a module's class is replaced by a subclass of the same name whose `forward` casts its inputs up,
+There the module's class is replaced by a subclass of the same name whose `forward` casts its inputs up,
 and in which nothing casts. Hooks could not hold that region open: an interrupt calls no hooks, and
 Dynamo follows a `with` statement, but not a region that one hook opens and another closes.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ from amp.errors import warn
 from amp.profiles.rules import Rule
 
 
+def ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, Rule]:
+    """Return the modules that rules match, and all modules inside them, each with its last rule."""
+    ruled: dict[nn.Module, Rule] = {}
+    for rule in rules:
+        for name, module in model.named_modules():
+            if rule.matches(name, module):
+                ruled.update(dict.fromkeys(module.modules(), rule))
+    return ruled
+
+
 def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> Callable[[], None]:
     """Let the modules that the rules name run in FP32 while the caster is live; return what undoes it.
 
@@ -32,19 +43,19 @@ def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> C
     """
     chosen = []
     for name, module in model.named_modules():
-        rule = next((rule for rule in rules if rule.matches(name, module)), None)
+        rule = next((rule for rule in reversed(rules) if rule.matches(name, module)), None)
         if rule is None or rule.dtype is not torch.float32 or has_forward_of_ours(module):
             continue
-        cls = type(module)
         if has_forward_of_its_own(module):
             warn(
                 f"{rule.source}: the rule for modules '{rule.pattern}' cannot hold for '{name}' "
-                f"({cls.__name__}), whose forward is scripted, lazy, or set on the module itself"
+                f"({type(module).__name__}), whose forward is scripted, lazy, or set on the module "
+                "itself"
             )
-            continue
-        chosen.append(module)
-    classes = {cls: _float32_class(cls, caster) for cls in dict.fromkeys(map(type, chosen))}
-    return swap_classes({module: classes[type(module)] for module in chosen})  # a warning may raise
+        else:
+            chosen.append(module)
+    # After the last warning, which may raise.
+    return swap_classes(chosen, functools.partial(_float32_class, caster=caster))
 
 
 def _float32_class(base: Any, caster: Caster) -> Any:

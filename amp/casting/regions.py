@@ -11,6 +11,7 @@ with enabled=False"; `_OFF` does.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -18,18 +19,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.fx.experimental.proxy_tensor
 import torch.utils.checkpoint
-from torch import nn, overrides
+from torch import Tensor, nn, overrides
 
 from amp import active
 from amp.active import Caster
-from amp.casting.cast_cache import (
-    forget_casts,
-    forwards,
-    give_torchs_cache,
-    nesting,
-    take_torchs_cache,
-)
+from amp.casting.cast_cache import forget_casts, forwards, give_torchs_cache, nesting, take_torchs_cache
 from amp.casting.subclassing import subclass_of, swap_classes
+from amp.dtypes import CASTABLE
 from amp.interrupts import followed_by
 from amp.patching import Patch, around
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
@@ -61,14 +57,20 @@ def casts(caster: Caster, device_type: str) -> bool:
     """Whether the functions of `caster` cast tensors of a device type, here and now."""
     if not caster.live:
         return False
-    if not torch.compiler.is_dynamo_compiling() and (
-        _is_in_op() or _is_recorded() or not active.applies(caster)
-    ):
+    is_eager = not torch.compiler.is_dynamo_compiling()
+    if is_eager and (_is_in_op() or _is_recorded() or not active.applies(caster)):
         return False
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
-    is_of_models = not caster.device_types or device_type in caster.device_types
-    return is_of_models and not torch.is_autocast_enabled(_OFF) and not _is_in_worker(caster)
+    if torch.is_autocast_enabled(_OFF) or (is_eager and _is_in_worker(caster)):
+        return False
+    return not caster.device_types or device_type in caster.device_types
+
+
+def cast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype in which functions compute on a device type here and now; None is their own."""
+    caster = active.caster_here()
+    return caster.dtype if caster is not None and casts(caster, device_type) else None
 
 
 def _is_in_worker(caster: Caster) -> bool:
@@ -77,8 +79,6 @@ def _is_in_worker(caster: Caster) -> bool:
     A process that calls a model of the session trains or evaluates it, and casts what comes before the
     forward and after it. Only a worker of a DataLoader casts nothing there even so.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return False
     return caster.is_inherited or torch.utils.data.get_worker_info() is not None
 
 
@@ -112,13 +112,9 @@ class _Flags:
         for kind, on in self._changed:
             torch.set_autocast_enabled(kind, on)
 
-    def put_back(self) -> None:
-        """Give the flags the values that they had. Idempotent."""
+    def __exit__(self, *exception: object) -> None:
         for kind, on in self._changed:
             torch.set_autocast_enabled(kind, not on)
-
-    def __exit__(self, *exception: object) -> None:
-        self.put_back()
 
 
 @contextmanager
@@ -137,19 +133,14 @@ def disable_casts() -> Iterator[None]:
         try:
             with flags:
                 yield
-        finally:  # an interrupt may come between the block and its `__exit__`
-            flags.put_back()
+        finally:  # again: an interrupt may have come between the block and its `__exit__`
+            flags.__exit__()
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
     """Return a function whose context managers make functions cast, or not, as they do at this call."""
     state = {kind: torch.is_autocast_enabled(kind) for kind in (_OFF, *DEVICE_TYPES)}
     return functools.partial(_Flags, state)
-
-
-def plain_torch() -> AbstractContextManager[None]:
-    """Run the block with `_OFF` unset: some of torch asks whether any device type has autocast on."""
-    return _Flags({_OFF: False})
 
 
 # Forwards.
@@ -238,21 +229,12 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
 
 def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function in which nothing casts; an interrupt, too, leaves casts as they were."""
-    if torch.compiler.is_compiling():
-        with disable_casts():
-            return function(*args, **kwargs)
 
     def call() -> Any:
         with disable_casts():
             return function(*args, **kwargs)
 
-    return ThreadState().around(call)
-
-
-def device_types_of(module: nn.Module) -> set[str]:
-    """Return the device type of a module's parameters; empty if it has none."""
-    first = next(module.parameters(), None)
-    return set() if first is None else {first.device.type}
+    return call() if torch.compiler.is_compiling() else ThreadState().around(call)
 
 
 def _class_in_regions(base: Any, caster: Caster) -> Any:
@@ -267,7 +249,8 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         def call() -> Any:
             active.activate(caster)
             caster.is_inherited = False
-            caster.device_types |= device_types_of(self)
+            first = itertools.islice(self.parameters(), 1)
+            caster.device_types |= {parameter.device.type for parameter in first}
             _enter_forward(self, caster.dtype)
             return base.__call__(self, *args, **kwargs)
 
@@ -278,12 +261,7 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
 
 def watch(model: nn.Module, caster: Caster) -> Callable[[], None]:
     """Let each forward of the model run in regions while the caster is live; return what undoes it."""
-    return swap_classes({model: _class_in_regions(type(model), caster)})
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether `watch` was called on the module, or on what it is a copy of."""
-    return type(module).__call__ is not getattr(module, "_amp_plain_class", type(module)).__call__
+    return swap_classes([model], functools.partial(_class_in_regions, caster=caster))
 
 
 # What torch has to be told.
@@ -341,10 +319,11 @@ def _record(original: Function, mode: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
     """Return what checkpoints keep of autocast's state, so that they recompute as the forward did."""
-    states, caster = original(device_type), active.caster_here()
+    states = original(device_type)
     for kind, state in zip((device_type, "cpu"), states, strict=True):
-        if state is not None and kind in DEVICE_TYPES and caster is not None and casts(caster, kind):
-            state |= {"enabled": True, "dtype": caster.dtype}
+        dtype = cast_dtype(kind) if kind in DEVICE_TYPES else None
+        if state is not None and dtype is not None:
+            state |= {"enabled": True, "dtype": dtype}
     return states
 
 
@@ -357,13 +336,23 @@ def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function
     original(hooks, pack_as_it_is, unpack)
 
 
+def _check_rnn_input(
+    original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
+) -> None:
+    """Check an input whose dtype need not be the weights': both are cast."""
+    weight, is_cast = module._flat_weights[0], cast_dtype(input.device.type) is not None
+    if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
+        input = torch.empty_like(input, dtype=weight.dtype, device="meta")
+    with _Flags({_OFF: False}):  # it asks whether any device type has autocast on
+        original(module, input, batch_sizes)
+
+
 def _parallel_apply(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Run DataParallel's threads, which are told whether this one casts."""
-    caster = active.caster_here()
     with ExitStack() as regions:
-        for kind in DEVICE_TYPES:
-            if _is_available(kind) and caster is not None and casts(caster, kind):
-                regions.enter_context(torch.autocast(kind, caster.dtype))
+        for kind in filter(_is_available, DEVICE_TYPES):
+            if (dtype := cast_dtype(kind)) is not None:
+                regions.enter_context(torch.autocast(kind, dtype))
         return original(*args, **kwargs)
 
 
@@ -394,6 +383,12 @@ PATCHES = (
         "__init__",
         around(_make_hooks),
         "what a backward needs would come back in another dtype",
+    ),
+    Patch(
+        ("torch.nn.modules.rnn.RNNBase",),
+        "check_input",
+        around(_check_rnn_input),
+        "not silent: it would refuse an input whose dtype is not the weights', though both are cast",
     ),
 )
 """What is replaced in a session that casts functions, besides those functions."""

@@ -163,8 +163,7 @@ def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the shards of a model, and the dtype in which modules see each in their forward."""
     return {
         shard: group.mp_policy.param_dtype or shard.dtype
-        for unit in units_of(model)
-        for group in _groups(unit)
+        for group in _groups_in(model)
         for shard in map(_shard, group.fsdp_params)
         if shard.is_floating_point()
     }
@@ -189,12 +188,9 @@ class ShardPolicies:
         self._properties = properties
         self._wanted = {
             shard: dtypes.get(shard, shard.dtype)
-            for unit in units_of(model)
-            for group in _groups(unit)
+            for group in _groups_in(model)
             for shard in map(_shard, group.fsdp_params)
         }
-        self.are_masters = properties.master_weights is True
-        """Whether the shards stay FP32 and only what is gathered from them is cast."""
         self._units = units_of(model) if properties.cast_model_type in LOW_PRECISION else []
         for unit in self._units:
             self._check(unit)
@@ -204,31 +200,26 @@ class ShardPolicies:
         return tensor in self._wanted
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a shard that is not cast itself."""
-        return self.are_masters and tensor in self._wanted and tensor.dtype is torch.float32
-
-    def _dtypes_of(self, shard: Tensor) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes that a shard is to have, and to be gathered in."""
-        wanted = self._wanted[shard]
-        return (shard.dtype if self.keeps(shard) else wanted), wanted
-
-    def _policy(self, own: Any, stored: torch.dtype, gathered: torch.dtype) -> Any:
-        """Return the policy of parameters, given the user's own."""
-        reduced = own.reduce_dtype or self._properties.reduce_dtype or torch.float32
-        cast = None if stored is gathered else gathered
-        # Inputs are cast by the hooks of `by_model`, as they are without FSDP2.
-        casts_inputs = own.cast_forward_inputs and own.param_dtype is not None
-        return dataclasses.replace(
-            own, param_dtype=cast, reduce_dtype=reduced, cast_forward_inputs=casts_inputs
-        )
+        """Whether a tensor is a shard that is a master: it stays FP32, and what is gathered is cast."""
+        are_masters = self._properties.master_weights is True
+        return are_masters and tensor in self._wanted and tensor.dtype is torch.float32
 
     def _parts(self, group: Any) -> dict[Any, list[Any]]:
-        """Return the parameters of a group by the policies that they are to have."""
+        """Return the parameters of a group by the dtypes and policies that they are to have."""
+        own = group.mp_policy
         parts: dict[Any, list[Any]] = {}
         for param in group.fsdp_params:
-            stored, gathered = self._dtypes_of(_shard(param))
-            key = stored, self._policy(group.mp_policy, stored, gathered)
-            parts.setdefault(key, []).append(param)
+            shard = _shard(param)
+            gathered = self._wanted[shard]
+            stored = shard.dtype if self.keeps(shard) else gathered
+            policy = dataclasses.replace(
+                own,
+                param_dtype=None if stored is gathered else gathered,
+                reduce_dtype=own.reduce_dtype or self._properties.reduce_dtype or torch.float32,
+                # Inputs are cast by the hooks of `by_model`, as they are without FSDP2.
+                cast_forward_inputs=own.cast_forward_inputs and own.param_dtype is not None,
+            )
+            parts.setdefault((stored, policy), []).append(param)
         return parts
 
     def _check(self, unit: Any) -> None:
@@ -266,15 +257,10 @@ class ShardPolicies:
             groups = _groups(unit)
             own = [(group, group.mp_policy, group.fsdp_params) for group in groups]
             before.append((unit, unit._mp_policy, groups, own))
-            result = [part for group in groups for part in self._split(group)]
-            if hasattr(unit, "_fsdp_param_groups"):
-                unit._fsdp_param_groups = result
-            main = max(result, key=lambda group: group.mp_policy.param_dtype is not None, default=None)
-            if main is not None:
-                unit._mp_policy = main.mp_policy
-            for group in result:
-                for param in group.fsdp_params:
-                    param.reset_sharded_param()
+            parts = [part for group in groups for part in self._split(group)]
+            policies = [part.mp_policy for part in parts]
+            main = max(policies, key=lambda policy: policy.param_dtype is not None, default=None)
+            _set(unit, unit._mp_policy if main is None else main, parts)
         return functools.partial(_restore, before)
 
     def _split(self, group: Any) -> Iterator[Any]:
@@ -293,19 +279,31 @@ class ShardPolicies:
 def _restore(before: list[Any]) -> None:
     """Give units the policies and groups that they had."""
     for unit, policy, groups, own in before:
-        unit._mp_policy = policy
-        if hasattr(unit, "_fsdp_param_groups"):
-            unit._fsdp_param_groups = groups
         for group, of_group, params in own:
             group.mp_policy, group.fsdp_params = of_group, params
-            for param in params:
-                param.reset_sharded_param()
+        _set(unit, policy, groups)
+
+
+def _set(unit: Any, policy: Any, groups: list[Any]) -> None:
+    """Give a unit a policy and groups, and let FSDP2 look at the shards again."""
+    unit._mp_policy = policy
+    if hasattr(unit, "_fsdp_param_groups"):
+        unit._fsdp_param_groups = groups
+    for group in groups:
+        for param in group.fsdp_params:
+            param.reset_sharded_param()
 
 
 def _groups(unit: Any) -> list[Any]:
     """Return the groups of a unit; torch 2.12 and before know one at most."""
     groups = getattr(unit, "_fsdp_param_groups", None)
     return list(filter(None, [unit._fsdp_param_group])) if groups is None else list(groups)
+
+
+def _groups_in(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of all units of a model."""
+    for unit in units_of(model):
+        yield from _groups(unit)
 
 
 def _shard(param: Any) -> Any:

@@ -7,7 +7,7 @@ again, and it can be undone.
 import copy
 import copyreg
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from torch import nn
@@ -60,9 +60,7 @@ class _OfAmp:
             copied = self if isinstance(reduced, str) else _copied(self, memo, *reduced)
         else:
             copied = of_plain_class(memo)
-        if copied is self:
-            return self
-        if type(copied) in (cls, cls._amp_plain_class):
+        if copied is not self and type(copied) in (cls, cls._amp_plain_class):
             for name, value in list(vars(self).items()):
                 if _is_own(name) and name not in vars(copied):
                     vars(copied)[name] = copy.deepcopy(value, memo)
@@ -117,33 +115,32 @@ def has_forward_of_ours(module: nn.Module) -> bool:
     return isinstance(module, _OfAmp) and type(module).forward is not module._amp_plain_class.forward
 
 
-def swap_classes(classes: Mapping[nn.Module, Any]) -> Callable[[], None]:
-    """Give modules other classes, made by `subclass_of` for them alone, and return what undoes it.
+def swap_classes(modules: Collection[nn.Module], make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Give modules the subclasses that `make` makes of their classes, and return what undoes it.
 
     A class that another one was put on meanwhile goes when that one does.
     """
-    for module, cls in classes.items():
-        module.__class__ = cls
+    classes = {cls: make(cls) for cls in dict.fromkeys(map(type, modules))}
+    for module in modules:
+        module.__class__ = classes[type(module)]
 
     def undo() -> None:
         for cls in classes.values():
             cls._amp_is_over = True
-        _take_off(classes)
+        _take_off(modules)
 
     return undo
 
 
-def restore_classes(modules: Iterable[nn.Module]) -> None:
+def restore_classes(modules: Collection[nn.Module]) -> None:
     """Take the forward that `subclass_of` was given off modules that have it on top."""
-    own = [
-        module for module in modules if "forward" in vars(type(module)) and has_forward_of_ours(module)
-    ]
-    for module in own:
-        module.__class__ = vars(type(module))["_amp_base"]
-    _take_off(own)
+    for module in modules:
+        if "forward" in vars(type(module)) and has_forward_of_ours(module):
+            module.__class__ = vars(type(module))["_amp_base"]
+    _take_off(modules)
 
 
-def _take_off(modules: Iterable[nn.Module]) -> None:
+def _take_off(modules: Collection[nn.Module]) -> None:
     for module in modules:
         while vars(type(module)).get("_amp_is_over"):
             module.__class__ = vars(type(module))["_amp_base"]

@@ -17,17 +17,9 @@ from amp import active
 from amp.active import Caster
 from amp.casting.cast_cache import forwards
 from amp.casting.policy import OpRule
-from amp.casting.regions import (
-    DEVICE_TYPES,
-    Function,
-    call_without_casts,
-    casts,
-    disable_casts,
-    plain_torch,
-)
-from amp.dtypes import CASTABLE, LOW_PRECISION
+from amp.casting.regions import DEVICE_TYPES, Function, call_without_casts, casts, disable_casts
+from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
 from amp.errors import AmpNotImplementedError
-from amp.patching import Patch, around
 
 _SCALARS = frozenset({type(None), bool, int, float, str, torch.Size})
 """Arguments in which there is nothing to cast."""
@@ -51,7 +43,9 @@ def call_with_casts(
             return original(*args, **kwargs)
     if rule.category == "native" and not torch.compiler.is_dynamo_compiling():
         args, kwargs = _with_kept_casts(caster.dtype, args, kwargs)
-    args, kwargs = _convert(caster.dtype, rule, args, kwargs)
+    dtype = _dtype_for(caster.dtype, rule, args, kwargs)
+    if dtype is not None:
+        args, kwargs = _cast_to(dtype, args, kwargs)
     if on_gpu:  # for cuDNN, torch.autocast casts to float16 whatever its own dtype is
         with disable_casts(), torch.backends.cudnn.flags(enabled=False):
             return original(*args, **kwargs)
@@ -99,14 +93,11 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
         return slow(self, dim, dtype=dtype)
 
     if rule.category == "native":
-        wrapper: Function = native
-    elif rule.category in ("recurrent", "sequence") or rule.closed:
-        wrapper = slow
-    elif rule.op in ("torch.Tensor.softmax", "torch.Tensor.log_softmax"):
-        wrapper = float_along_dim
-    else:
-        wrapper = nothing_to_cast
-    return wrapper
+        return native
+    if rule.category in ("recurrent", "sequence") or rule.closed:
+        return slow
+    is_softmax = rule.op in ("torch.Tensor.softmax", "torch.Tensor.log_softmax")
+    return float_along_dim if is_softmax else nothing_to_cast
 
 
 def make_choosing(place: tuple[int, str], newest: Function, original: Function) -> Function:
@@ -128,24 +119,22 @@ def make_choosing(place: tuple[int, str], newest: Function, original: Function) 
     return choosing
 
 
-def _convert(
+def _dtype_for(
     half: torch.dtype, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments:
-    """Return what a rule makes of arguments."""
+) -> torch.dtype | None:
+    """Return the dtype that a rule casts arguments to, or None to leave them as they are."""
     match rule.category:
         case "native" | "half" | "recurrent":
-            return _cast_to(half, args, kwargs)
+            return half
         case "float":
-            return _cast_to(torch.float32, args, kwargs)
+            return torch.float32
         case "promote":
-            return _cast_to_widest(args, kwargs)
+            return _widest([*args, *kwargs.values()])
         case "sequence":
-            first, _ = _cast_to_widest(args[:1], {})
-            return (*first, *args[1:]), kwargs
+            return _widest(args[:1])
         case "padding":
             mode = args[2] if len(args) > 2 else kwargs.get("mode")
-            repeats_values = mode in ("reflect", "replicate")
-            return _cast_to(torch.float32, args, kwargs) if repeats_values else (args, kwargs)
+            return torch.float32 if mode in ("reflect", "replicate") else None  # repeats values
         case "banned":
             for tensor in _tensors([*args, *kwargs.values()]):
                 if tensor.dtype in LOW_PRECISION:
@@ -155,7 +144,7 @@ def _convert(
         case "in_place":
             for target in _tensors(args[:1]):
                 if target.dtype in CASTABLE:
-                    return _cast_to(target.dtype, args, kwargs)
+                    return target.dtype
         case "in_place_float":
             for target in _tensors(args[:1]):
                 if target.dtype in LOW_PRECISION:
@@ -164,7 +153,15 @@ def _convert(
                         f"place. Call {rule.name[:-1]}, which returns an FP32 tensor, or use "
                         "amp.disable_casts() around it."
                     )
-    return (args, kwargs) if rule.dtype is None else _cast_to(rule.dtype, args, kwargs)
+    return rule.dtype
+
+
+def _widest(values: Any) -> torch.dtype | None:
+    """Return the widest dtype of the floating tensors in `values`, or None if there is no other."""
+    dtypes = {tensor.dtype for tensor in _tensors(values) if tensor.is_floating_point()}
+    if len(dtypes) < 2 or not dtypes <= SCALABLE:
+        return None
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -207,50 +204,15 @@ def _with_kept_casts(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str
     Then the gradients of a weight that is used twice add up in `dtype`, and are cast once.
     """
     kept = forwards.casts
-    if kept is None:
+    if kept is None or not torch.is_grad_enabled():
         return args, kwargs
 
     def convert(value: Any) -> Any:
         is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
         if not is_leaf or value._is_view() or value.dtype is not torch.float32:
             return value
-        if not torch.is_grad_enabled():
-            return value
         if id(value) not in kept:
             kept[id(value)] = value, value.to(dtype)
         return kept[id(value)][1]
 
     return tuple([convert(value) for value in args]), {k: convert(v) for k, v in kwargs.items()}
-
-
-def _cast_to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    dtypes = {
-        tensor.dtype for tensor in _tensors([*args, *kwargs.values()]) if tensor.is_floating_point()
-    }
-    if len(dtypes) < 2 or not dtypes <= CASTABLE | {torch.float64}:
-        return args, kwargs
-    widest = functools.reduce(torch.promote_types, dtypes)
-    return _cast_to(widest, args, kwargs)
-
-
-def check_rnn_input(
-    original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
-) -> None:
-    """Check an input whose dtype need not be the weights': both are cast."""
-    weight, caster = module._flat_weights[0], active.caster_here()
-    is_cast = caster is not None and casts(caster, input.device.type)
-    if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
-        input = torch.empty_like(input, dtype=weight.dtype, device="meta")
-    with plain_torch():
-        original(module, input, batch_sizes)
-
-
-PATCHES = (
-    Patch(
-        ("torch.nn.modules.rnn.RNNBase",),
-        "check_input",
-        around(check_rnn_input),
-        "not silent: it would refuse an input whose dtype is not the weights', though both are cast",
-    ),
-)
-"""What is replaced in a session that casts functions, besides those and `regions.PATCHES`."""

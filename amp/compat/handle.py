@@ -84,7 +84,7 @@ class _Handle:
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
     def _deactivate(self) -> None:
-        self._session.stop_casting_ops()
+        self._session.casts.stop()
 
 
 class AmpHandle(_Handle):

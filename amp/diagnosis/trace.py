@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only
 
-from amp.casting.model_inputs import EXACT_IN_FP32, EXACT_INTEGERS, positional_names
+from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS, positional_names
 from amp.diagnosis.events import Event, LossyCast, LostScalar, Source
 from amp.diagnosis.places import Place, Places, is_called_by_amp
 from amp.diagnosis.wide import floats_in, is_finite, largest_in_float64

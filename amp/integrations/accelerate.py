@@ -26,9 +26,9 @@ except ImportError as error:
     raise missing(__name__, "Accelerate", "huggingface") from error
 
 import amp
+from amp import active
 from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers
-from amp.session import Session
 from amp.training.optimizer_wrappers import is_optimizer
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU")
@@ -76,7 +76,7 @@ def prepare(
     for model in models:
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         bare = getattr(bare, "_orig_mod", bare)  # of torch.compile
-        if isinstance(model, DistributedDataParallel) and Session.of(bare) is None:
+        if isinstance(model, DistributedDataParallel) and active.session_of(bare) is None:
             raise AmpRuntimeError(
                 "the model was put into DistributedDataParallel by accelerator.prepare already. Call "
                 "amp.integrations.accelerate.prepare in place of accelerator.prepare"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import amp
+from amp import active
 from amp.errors import AmpRuntimeError
 from amp.masters.master_values import put_values, values_of
 from amp.session import Session
@@ -55,7 +56,7 @@ class LateOptimizers:
         Raises:
             AmpError: as `amp.initialize`.
         """
-        if Session.of(model) is self.session:
+        if active.session_of(model) is self.session:
             return model
         before = {tensor: tensor.data for tensor in chain(model.parameters(), model.buffers())}
         if self.session.closed:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp.casting.cast_hooks import ModelInputs
 from amp.casting.containers import cast_tensors
-from amp.casting.model_inputs import ModelInputs
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers

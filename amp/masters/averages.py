@@ -65,11 +65,7 @@ def _make_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let what lies between two tensors be in FP32 if one of them is."""
 
     def lerp(input: Any, end: Any, weight: Any, **kwargs: Any) -> Any:
-        try:
-            is_wide = input.dtype is end.dtype is _FLOAT32
-        except AttributeError:  # no tensors, of which torch will tell
-            is_wide = False
-        if is_wide and not kwargs:
+        if getattr(input, "dtype", None) is getattr(end, "dtype", None) is _FLOAT32 and not kwargs:
             return original(input, end, weight)
         if _are_different(input, end):
             input, end = _as_wide_as(end, input), _as_wide_as(input, end)
@@ -98,10 +94,7 @@ def _make_foreach_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _foreach_lerp_(self: Any, tensors1: Any, weight: Any = None, *, weights: Any = None) -> Any:
         weight = weights if weight is None else weight
-        for end in tensors1:
-            if getattr(end, "dtype", None) is not _FLOAT32:
-                break
-        else:
+        if all([getattr(end, "dtype", None) is _FLOAT32 for end in tensors1]):  # noqa: C419 (is faster)
             return original(self, tensors1, weight)
         starts, ends = list(self), list(tensors1)
         if len(starts) == len(ends) and any(map(_is_narrow_average, starts, ends, repeat(weight))):
@@ -183,10 +176,6 @@ class _Exact:
             known = self._of[place] = reference(storage), average.float()
         return known[1]
 
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._of.clear()
-
 
 _FEW = 16
 """How many may be kept of which perhaps none is alive."""
@@ -218,5 +207,5 @@ PATCHES = (
 
 def forget_averages() -> None:
     """Forget what averages in 16 bits stand for, once no session is left that may move them."""
-    if not any(session.has_half for session in active.open_sessions()):
-        _exact.clear()
+    if not any(session.properties.has_half for session in active.open_sessions()):
+        _exact._of.clear()

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp.distributed import set_values, shard_like
 from amp.interrupts import followed_by
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
+from amp.masters.parameter import make_master
 from amp.masters.whole import MasterWeights
 from amp.profiles.properties import LeanMasters
 
@@ -31,14 +32,13 @@ class LeanMasterWeights(MasterWeights):
         self._low_of: dict[Tensor, Tensor] = {}
         self._in_float32: set[Tensor] = set()
 
-    def _memory_for(self, parameter: Tensor, data: Tensor) -> Tensor:
-        return _placeholder(parameter)
-
     @without_grad
-    def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
+    def _make(self, parameter: Tensor, data: Tensor, takes_scaled: bool) -> nn.Parameter:
+        master = make_master(_placeholder(parameter), parameter.requires_grad, takes_scaled)
         dtype = kernels.split.low_dtype(self.kind, parameter.dtype)
         low = self._low_of[master] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         kernels.split.split([data.to(torch.float32)], [parameter.detach()], [low])
+        return master
 
     def release(self, master: Tensor, user: object) -> None:
         """Let one optimizer go, as with whole masters; the last one takes the low half as well."""

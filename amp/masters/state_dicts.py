@@ -104,11 +104,8 @@ class _Refresh:
                 with self._masters.lock:
                     state_dict[prefix + name] = _load(self._masters, master, tensor, value)
 
-    def __deepcopy__(self, memo: object) -> _Refresh:
-        return _Refresh()
-
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Refresh, ()
+        return _Refresh, ()  # copied too, it has no masters
 
 
 def _load(masters: MasterWeights, master: Tensor, tensor: Tensor, value: Tensor) -> Tensor:

@@ -20,9 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp import distributed
 from amp.errors import AmpRuntimeError
 from amp.kernels.grad_mode import without_grad
-from amp.kernels.tensor_lists import local
+from amp.kernels.tensor_lists import are_plain, local
 from amp.lazy import kernels
-from amp.masters.addresses import Addresses
 from amp.masters.parameter import make_master
 from amp.undo import Contents
 
@@ -48,7 +47,7 @@ class MasterWeights:
         self.lock = threading.RLock()
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
-        self._addresses: Addresses | None = None
+        self._addresses: _Addresses | None = None
         self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
         self._users: defaultdict[Tensor, set[object]] = defaultdict(set)
         self._shared: set[Tensor] = set()
@@ -75,8 +74,8 @@ class MasterWeights:
     def master_at(self, values: Tensor) -> Tensor | None:
         """Return the master of the parameter whose memory this is, as that of `p.detach()`."""
         addresses = self._addresses
-        if addresses is None:
-            addresses = self._addresses = Addresses(list(self._model_of.items()))
+        if addresses is None:  # another thread may forget them meanwhile
+            addresses = self._addresses = _Addresses(self._model_of)
         return addresses.master_at(values)
 
     @property
@@ -115,9 +114,7 @@ class MasterWeights:
                 # DDP is about to make the ranks' 16-bit weights equal. Masters made of those are
                 # equal in every bit; ones that know each rank's own FP32 weights are not.
                 data = data.to(parameter.dtype)
-            memory = self._memory_for(parameter, data)
-            master = make_master(memory, parameter.requires_grad, takes_scaled)
-            self._made(master, parameter, data)
+            master = self._make(parameter, data, takes_scaled)
             if grad is not None:
                 master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
             self._master_of[parameter] = master
@@ -129,12 +126,9 @@ class MasterWeights:
             self._shared.add(master)
         return master
 
-    def _memory_for(self, parameter: Tensor, data: Tensor) -> Tensor:
-        """Return float32 for a new master of a parameter, whose values before the cast are `data`."""
-        return data.to(torch.float32, copy=True)
-
-    def _made(self, master: Tensor, parameter: Tensor, data: Tensor) -> None:
-        """Make what else a new master needs."""
+    def _make(self, parameter: Tensor, data: Tensor, takes_scaled: bool) -> nn.Parameter:
+        """Return a new master of a parameter, whose values before the cast are `data`."""
+        return make_master(data.to(torch.float32, copy=True), parameter.requires_grad, takes_scaled)
 
     def release(self, master: Tensor, user: object) -> None:
         """Let one optimizer go; the last one takes the master with it. Idempotent.
@@ -147,9 +141,8 @@ class MasterWeights:
         dtype = self._dtype_before.get(parameter)
         if dtype is not None and parameter.dtype is not dtype:
             self.follow(master)
-            Contents.cast(parameter, dtype)._replace(data=self.values(master).to(dtype)).put_into(
-                parameter
-            )
+            contents = Contents.cast(parameter, dtype)
+            contents._replace(data=self.values(master).to(dtype)).put_into(parameter)
         self._addresses = None
         self._users[master].discard(user)
         if len(self._users[master]) == 1:
@@ -278,6 +271,34 @@ class MasterWeights:
         """
         master.data.copy_(values.detach())
         return values
+
+
+class _Addresses:
+    """Where the parameters of masters are, by which `p.detach()` and `p.data` have a master too.
+
+    Args:
+        model_of: the parameter of each master.
+    """
+
+    def __init__(self, model_of: Mapping[Tensor, Tensor]) -> None:
+        self._pairs = [pair for pair in model_of.items() if are_plain(pair)]
+        self._sizes = {parameter.numel() for _, parameter in self._pairs}
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def master_at(self, values: Tensor) -> Tensor | None:
+        """Return the master of the parameter that has the memory of `values`, in the same shape."""
+        if values.numel() not in self._sizes:
+            return None
+        try:
+            address = values.data_ptr()
+        except RuntimeError:  # it has no memory of its own: a sparse one, or one under vmap
+            return None
+        master, parameter = self._known.get(address, (None, values))
+        if master is None or parameter.data_ptr() != address:  # they move when a model does
+            self._known = {pair[1].data_ptr(): pair for pair in self._pairs}
+            master, parameter = self._known.get(address, (None, values))
+        is_as_it_is = values.shape == parameter.shape and values.stride() == parameter.stride()
+        return master if address and is_as_it_is else None
 
 
 def check_device(master: Tensor, parameter: Tensor) -> None:

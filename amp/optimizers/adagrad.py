@@ -46,12 +46,8 @@ class FusedAdagrad(FusedOptimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "lr_decay": lr_decay}
+        defaults |= {"eps": eps, "weight_decay": weight_decay}
         defaults |= {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
         is_decoupled = truth_of("adagrad_w_mode", adagrad_w_mode)
         defaults |= {"adagrad_w_mode": is_decoupled, "foreach": None, "differentiable": False}
@@ -63,5 +59,5 @@ class FusedAdagrad(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # apex's does not count: it knows no lr_decay
 
-    def _rules(self) -> Any:
-        return (kernels.adagrad.ADAGRAD,)
+    def _rule(self, group: Any = None) -> Any:
+        return kernels.adagrad.ADAGRAD

@@ -73,5 +73,5 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam does not support amsgrad=True: use torch.optim.Adam(..., amsgrad=True)"
             )
 
-    def _rules(self) -> Any:
-        return (kernels.adam.ADAM,)
+    def _rule(self, group: Any = None) -> Any:
+        return kernels.adam.ADAM

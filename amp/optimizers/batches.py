@@ -149,13 +149,12 @@ def _batches(
         for cut, alike in _cut_alike(params):
             given = [parameter for parameter in alike if id(parameter) in position_of]
             others = [parameter for parameter in alike if id(parameter) in own]
-            if given:
-                places = [place_of[id(parameter)] for parameter in given]
-                positions = [position_of[id(parameter)] for parameter in given]
-                has_all = positions == list(range(len(masters)))
-                yield Batch(index, given, places, positions, has_all, cut)
-            if others:
-                yield Batch(index, others, [place_of[id(x)] for x in others], None, False, cut)
+            positions = [position_of[id(parameter)] for parameter in given]
+            for stepped, shown in ((given, positions), (others, None)):
+                if stepped:
+                    places = [place_of[id(parameter)] for parameter in stepped]
+                    has_all = shown == list(range(len(masters)))
+                    yield Batch(index, stepped, places, shown, has_all, cut)
 
 
 def _cut_alike(params: Sequence[Tensor]) -> Iterable[tuple[Cut, Sequence[Tensor]]]:

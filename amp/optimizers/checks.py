@@ -61,8 +61,12 @@ def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Seq
     """
     group = optimizer.param_groups[batch.index]
     kind = type(optimizer).__name__
+    names = group.get("param_names")
     for i, (parameter, grad) in enumerate(zip(batch.stepped, lists["grads"], strict=True)):
-        called = _called(parameter, batch.index, group)
+        place = batch.places[i]
+        called = f"param_groups[{batch.index}]['params'][{place}], of shape {tuple(parameter.shape)},"
+        if names:
+            called = f"'{names[place]}', {called}"
         for name, tensors in lists.items():
             _check_memory(tensors[i], f"{_MEANINGS[name]} of {called}")
         needs_norms = optimizer._goes_by_norms or optimizer.max_grad_norm
@@ -112,28 +116,18 @@ def _check_moments(
 ) -> None:
     state = optimizer.state.get(parameter, {})
     for name in (*optimizer._moments(group), "step"):
-        if isinstance(value := state.get(name), Tensor):
-            _check_memory(local(value), f"the {name} of {called}")
-    for name in optimizer._moments(group):
-        moment = state.get(name)
-        if moment is None:
+        value = state.get(name)
+        if not isinstance(value, Tensor):
             continue
-        if moment.dtype is not (optimizer.state_dtype or parameter.dtype):
+        _check_memory(local(value), f"the {name} of {called}")
+        if name != "step" and value.dtype is not (optimizer.state_dtype or parameter.dtype):
             raise AmpRuntimeError(
-                f"{called} is {parameter.dtype} and its {name} {moment.dtype}: the parameter's dtype "
+                f"{called} is {parameter.dtype} and its {name} {value.dtype}: the parameter's dtype "
                 "was changed after its first step. Change it before, and make a new optimizer"
             )
-        if moment.device != grad.device:
+        if name != "step" and value.device != grad.device:
             raise AmpRuntimeError(
-                f"the gradient of {called} is on {grad.device} and its {name} on {moment.device}: the "
+                f"the gradient of {called} is on {grad.device} and its {name} on {value.device}: the "
                 "model was moved after its first step. Move it before, or load the optimizer's state "
                 "dict into a new optimizer"
             )
-
-
-def _called(parameter: Tensor, index: int, group: Mapping[str, Any]) -> str:
-    """Return how to call a parameter in a message."""
-    at = next(i for i, candidate in enumerate(group["params"]) if candidate is parameter)
-    where = f"param_groups[{index}]['params'][{at}], of shape {tuple(parameter.shape)},"
-    names = group.get("param_names")
-    return f"'{names[at]}', {where}" if names else where

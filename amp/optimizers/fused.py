@@ -7,7 +7,7 @@ a session, which lets it write the model's 16-bit weights too; see `amp.training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -15,15 +15,14 @@ from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
 from amp.kernels.grad_mode import without_grad
-from amp.optimizers.batches import Batch, Batches
+from amp.optimizers.batches import Batches
 from amp.optimizers.checks import check_betas, check_range
-from amp.optimizers.fused_step import step_batches
+from amp.optimizers.fused_step import Ready, step_batches
 from amp.optimizers.state_dicts import as_own_state
 from amp.state_checks import all_or_nothing, as_plain
-from amp.training.step_inputs import inputs_outside_of_a_session
+from amp.training.step_inputs import StepInputs, inputs_outside_of_a_session
 
 if TYPE_CHECKING:
-    from amp.kernels.changes import Changes
     from amp.kernels.rule import Moment, Rule
 
 
@@ -77,14 +76,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None:
             check_range("max_grad_norm", max_grad_norm)
         self._check_state_dtype(state_dtype)
-        of_all = {
-            "fused": True,
-            "set_grad_none": set_grad_none,
-            "max_grad_norm": max_grad_norm,
-            "state_dtype": state_dtype,
-            "seed": 0,
-        }
-        settings = {**defaults, **of_all}
+        settings = {**defaults, "fused": True, "set_grad_none": set_grad_none}
+        settings |= {"max_grad_norm": max_grad_norm, "state_dtype": state_dtype, "seed": 0}
         super().__init__(params, {name: as_plain(value) for name, value in settings.items()})
         self._batches = Batches()
 
@@ -104,13 +97,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What an optimizer has of its own.
 
-    def _rules(self) -> Sequence[Rule]:
-        """Return the formulas by which groups are stepped, first the one that keeps all moments."""
+    def _rule(self, group: Mapping[str, Any] | None = None) -> Rule:
+        """Return the formula by which a group is stepped; without a group, one that has all moments."""
         raise NotImplementedError
-
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        """Return the formula by which a group is stepped."""
-        return self._rules()[0]
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise AmpTypeError or AmpValueError if a group's hyper-parameters make no sense."""
@@ -127,28 +116,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _all_moments(self) -> dict[str, Moment]:
         """Return the moments that a group may have, by their names."""
-        return {moment.name: moment for moment in self._rules()[0].moments}
+        return {moment.name: moment for moment in self._rule().moments}
 
     def _first_moment(self, group: Mapping[str, Any]) -> float:
         """Return what moments start at."""
         return 0.0
 
-    def _of_tensor(
-        self,
-        batch: Batch,
-        grads: Sequence[Tensor],
-        factors: Sequence[Tensor],
-        found_inf: Tensor | None,
-        changes: Changes,
-    ) -> Tensor | None:
+    def _of_tensor(self, one: Ready, clip: Tensor | None, inputs: StepInputs) -> Tensor | None:
         """Return a number for each parameter, float32 `[n]`, if the rule takes one.
 
         Args:
-            batch: the parameters.
-            grads: their gradients.
-            factors: float32 `[1]` each, what the gradients are multiplied by.
-            found_inf: float32 `[1]`; nothing is to be written where it is not 0.
-            changes: where to plan what is to be written.
+            one: the parameters and their gradients.
+            clip: float32 `[1]`, what the unscaled gradients are multiplied by; None is 1.
+            inputs: of the step: whether it is skipped, and where to plan what is to be written.
         """
         return None
 
@@ -182,9 +162,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Raise AmpValueError unless moments can be kept in it."""
         if dtype is None:
             return
-        known = [set(moment.narrow) for moment in self._all_moments().values()]
-        if not isinstance(dtype, torch.dtype) or dtype not in set.intersection(*known):
-            names = ", ".join(map(str, set.intersection(*known)))
+        known = set.intersection(*[set(moment.narrow) for moment in self._all_moments().values()])
+        if not isinstance(dtype, torch.dtype) or dtype not in known:
+            names = ", ".join(map(str, known))
             raise AmpValueError(f"state_dtype={brief(dtype)} is not one of {names}, None")
 
     def _cast_moments(self) -> None:
@@ -209,9 +189,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "params" not in param_group:
             raise AmpValueError(f"a group of parameters has only {brief(param_group)}, and no 'params'")
         self._check_group({**self.defaults, **param_group})
-        param_group.update(
-            {name: as_plain(param_group[name]) for name in self.defaults.keys() & param_group}
-        )
+        for name in self.defaults.keys() & param_group:
+            param_group[name] = as_plain(param_group[name])
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

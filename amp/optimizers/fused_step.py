@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from amp.distributed import WHOLE, reduce_norm, shard_like
-from amp.kernels.changes import Changes
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch, kinds_of
 from amp.optimizers.checks import check_batch
+from amp.training.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from amp.optimizers.fused import FusedOptimizer
@@ -37,7 +37,7 @@ class Ready(NamedTuple):
     inv_scale: Tensor | None
 
 
-def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: Any) -> None:
+def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: StepInputs) -> None:
     """Step the parameters of all batches, or raise an AmpError before any of them.
 
     An interrupt finds all of them stepped, or none.
@@ -46,12 +46,12 @@ def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: An
     ready = [_look_at(optimizer, batch, inputs, entries) for batch in batches]
     clip = _clip_factor(optimizer.max_grad_norm, ready, inputs)
     for one in ready:
-        _plan(optimizer, one, inputs.found_inf, clip, inputs.changes)
+        _plan(optimizer, one, clip, inputs)
     inputs.changes.make()
 
 
 def _look_at(
-    optimizer: FusedOptimizer, batch: Batch, inputs: Any, entries: Sequence[Mapping[str, Any]]
+    optimizer: FusedOptimizer, batch: Batch, inputs: StepInputs, entries: Sequence[Mapping[str, Any]]
 ) -> Ready:
     """Look at the tensors of a batch; where they are of another kind than before, check them."""
     lists = batch.tensors(inputs)
@@ -73,7 +73,7 @@ def _look_at(
     return Ready(batch, lists, state, inv_scale)
 
 
-def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) -> Tensor | None:
+def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: StepInputs) -> Tensor | None:
     """Return what clipping multiplies the unscaled gradients by, float32 `[1]`. No host sync."""
     if max_norm is None or not ready:
         return None
@@ -81,7 +81,7 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
     given = [one for one in ready if one.batch.positions is not None]
     if inputs.norms is not None and sum(len(one.batch.stepped) for one in given) == len(inputs.stepped):
         if len(given) == len(ready):
-            return inputs.norms.clip  # type: ignore[no-any-return]
+            return inputs.norms.clip
         norms.append(inputs.norms.total)
         ready = [one for one in ready if one.batch.positions is None]
     inv_scales = {one.batch.positions is None: one.inv_scale for one in ready}
@@ -102,18 +102,11 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: Any) ->
     return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)  # type: ignore[no-any-return]
 
 
-def _plan(
-    optimizer: FusedOptimizer,
-    one: Ready,
-    found_inf: Tensor | None,
-    clip: Tensor | None,
-    changes: Changes,
-) -> None:
+def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: StepInputs) -> None:
     """Plan the step of a batch."""
-    batch = one.batch
+    batch, found_inf, changes = one.batch, inputs.found_inf, inputs.changes
     group = optimizer.param_groups[batch.index]
     *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)
-    factors = [factor for factor in (one.inv_scale, clip) if factor is not None]
     rule = optimizer._rule(group)
     kernels.stepping.step(
         rule,
@@ -121,7 +114,7 @@ def _plan(
         moments=moments,
         steps=steps,
         **one.lists,
-        of_tensor=optimizer._of_tensor(batch, one.lists["grads"], factors, found_inf, changes),
+        of_tensor=optimizer._of_tensor(one, clip, inputs),
         seeds=None if optimizer.state_dtype is None else batch.seeds(group["seed"]),
         inv_scale=one.inv_scale,
         clip=clip,
@@ -152,9 +145,8 @@ def _make_state(
         dtype = optimizer.state_dtype or (torch.float32 if "lows" in lists else like.dtype)
         for name in names[:-1]:
             if name not in state:
-                start = optimizer._first_moment(group)
-                moment = torch.full_like(like, start, dtype=dtype).requires_grad_(False)
-                state[name] = shard_like(moment, parameter)
+                moment = torch.full_like(like, optimizer._first_moment(group), dtype=dtype)
+                state[name] = shard_like(moment.requires_grad_(False), parameter)
         for name in ("step", *optimizer._scalars):
             if name not in state:
                 state[name] = torch.zeros((), dtype=torch.float32, device=like.device)

@@ -56,5 +56,5 @@ class FusedLAMB(FusedOptimizer):
         defaults |= {"grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb, "maximize": maximize}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
-    def _rules(self) -> Any:
-        return (kernels.lamb.LAMB,)
+    def _rule(self, group: Any = None) -> Any:
+        return kernels.lamb.LAMB

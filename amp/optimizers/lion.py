@@ -44,5 +44,5 @@ class FusedLion(FusedOptimizer):
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
         return 0  # nothing depends on it, and others do not count
 
-    def _rules(self) -> Any:
-        return (kernels.lion.LION,)
+    def _rule(self, group: Any = None) -> Any:
+        return kernels.lion.LION

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from amp.distributed import reduce_norm
 from amp.errors import AmpValueError, brief, truth_of
-from amp.kernels.changes import Changes
+from amp.kernels.tensor_lists import dense
 from amp.lazy import kernels
-from amp.optimizers.batches import Batch
 from amp.optimizers.fused import FusedOptimizer
+from amp.optimizers.fused_step import Ready
 from amp.state_checks import as_float
+from amp.training.step_inputs import StepInputs
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -64,9 +65,8 @@ class FusedNovoGrad(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "reg_inside_moment": reg_inside_moment}
         defaults |= {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
-        super().__init__(
-            params, {**defaults, "maximize": maximize}, set_grad_none, max_grad_norm, state_dtype
-        )
+        defaults |= {"maximize": maximize}
+        super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -82,17 +82,14 @@ class FusedNovoGrad(FusedOptimizer):
         if norms is None:
             return
         keys = [key for key in group["params"] if key in state]
-        halves = [key for key in keys if _dtype_of(state[key].get("exp_avg")) is torch.float16]
+        halves = [k for k in keys if getattr(state[k].get("exp_avg"), "dtype", None) is torch.float16]
         others = [key for key in keys if key not in set(halves)]
-        if not isinstance(norms, (list, tuple)) or len(norms) != 2:
+        are_two = isinstance(norms, (list, tuple)) and len(norms) == 2
+        if not are_two or not all(isinstance(x, Tensor) and x.layout is torch.strided for x in norms):
             raise AmpValueError(
                 f"a group of the state dict has the norms {brief(norms)}, not 2 tensors"
             )
         for same, values in zip((halves, others), norms, strict=True):
-            if _dtype_of(values) is None or values.layout is not torch.strided:
-                raise AmpValueError(
-                    f"norms of a group of the state dict are {brief(values)}, no tensor"
-                )
             if values.dim() != 1 or len(same) != len(values):
                 raise AmpValueError(
                     f"a group of the state dict has {values.numel()} norms for {len(same)} parameters"
@@ -100,48 +97,36 @@ class FusedNovoGrad(FusedOptimizer):
             for key, value in zip(same, values.unbind(), strict=True):
                 state[key]["exp_avg_sq"] = value
 
-    def _rules(self) -> Any:
-        return (kernels.novograd.NOVOGRAD,)
+    def _rule(self, group: Any = None) -> Any:
+        return kernels.novograd.NOVOGRAD
 
-    def _of_tensor(
-        self,
-        batch: Batch,
-        grads: Sequence[Tensor],
-        factors: Sequence[Tensor],
-        found_inf: Tensor | None,
-        changes: Changes,
-    ) -> Tensor:
+    def _of_tensor(self, one: Ready, clip: Tensor | None, inputs: StepInputs) -> Tensor:
         """Return the running norms, as this step moves them."""
-        group = self.param_groups[batch.index]
-        states = [self.state[parameter] for parameter in batch.stepped]
-        norms: Tensor = self._norms(grads, group["norm_type"])
-        norms = reduce_norm(norms, batch.cut, is_largest=group["norm_type"] == 0)
-        for factor in factors:
-            norms = norms * factor.to(norms.device, non_blocking=True)
+        group, grads = self.param_groups[one.batch.index], one.lists["grads"]
+        states = [self.state[parameter] for parameter in one.batch.stepped]
+        is_largest = group["norm_type"] == 0
+        if is_largest:
+            norms = torch.stack(torch._foreach_norm(list(dense(grads)), math.inf)).float()
+        else:
+            norms = kernels.l2norm.l2norm(grads).each
+        norms = reduce_norm(norms, one.batch.cut, is_largest=is_largest)
+        for factor in (one.inv_scale, clip):
+            if factor is not None:
+                norms = norms * factor.to(norms.device, non_blocking=True)
         steps, known = [
             torch.stack([state[name].to(norms.device, non_blocking=True) for state in states])
             for name in ("step", "exp_avg_sq")
         ]
         beta2: float | Tensor = group["betas"][1]
-        if group["norm_type"] == 2:
-            blended = (beta2 * known.square() + (1 - beta2) * norms.square()).sqrt()
-        else:
+        if is_largest:
             blended = beta2 * known + (1 - beta2) * norms
+        else:
+            blended = (beta2 * known.square() + (1 - beta2) * norms.square()).sqrt()
         if not group["init_zero"]:
             blended = torch.where(steps == 0, norms, blended)
-        if found_inf is not None:
-            found_inf = found_inf.to(norms.device, non_blocking=True)
+        if inputs.found_inf is not None:
+            found_inf = inputs.found_inf.to(norms.device, non_blocking=True)
             blended = torch.where(found_inf == 0, blended, known)
         running = [state["exp_avg_sq"] for state in states]
-        changes.add(functools.partial(torch._foreach_copy_, running, list(blended.unbind())))
+        inputs.changes.add(functools.partial(torch._foreach_copy_, running, list(blended.unbind())))
         return blended
-
-    def _norms(self, grads: Sequence[Tensor], norm_type: int) -> Tensor:
-        if norm_type == 2:
-            return kernels.l2norm.l2norm(grads).each  # type: ignore[no-any-return]
-        values = list(kernels.tensor_lists.dense(grads))
-        return torch.stack([norm.float() for norm in torch._foreach_norm(values, math.inf)])
-
-
-def _dtype_of(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, Tensor) else None

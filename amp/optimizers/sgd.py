@@ -51,13 +51,8 @@ class FusedSGD(FusedOptimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-        }
-        defaults |= {"nesterov": truth_of("nesterov", nesterov)}
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": truth_of("nesterov", nesterov)}
         defaults |= {"wd_after_momentum": truth_of("wd_after_momentum", wd_after_momentum)}
         defaults |= {"maximize": maximize, "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
@@ -69,7 +64,7 @@ class FusedSGD(FusedOptimizer):
         dampening = group["dampening"]
         if not isinstance(dampening, Tensor) and dampening > 1:
             raise AmpValueError(f"dampening={dampening:g} must be at most 1")
-        if group["nesterov"] and (not _has_momentum(group) or not _is_zero(dampening)):
+        if group["nesterov"] and (_is_zero(group["momentum"]) or not _is_zero(dampening)):
             raise AmpValueError(
                 f"nesterov=True with momentum={group['momentum']} and dampening={group['dampening']}: "
                 "it needs a momentum above 0 and a dampening of 0"
@@ -79,16 +74,9 @@ class FusedSGD(FusedOptimizer):
         # torch counts no steps, and its first one makes the momentum.
         return None if entry.get("momentum_buffer") is None else 1
 
-    def _rules(self) -> Any:
-        return kernels.sgd.MOMENTUM_SGD, kernels.sgd.SGD
-
-    def _rule(self, group: Mapping[str, Any]) -> Any:
-        with_momentum, without = self._rules()
-        return with_momentum if _has_momentum(group) else without
-
-
-def _has_momentum(group: Mapping[str, Any]) -> bool:
-    return not _is_zero(group["momentum"])
+    def _rule(self, group: Any = None) -> Any:
+        without_momentum = group is not None and _is_zero(group["momentum"])
+        return kernels.sgd.SGD if without_momentum else kernels.sgd.MOMENTUM_SGD
 
 
 def _is_zero(value: float | Tensor) -> bool:

@@ -72,11 +72,7 @@ def _check_group(
 
 
 def _check_entry(
-    checks: StateChecks,
-    optimizer: FusedOptimizer,
-    entry: dict[str, Any],
-    path: str,
-    parameter: Tensor,
+    checks: StateChecks, optimizer: FusedOptimizer, entry: dict[str, Any], path: str, parameter: Tensor
 ) -> None:
     """Check the state of a parameter, and exchange tensors for copies."""
     entry["step"] = checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)

@@ -100,6 +100,11 @@ class Properties:
         return "dynamic" if self.loss_scaling.dynamic else self.loss_scaling.init
 
     @property
+    def has_half(self) -> bool:
+        """Whether weights are in 16 bits, or masters of such."""
+        return bool(self.master_weights) or self.cast_model_type in (FLOAT16, BFLOAT16)
+
+    @property
     def casts_model(self) -> bool:
         """Whether the model's weights are cast to a dtype."""
         return isinstance(self.cast_model_type, torch.dtype)

@@ -10,8 +10,10 @@ abort    they are dropped
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.changes import at_once
+from amp.observers import watching
 from amp.training.gradients import Gradients, State
 from amp.training.new_gradients import NewGradients
 from amp.training.scaler import LossScaler, ScaleSnapshot
@@ -47,6 +50,43 @@ class Block:
         self._gradients = gradients
         self._histories = histories
         self._before = ThreadState()
+
+    @contextmanager
+    def around_backward(
+        self, session: Any, loss: Tensor, attached: Sequence[Any], *, delay: bool, update: bool
+    ) -> Iterator[Tensor]:
+        """Enter the block, yield the scaled loss for its backward, and leave the block.
+
+        Args:
+            session: of the loss; its observers are told.
+            loss: as the caller computed it.
+            attached: what there is of the optimizers, in any session.
+            delay: leave the gradients scaled.
+            update: let the scale move.
+        """
+        for each in attached:
+            each.write_back.warn_if_missed()
+        try:
+            try:
+                scaled_loss = self.enter(loss)
+                for observer in watching(session.observers):
+                    observer.block_entered(session, self, loss, attached)
+                session.learn(self.scaler)
+                yield scaled_loss
+                if session.is_rehearsal:
+                    self.abort()
+                elif delay or not self.is_reduced():
+                    self.delay()
+                else:
+                    self.leave(update)
+                session.running_stats.repair()
+                for observer in watching(session.observers):
+                    observer.block_left(session, self)
+                self.is_over = True
+            finally:
+                self.end()
+        finally:
+            self.end()  # again: an interrupt may have come before it was done
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait.

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from amp import active
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models, unwrapped
 from amp.diagnosis.findings import Finding
@@ -157,7 +158,7 @@ def at_level(
     model: nn.Module, opt_level: Any, overrides: dict[str, Any], caller: str
 ) -> Iterator[tuple[Session, nn.Module]]:
     """Yield the session of a model, and the model; or one of a copy, until the block ends."""
-    session = Session.of(model)
+    session = active.session_of(model)
     if session is not None:
         if opt_level is not None or overrides:
             raise AmpValueError(

@@ -8,6 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from amp.kernels import quantize_tiles as tiles
+from amp.kernels.fp8 import Granularity
 from amp.kernels.language import OPTIONS, triton
 
 TARGETS = {
@@ -51,11 +52,14 @@ def case(
     kernel: Any,
     source: str,
     *,
-    tile: tuple[int, int] = tiles.TILE,
-    warps: int = tiles.WARPS,
+    granularity: Granularity = "tensor",
+    tile: tuple[int, int] | None = None,
+    warps: int | None = None,
     types: dict[str, str] | None = None,
     **constants: Any,
 ) -> Case:
+    own_tile, own_warps = tiles.TILES[granularity]
+    tile, warps = tile or own_tile, warps or own_warps
     of_tile = {"TM": tile[0], "TK": tile[1]}
     if "by_row" in kernel.arg_names:
         constants = {"E4M3": True, "POW2": True, "BY_BITS": False, **of_tile, **constants}
@@ -70,29 +74,27 @@ def case(
 CASES: dict[str, Case] = {}
 for source in ("bf16", "fp32"):
     block = {"BLOCK": tiles.AMAX_BLOCK}
-    of_amax = {"warps": 8, "types": {"amax": "*i32"}}
+    of_amax = {"warps": tiles.AMAX_WARPS, "types": {"amax": "*i32"}}
     CASES[f"amax {source}"] = case(tiles.amax_kernel, source, factor=None, **block, **of_amax)
     CASES[f"amax, once {source}"] = case(tiles.amax_kernel, source, **block, **of_amax)
-    CASES[f"amaxes {source}"] = case(tiles.amaxes_kernel, source)
+    CASES[f"amaxes {source}"] = case(
+        tiles.amaxes_kernel, source, tile=tiles.AMAXES_TILE, warps=tiles.AMAXES_WARPS
+    )
     CASES[f"current {source}"] = case(tiles.tensor_kernel, source, factor=None)
     CASES[f"delayed {source}"] = case(tiles.tensor_kernel, source)
     CASES[f"rowwise {source}"] = case(
         tiles.rows_kernel,
         source,
-        tile=tiles.ROWS_TILE,
-        warps=tiles.ROWS_WARPS,
+        granularity="row",
         types={"of_rows": "*fp32", "of_columns": "*fp32"},
     )
-    CASES[f"128x128 {source}"] = case(tiles.squares_kernel, source, tile=tiles.LARGE_TILE, warps=16)
-    CASES[f"1x128 {source}"] = case(
-        tiles.groups_kernel, source, tile=tiles.LARGE_TILE, warps=32, G=128, E8M0=False
-    )
+    CASES[f"128x128 {source}"] = case(tiles.squares_kernel, source, granularity="128x128")
+    CASES[f"1x128 {source}"] = case(tiles.groups_kernel, source, granularity="1x128", G=128, E8M0=False)
     scales = {"inverse": "*u8", "transposed": "*u8"}
     CASES[f"1x32 {source}"] = case(
         tiles.groups_kernel,
         source,
-        tile=tiles.ROWS_TILE,
-        warps=tiles.ROWS_WARPS,
+        granularity="1x32",
         types=scales,
         G=32,
         E8M0=True,
@@ -117,9 +119,17 @@ def compiled(case: Case, target: Any) -> Any:
 
 def of_target(case: Case, target: Any) -> dict[str, Any]:
     """Return the compile-time arguments of a case on a target."""
-    return case.constants | (
-        {"AGAIN": reads_again(case, target)} if "AGAIN" in case.kernel.arg_names else {}
-    )
+    constants = dict(case.constants)
+    if "AGAIN" in case.kernel.arg_names:
+        constants["AGAIN"] = reads_again(case, target)
+    if "BY_BITS" in case.kernel.arg_names:
+        constants["BY_BITS"] = rounds_by_bits(case, target)
+    return constants
+
+
+def rounds_by_bits(case: Case, target: Any) -> bool:
+    """Whether a program does without the cast of the target."""
+    return case.source == "fp32" and target.backend == "cuda"
 
 
 def reads_again(case: Case, target: Any) -> bool:

@@ -18,12 +18,20 @@ if triton is None or INTERPRETED:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
 from tests.kernels.compile_cases import run
-from tests.kernels.fp8_cases import CASES, TARGETS, Case, compiled, reads_again, warps_for
+from tests.kernels.fp8_cases import (
+    CASES,
+    TARGETS,
+    Case,
+    compiled,
+    reads_again,
+    rounds_by_bits,
+    warps_for,
+)
 
 pytestmark = pytest.mark.slow
 
-MOST_REGISTERS = 64
-"""Of 255 on NVIDIA and 512 on AMD: with more, fewer programs fit on a GPU at a time."""
+MOST_REGISTERS = 160
+"""Of 255 on NVIDIA and 512 on AMD: the tiles that were the fastest on an H100 take that many."""
 BYTES = {"bf16": 2, "fp32": 4}
 
 CASTS = {
@@ -56,7 +64,7 @@ def test_on_nvidia(target: str, tmp_path: Path) -> None:
             problems.append(f"{name}: {found}, not {needed(case, 32 * case.warps)}")
         if int(usage["REG"]) > MOST_REGISTERS or usage["STACK"] != "0" or usage["LOCAL"] != "0":
             problems.append(f"{name}: {usage}")
-        if bool(case.writes) != bool(casts):
+        if bool(casts) != (bool(case.writes) and not rounds_by_bits(case, TARGETS[target])):
             problems.append(f"{name}: {casts} saturating casts")
         if "fma." in kernel.asm["ptx"]:
             problems.append(f"{name}: fused products")
