@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_TRITON := $(VENV)/triton-3.6.0
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .PHONY: help install demo docs test test-slow test-all test-gpu sanitize bench bench-gpu predict lint types format wheel clean
 .DEFAULT_GOAL := help
@@ -21,8 +21,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train on real digits at every opt level: one table, one picture
 	$(BIN)/python examples/digits.py
 
-test: $(READY)  ## Run the tests of what users see, in 6 to 9 minutes on 2 cores
-	$(PYTEST) -m "not slow"
+test: $(READY)  ## Run the tests of what users see, in about 4 minutes on 2 cores
+	$(PYTEST) -m "not slow" --ignore tests/integrations
+	$(PYTEST) -m "not slow" tests/integrations
 
 test-slow: $(READY) $(OLDEST_TRITON)  ## Run the others: interpreter, compilers, browser, examples, oldest Triton
 	$(PYTEST) -m slow

@@ -235,6 +235,8 @@ def show_patched(holder: Any, attributes: Mapping[int, tuple[Any, str, Any]]) ->
         holder: a module, or any object with a `__dict__`.
         attributes: where a function is patched, its name there and the function, by the function's id.
     """
+    if attributes.keys().isdisjoint(map(id, list(vars(holder).values()))):
+        return  # as nearly all modules, of which a process may have thousands
     for name, value in list(vars(holder).items()):
         if id(value) in attributes:
             target, attribute, _ = attributes[id(value)]

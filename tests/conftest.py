@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import operator
 import types
 import warnings
 from collections import Counter
@@ -49,7 +50,14 @@ def _attributes() -> list[dict[str, object]]:
     return [dict(vars(place)) for place in PATCHED_PLACES]
 
 
+def _are_same(old: dict[str, object], new: dict[str, object]) -> bool:
+    """Whether two dicts have the same keys, in the same order, and the same objects."""
+    return [*old] == [*new] and all(map(operator.is_, old.values(), new.values()))
+
+
 def _changed(before: list[dict[str, object]], after: list[dict[str, object]]) -> list[str]:
+    if all(map(_are_same, before, after)):
+        return []
     return [
         f"{place.__name__}.{name}"
         for place, old, new in zip(PATCHED_PLACES, before, after, strict=True)
@@ -73,6 +81,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Let garbage collections look at nothing that was there before the first test."""
     gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_a_module_imports_stays() -> Iterator[None]:
+    """Nor at what the tests of a module have imported."""
+    yield
     gc.freeze()
 
 

@@ -60,8 +60,9 @@ def assert_sum(optimizer: Any, blocks: int | list[int]) -> None:
         assert torch.equal(grad, expected), (grad, expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_scale", [None, 1.0, 8.0, 3.0, "dynamic"])
+@pytest.mark.parametrize(
+    ("level", "loss_scale"), covering(LEVELS, [None, 1.0, 8.0, 3.0, "dynamic"], strength=1)
+)
 def test_plain_accumulation(level: str, loss_scale: Any) -> None:
     scaling = {"init": 256} if loss_scale == "dynamic" else loss_scale
     model, optimizer = make(level, **({} if scaling is None else {"loss_scale": scaling}))
@@ -83,8 +84,9 @@ def test_the_first_use_ever_may_be_delayed(level: str) -> None:
     assert_sum(optimizer, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("delays", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize(
+    ("level", "delays"), covering(LEVELS, list(itertools.product([False, True], repeat=3)), strength=1)
+)
 def test_every_pattern_of_delays(level: str, delays: tuple[bool, ...]) -> None:
     model, optimizer = make(level)
     for i, delay in enumerate(delays):

@@ -150,9 +150,10 @@ def test_a_deep_copy_has_the_values_of_the_masters_and_runs_on_its_own(level: st
     assert "__deepcopy__" not in vars(nn.Module)
 
 
-@pytest.mark.parametrize("optimizer_first", [False, True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, amp.optimizers.FusedAdam])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("optimizer_first", "make", "level"),
+    covering([False, True], [torch.optim.AdamW, amp.optimizers.FusedAdam], LEVELS, strength=1),
+)
 def test_copies_of_a_model_and_its_optimizer_train_on_together(
     level: str, make: Any, optimizer_first: bool
 ) -> None:
@@ -306,8 +307,7 @@ SHADOW_WAYS: dict[str, Callable[[list[Tensor], list[Tensor]], None]] = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("way", SHADOW_WAYS)
+@pytest.mark.parametrize(("level", "way"), covering(LEVELS, SHADOW_WAYS, strength=1))
 def test_clones_of_weights_in_16_bits_learn_as_in_fp32(level: str, way: str) -> None:
     """They are FP32 averages, rounded, and may stand in for weights, as around an evaluation."""
     net: Any = net_of()

@@ -16,6 +16,7 @@ import amp
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdam
 from amp.optimizers.batches import Batches
+from tests.covering import covering
 from tests.devices import DEVICES
 
 pytestmark = [
@@ -166,8 +167,7 @@ def train(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", [None, "O2"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("level", "change"), covering([None, "O2"], CHANGES, strength=1))
 def test_whatever_is_changed(
     change: Callable[[Any, Any], None], level: str | None, device: str
 ) -> None:

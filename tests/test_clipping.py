@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
 
 import amp
+from tests.covering import covering
 
 LEVELS = ("O1", "O2", "O4", "O5")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "FusedSGD": amp.optimizers.FusedSGD}
@@ -61,12 +62,14 @@ def clip_one_by_one(model: nn.Module) -> None:
         torch.nn.utils.clip_grad_norm_(parameter, 0.1)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "clip",
-    [clip_norm, clip_norm_as_imported, clip_value, clip_with_norm, clip_one_by_one],
-    ids=lambda f: f.__name__,
+    ("level", "optimizer", "clip"),
+    covering(
+        LEVELS,
+        OPTIMIZERS,
+        [clip_norm, clip_norm_as_imported, clip_value, clip_with_norm, clip_one_by_one],
+        strength=1,
+    ),
 )
 def test_the_models_parameters_clip_what_is_stepped(level: str, optimizer: str, clip: Any) -> None:
     results = []

@@ -23,6 +23,7 @@ from amp.errors import AmpRuntimeError, AmpWarning
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize import quantize
 from amp.training import scaler
+from tests.covering import covering
 from tests.fp8_models import (
     BASES,
     RECIPE_NAMES,
@@ -52,8 +53,7 @@ def assert_same(found: Any, expected: Any) -> None:
 # That it trains, and in which numbers.
 
 
-@pytest.mark.parametrize("level", BASES)
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize(("level", "recipe"), covering(BASES, RECIPE_NAMES, strength=1))
 def test_every_recipe_follows_half_precision(level: str, recipe: str) -> None:
     losses = {}
     for fp8 in (False, recipe):
@@ -118,8 +118,7 @@ def test_gradients_of_weights_in_high_precision(recipe: Any) -> None:
     assert torch.equal(model[0].weight.grad, grad.t() @ x)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5, 17])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize(("tokens", "recipe"), covering([0, 1, 5, 17], RECIPE_NAMES, strength=1))
 def test_any_number_of_tokens(tokens: int, recipe: str) -> None:
     model, _ = initialize(net(), "O5", recipe)
     x = torch.randn(tokens, WIDTH, requires_grad=True)
@@ -173,9 +172,10 @@ def test_where_casts_are_off_nothing_is_in_fp8() -> None:
 # Recomputation, micro-batches, copies.
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize(
+    ("recompute", "recipe", "level"),
+    covering(["reentrant", "not reentrant"], RECIPE_NAMES, ["O4", "O5"], strength=1),
+)
 def test_activation_checkpointing_changes_no_bit(level: str, recipe: str, recompute: str) -> None:
     found = []
     for how in ("", recompute):
@@ -466,9 +466,9 @@ def test_the_newest_session_says_whether_a_model_is_in_fp8() -> None:
 PLACES = ("input", "weight", "gradient")
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("recipe", "place", "bad"), covering(RECIPE_NAMES, PLACES, [math.inf, math.nan], strength=1)
+)
 def test_an_overflow_skips_the_step_and_the_next_scale_is_right_at_once(
     recipe: str, place: str, bad: float
 ) -> None:

@@ -228,6 +228,7 @@ def test_models_of_one_session_have_entries_of_their_own() -> None:
 # Resuming.
 
 
+@pytest.mark.slow
 def test_a_resume_in_a_new_process_is_exact(tmp_path: Path) -> None:
     for case in range(len(fp8_resume.CASES)):
         model, optimizer = fp8_resume.start(case)

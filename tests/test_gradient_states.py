@@ -53,7 +53,7 @@ def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_any_script(level: str) -> None:
-    run(level, examples=14, steps=20, shrink=False)
+    run(level, examples=6, steps=20, shrink=False)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,6 @@ if CYCLES < LONG:
     RUNS += [pytest.param(x, LONG, marks=pytest.mark.slow) for x in QUICK]
 SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 900, 2500
 """Blocks of memory, however many there are: what torch caches, and a scaler's last 256 transitions."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_was_there_is_not_looked_at() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def things(model: nn.Module, optimizer: Any) -> dict[str, Any]:

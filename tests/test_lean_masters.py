@@ -54,8 +54,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("level", "optimizer"), covering(WITH_MASTERS, OPTIMIZERS, strength=1))
 def test_split16_trains_bit_for_bit(level: str, optimizer: str) -> None:
     whole = train(*make(True, level, optimizer))
     split = train(*make("split16", level, optimizer))
@@ -93,9 +92,10 @@ def test_checkpoints_convert_exactly(masters: tuple[Any, Any], optimizer: str) -
     assert_equal(expected, train(model, opt, first=5))
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW", "SGD"])
-@pytest.mark.parametrize("kind", ["split16", "kahan"])
+@pytest.mark.parametrize(
+    ("level", "optimizer", "kind"),
+    covering(WITH_MASTERS, ["FusedAdam", "AdamW", "SGD"], ["split16", "kahan"], strength=1),
+)
 def test_resume_is_exact(kind: str, optimizer: str, level: str) -> None:
     expected = train(*make(kind, level, optimizer, width=1024))
     model, opt = make(kind, level, optimizer, width=1024)
@@ -238,9 +238,10 @@ CLOSURE_OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("name", CLOSURE_OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["split16", "kahan"])
+@pytest.mark.parametrize(
+    ("level", "name", "kind"),
+    covering(WITH_MASTERS, CLOSURE_OPTIMIZERS, ["split16", "kahan"], strength=1),
+)
 def test_resume_is_exact_where_the_optimizer_calls_a_closure(kind: str, name: str, level: str) -> None:
     def start() -> tuple[Any, Any]:
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests.covering import covering
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -115,8 +116,9 @@ class Images(torch.utils.data.Dataset):
         return torch.eye(3) * 1e5 @ torch.ones(3)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("level", "start_method"), covering(["O1", "O4"], ["fork", "spawn"], strength=1)
+)
 def test_nothing_casts_in_workers_of_data_loaders(level: str, start_method: str) -> None:
     start(level)
     context = multiprocessing.get_context(start_method)

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import amp
 from amp.casting.containers import map_tensors
+from tests.covering import covering
 from tests.models import CAST_LEVELS, LEVELS, MODEL_DTYPE, batch, conv_net, initialize, linear, sgd
 
 # Containers.
@@ -300,9 +301,10 @@ def test_which_norms_stay_fp32(level: str, keep: dict[str, Any], training: bool)
     assert model.batch.num_batches_tracked == int(training)
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
-@pytest.mark.parametrize("keep", [{}, {"keep_norm_fp32": True}])
-@pytest.mark.parametrize("name", STATISTICS + OTHERS)
+@pytest.mark.parametrize(
+    ("level", "keep", "name"),
+    covering(CAST_LEVELS, [{}, {"keep_norm_fp32": True}], STATISTICS + OTHERS, strength=1),
+)
 def test_norms_can_be_called_on_their_own_with_any_input(
     level: str, keep: dict[str, Any], name: str
 ) -> None:
@@ -577,8 +579,9 @@ class Shared(nn.Linear):
         return self
 
 
-@pytest.mark.parametrize("level", ["O1", "O4", "O6"])
-@pytest.mark.parametrize("of", [Copied, Once, Reduced, Stated, Shared])
+@pytest.mark.parametrize(
+    ("level", "of"), covering(["O1", "O4", "O6"], [Copied, Once, Reduced, Stated, Shared], strength=1)
+)
 def test_modules_are_copied_and_pickled_as_their_classes_say(of: Any, level: str) -> None:
     model: Any = nn.Sequential(of(16, 16), nn.Linear(16, 16))
     amp.initialize(model, opt_level=level, verbosity=0)

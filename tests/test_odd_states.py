@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests.covering import covering
 from tests.levels import FP8
 from tests.levels import LEVELS as NOT_IN_FP8
 from tests.processes import ROOT, run_python
@@ -78,8 +79,7 @@ def _as_it_is() -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("state", "level"), covering(STATES, LEVELS, strength=1))
 def test_training_is_what_it_always_is(level: str, state: str) -> None:
     plain = train(level, _as_it_is)
     assert all(bool(tensor.isfinite().all()) for tensor in plain)

@@ -62,8 +62,7 @@ def test_every_torch_optimizer_trains(name: str, level: str) -> None:
     assert loss_of(model).item() < first * 0.98
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["AdamW", "RAdam", "Lion"])
+@pytest.mark.parametrize(("level", "name"), covering(LEVELS, ["AdamW", "RAdam", "Lion"], strength=1))
 def test_optimizers_of_others_train(name: str, level: str) -> None:
     """optimi's, which step parameter by parameter in code of their own."""
     optimi = pytest.importorskip("optimi")
@@ -196,8 +195,10 @@ def test_what_was_written_to_a_frozen_parameter_reaches_its_master() -> None:
     assert (next(amp.master_params(optimizer)) == 3).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["none", "zero", "positional", "model", "model_zero"])
+@pytest.mark.parametrize(
+    ("level", "how"),
+    covering(LEVELS, ["none", "zero", "positional", "model", "model_zero"], strength=1),
+)
 def test_zero_grad_in_every_form(level: str, how: str) -> None:
     model = conv_net()
     model, optimizer = initialize(model, sgd(model, momentum=0), level)
@@ -253,9 +254,12 @@ def test_gradients_that_are_none(level: str) -> None:
     assert not torch.equal(model.state_dict()["used.weight"], before["used.weight"])
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SparseAdam, torch.optim.SGD])
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(
+    ("level", "optimizer_class", "blocks"),
+    covering(
+        ["O0", "O1", "O2", "O4", "O5"], [torch.optim.SparseAdam, torch.optim.SGD], [1, 2], strength=1
+    ),
+)
 def test_sparse_gradients(level: str, optimizer_class: Any, blocks: int) -> None:
     def make() -> nn.Embedding:
         torch.manual_seed(0)
@@ -368,9 +372,10 @@ def test_a_closure_that_always_overflows_is_an_error() -> None:
 # Schedulers.
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("when", ["before", "after", "both"])
-@pytest.mark.parametrize("first_step_overflows", [False, True])
+@pytest.mark.parametrize(
+    ("level", "when", "first_step_overflows"),
+    covering(LEVELS, ["before", "after", "both"], [False, True], strength=1),
+)
 def test_learning_rate_schedulers(level: str, when: str, first_step_overflows: bool) -> None:
     model = conv_net()
     optimizer = sgd(model)
@@ -714,8 +719,10 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("level", DYNAMIC)
-@pytest.mark.parametrize("make", ["Adam", "AdamW", "SGD", "SGD without momentum", "Adagrad"])
+@pytest.mark.parametrize(
+    ("level", "make"),
+    covering(DYNAMIC, ["Adam", "AdamW", "SGD", "SGD without momentum", "Adagrad"], strength=1),
+)
 def test_fused_optimizers_skip_by_themselves_and_end_where_others_do(
     level: str, make: str, uninitialized_memory_is_nan: None
 ) -> None:

@@ -99,6 +99,7 @@ def listed() -> dict[str, list[str]]:
     return {name: cells.split(" | ") for name, cells in rows}
 
 
+QUICK = ("O0", "O1", "O5")
 CASTS_NONE = ("O0", "O2", "O3", "O5", "O7")
 
 
@@ -107,7 +108,10 @@ def name_of(place: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "split16"}], ids=["", "split16"])
-@pytest.mark.parametrize("level", LIMITS)
+@pytest.mark.parametrize(
+    "level",
+    [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in LIMITS if x not in QUICK)],
+)
 def test_a_level_patches_what_the_page_lists(level: str, options: dict[str, Any]) -> None:
     if options and level not in ("O2", "O5", "O7"):
         pytest.skip("has no masters")

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import amp
 from amp.casting import cast_cache
+from tests.covering import covering
 from tests.models import initialize, sgd
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -194,9 +195,9 @@ def test_the_inner_region_wins(name: str) -> None:
 
 
 @ignore_old_spelling
-@pytest.mark.parametrize("name", REGIONS)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize(
+    ("name", "use_reentrant", "in_forward"), covering(REGIONS, [False, True], [False, True], strength=1)
+)
 def test_a_checkpoint_recomputes_as_it_computed(
     name: str, use_reentrant: bool, in_forward: bool
 ) -> None:

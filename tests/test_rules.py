@@ -22,6 +22,7 @@ from amp.casting.op_names import may_be_cast, resolve
 from amp.casting.policy import OpRule
 from amp.cli import main
 from amp.undo import Undo
+from tests.covering import covering
 from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd
 from tests.processes import run_python
 
@@ -181,8 +182,7 @@ GLOBS = [
 ]
 
 
-@pytest.mark.parametrize("cast", ["float32", "float16", None])
-@pytest.mark.parametrize("ops", GLOBS, ids=lambda ops: f"{ops[0]}-{len(ops)}")
+@pytest.mark.parametrize(("cast", "ops"), covering(["float32", "float16", None], GLOBS, strength=1))
 def test_rules_for_many_ops_leave_out_what_casts_work_by(
     ops: tuple[str, ...], cast: str | None
 ) -> None:

@@ -193,6 +193,7 @@ def writer_that_stops(path: Path) -> Iterator[subprocess.Popen[str]]:
         yield writer
 
 
+@pytest.mark.slow
 def test_what_a_kill_left_is_removed_by_the_next_save_of_that_file(tmp_path: Path) -> None:
     with writer_that_stops(tmp_path / "x.pt") as writer:
         writer.kill()
@@ -204,6 +205,7 @@ def test_what_a_kill_left_is_removed_by_the_next_save_of_that_file(tmp_path: Pat
     assert {each.name for each in tmp_path.iterdir()} == {"x.pt", "y.pt"}
 
 
+@pytest.mark.slow
 def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with writer_that_stops(path) as writer:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests.covering import covering
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
@@ -44,9 +45,10 @@ def train(level: str, name: str, saves: bool, **options: Any) -> dict[str, Tenso
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("options", [{}, {"master_weights": "kahan"}], ids=["whole", "kahan"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("name", "options", "level"),
+    covering(OPTIMIZERS, [{}, {"master_weights": "kahan"}], ["O2", "O5"], strength=1),
+)
 def test_saving_meanwhile_changes_nothing(level: str, name: str, options: Any) -> None:
     alone, watched = (train(level, name, saves, **options) for saves in (False, True))
     for key, tensor in watched.items():

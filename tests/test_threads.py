@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp
 from amp import active
+from tests.covering import covering
 
 STEPS = int(os.environ.get("AMP_THREAD_STEPS", "4"))
 PAIRS = [("O1", "O4"), ("O1", "O0"), ("O1", "O2"), ("O2", "O5"), ("O4", "O6"), ("O4", "O0")]
@@ -162,8 +163,9 @@ def often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("opened", ["before", "reversed", "in the threads"])
-@pytest.mark.parametrize("levels", PAIRS, ids="-".join)
+@pytest.mark.parametrize(
+    ("opened", "levels"), covering(["before", "reversed", "in the threads"], PAIRS, strength=1)
+)
 def test_two_threads_train_as_each_does_alone(levels: tuple[str, str], opened: str) -> None:
     """`AMP_THREAD_STEPS=200 pytest tests/test_threads.py` trains longer."""
     expected = [alone(level, seed) for seed, level in enumerate(levels)]
@@ -179,8 +181,10 @@ def test_two_threads_train_as_each_does_alone(levels: tuple[str, str], opened: s
         assert_equal(training.result(), result)
 
 
-@pytest.mark.parametrize("checkpoints", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("levels", [("O1", "O4"), ("O4", "O1"), ("O4", "O0")], ids="-".join)
+@pytest.mark.parametrize(
+    ("checkpoints", "levels"),
+    covering([None, False, True], [("O1", "O4"), ("O4", "O1"), ("O4", "O0")], strength=1),
+)
 def test_a_forward_goes_on_as_it_began_while_another_thread_trains(
     levels: tuple[str, str], checkpoints: bool | None
 ) -> None:

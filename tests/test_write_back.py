@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests.covering import covering
 
 LEVELS = ("O1", "O2", "O4", "O5")
 STEPS = 40
@@ -196,11 +197,11 @@ def train_accumulating(level: str) -> float:
     return loss_of(model, x, y).item()
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "train",
-    [train_sam, train_sam_by_closure, train_lookahead, train_accumulating],
-    ids=lambda f: f.__name__,
+    ("level", "train"),
+    covering(
+        LEVELS, [train_sam, train_sam_by_closure, train_lookahead, train_accumulating], strength=1
+    ),
 )
 def test_wrappers_learn_as_in_fp32(level: str, train: Callable[[str], float]) -> None:
     expected = train("O0")

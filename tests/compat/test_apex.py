@@ -38,7 +38,15 @@ def run(*arguments: Any, status: int = 0, **environment: str) -> subprocess.Comp
     return finished
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        "O1",
+        "O2",
+        pytest.param("O0", marks=pytest.mark.slow),
+        pytest.param("O3", marks=pytest.mark.slow),
+    ],
+)
 def test_a_classifier(level: str) -> None:
     options = ["--keep-batchnorm-fp32", "True"] if level == "O3" else []
     scale = ["--loss-scale", "128.0"] if level != "O1" else []

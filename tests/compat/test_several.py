@@ -94,6 +94,7 @@ OPTIMIZERS = {"SGD": (torch.optim.SGD, {}), "FusedSGD": (FusedSGD, {"materialize
     ("count", "level", "zero", "num_losses", "optimizer"),
     covering(
         *([2, 3], ["O0", "O1", "O2", "O3"], ["gradients", "models", "optimizer"], [1, 2], OPTIMIZERS),
+        strength=1,
         slow_strength=3,
     ),
 )

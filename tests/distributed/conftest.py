@@ -1,4 +1,4 @@
-"""Which of the tests on several processes `make test` runs, and which are for `make test-all`."""
+"""Which of the tests on two and four processes `make test` runs: few, and none on four."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from tests.devices import on_gpu
 from tests.distributed.models import SIZES
 from tests.distributed.world import Backend
 
-QUICK_LEVELS = ("O1", "O2", "O5")
+QUICK_LEVELS = ("O1", "O5")
+LEVELS_OF = {"ddp": ["O1"], "fsdp2": ["O5"], "sp": ["O2"], "tp": ["O2"]}
+"""The levels that `make test` tries under a wrapper; `QUICK_LEVELS` under others."""
 
 
 def is_long(params: dict[str, Any]) -> bool:
     """Whether a case is left to `make test-all`: rarer levels, most of what takes four processes."""
     wrap, level = params.get("wrap"), params.get("level")
-    if isinstance(params.get("there"), tuple):  # another number of ranks
-        return level != "O5"
-    if SIZES.get(str(wrap)) == 4:
-        return level not in (None, "O5") or params.get("optimizer") not in (None, "fused", "LAMB")
-    if params.get("optimizer") == "adamw" and wrap != "fsdp2":
+    base = None if level is None else str(level).split()[0].strip(",")
+    there, here = params.get("there"), params.get("here")
+    if isinstance(there, tuple) and isinstance(here, tuple):  # another number of ranks
+        return level != "O5" or 4 in (there[1], here[1])
+    if SIZES.get(str(wrap)) == 4 or params.get("size") == 4:
         return True
-    return level is not None and str(level).split()[0].strip(",") not in QUICK_LEVELS
+    if wrap in LEVELS_OF and params.get("optimizer") in ("adamw", "sgd"):
+        return True
+    return base is not None and base not in LEVELS_OF.get(str(wrap), QUICK_LEVELS)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Mark the long ones."""
+    """Mark the long ones, and keep all in one worker, whose processes they use."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.path.parent == Path(__file__).parent and is_long(params):
-            item.add_marker(pytest.mark.slow)
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group("distributed"))
+            if is_long(params):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, params=["gloo", *on_gpu("nccl")])

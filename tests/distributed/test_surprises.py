@@ -483,6 +483,7 @@ def test_sums_to_be_made_are_made_outside_of_blocks_too(level: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lamb", "novograd", "bfloat16"])
+@pytest.mark.slow
 def test_parameters_that_some_ranks_see_alike_are_stepped_apart_on_all(kind: str) -> None:
     world(4).run(check_layouts, kind)
 
@@ -492,6 +493,7 @@ def test_a_sum_that_cannot_be_made_names_the_collective() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "tp"])
+@pytest.mark.slow
 def test_the_first_fsdp_agrees_over_all_dimensions(kind: str) -> None:
     world(4).run(check_fsdp1_of_more_dimensions, kind)
 

@@ -149,6 +149,7 @@ def test_so_they_do_under_the_first_fsdp(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.slow
 def test_so_they_do_under_hsdp(level: str) -> None:
     world(4).run(check_accumulates, "hsdp", level)
 

@@ -92,7 +92,11 @@ def check_optimizer(name: str, masters: str, examples: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "masters"),
-    [("FusedSGD", "kahan"), ("FusedLion", "split16"), ("FusedAdam", "FP32")],
+    [
+        ("FusedSGD", "kahan"),
+        pytest.param("FusedLion", "split16", marks=pytest.mark.slow),
+        pytest.param("FusedAdam", "FP32", marks=pytest.mark.slow),
+    ],
 )
 def test_optimizers(name: str, masters: str) -> None:
     check_optimizer(name, masters, 60)
@@ -215,7 +219,14 @@ def run(actions: list[Any], masters: str, *, with_bad: bool) -> Any:
 WRONG = st.sampled_from([10**400, 1e39, float("nan"), "x", [1], b"abc", -1, {"a": 1}])
 
 
-@pytest.mark.parametrize("masters", ["FP32", "kahan", "none"])
+@pytest.mark.parametrize(
+    "masters",
+    [
+        "kahan",
+        pytest.param("FP32", marks=pytest.mark.slow),
+        pytest.param("none", marks=pytest.mark.slow),
+    ],
+)
 def test_what_fails_leaves_no_trace_in_a_run(masters: str) -> None:
     @fuzz(12)
     @given(st.lists(st.tuples(st.sampled_from(ACTIONS), WRONG), min_size=3, max_size=12))

@@ -400,6 +400,7 @@ def test_lightning_fabric_alone_has_it_too() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_under_ddp(tmp_path: Path) -> None:
     levels = ["FP32", "O2", "O4"]
     _check_ddp(tmp_path, levels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -126,12 +125,10 @@ def take_gradients(session: amp.Session, model: nn.Module, optimizer: Any) -> No
 
 
 @pytest.fixture(scope="module")
-def nothing_older() -> Iterator[None]:
+def nothing_older() -> None:
     """Hide from Python's collector all that is there: what a test counts is what is made in it."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def bytes_alive() -> int:

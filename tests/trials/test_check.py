@@ -376,6 +376,7 @@ def _in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_healthy_script(capsys: Any, tmp_path: Path) -> None:
     shown = run(capsys, write(tmp_path), "--steps", "2", status=0)
     assert shown.startswith("healthy: nothing found at O2\n")
@@ -443,6 +444,7 @@ def test_a_script_that_fails_at_its_level_only(capsys: Any, tmp_path: Path) -> N
         ("pass", "the script never called amp.initialize"),
     ],
 )
+@pytest.mark.slow
 def test_scripts_that_do_not_train(capsys: Any, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "train.py").write_text(text)
     assert message in run(capsys, "train.py", status=2)

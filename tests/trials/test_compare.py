@@ -696,6 +696,7 @@ def run(capsys: Any, *arguments: str, status: int = 0) -> str:
     return str(err if status == 2 else out)
 
 
+@pytest.mark.slow
 def test_a_three_line_script_needs_no_edit(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

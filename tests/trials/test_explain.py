@@ -181,6 +181,7 @@ def run(capsys: Any, *arguments: str, status: int = 0) -> str:
     return str(err if status == 2 else out)
 
 
+@pytest.mark.slow
 def test_in_a_script(capsys: Any, script: str, tmp_path: Path) -> None:
     shown = run(capsys, "softmax", "--script", script, "--module", "1", "--", "--width", "8")
     assert shown.startswith("1  torch.softmax  float16 -> float32  train.py:")
