@@ -246,8 +246,8 @@ def main() -> None:
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     setting = f"From {versions}, kernels of commit {commit}."
-    page = "# Kernels, predicted\n\n[The model](../kernels.md#kernels-on-paper): calculated, not measured. "
-    page += f"{setting}\n"
+    page = "# Kernels, predicted\n\n[The model](../kernels.md#kernels-on-paper): calculated, not "
+    page += f"measured. {setting}\n"
     rows: dict[str, dict[str, list[str]]] = {}
     for target, product in PRODUCTS.items():
         rows[target] = {name: row(name, case, target) for name, case in CASES.items() if case.reads}
