@@ -19,8 +19,8 @@ from amp.kernels.rule import Moment, Numbers, Prepared, Rule, bias_correction, i
 
 
 def adam_numbers(group: Mapping[str, Any]) -> Numbers:
-    """Return the numbers of `ADAM`."""
-    # 1 - beta and log(beta) come from the host, in FP64: from a beta in FP32 they would have few right
+    """Return the numbers that `ADAM` takes, from a group's hyper-parameters."""
+    # 1 - beta and log(beta) are computed in FP64: from a beta in FP32 they would have few correct
     # digits.
     beta1, beta2 = map(in_double, group["betas"])
     of_betas = beta1, beta2, 1 - beta1, 1 - beta2, log_of(beta1), log_of(beta2)

@@ -3,13 +3,14 @@
     out_i = a * x_i + b * y_i                         for every i
     found_inf = 1 if any element of an x_i, or of its product with a, is inf or NaN
 
-So new gradients are judged, and not those that they are added to.
+Only the new gradients `xs` are checked, not the totals `ys` that they are added to.
 
 Shapes: `xs[i]`, `ys[i]` and `outs[i]` have one shape, of any size; an out may be its x or its y.
 Dtypes: float16, bfloat16, float32 or float64 each; a and b are float32. A product is FP32, or FP64
-where its operand or the out is; so is the sum, which is rounded once, to nearest even. Launches: one
-for each device and combination of dtypes. Memory traffic: each x and y is read and each out written
-once.
+where its operand or the out is FP64; so is the sum, which is rounded once, to nearest even (from FP64
+to 16 bits by way of FP32).
+Launches: one for each device and combination of dtypes. Memory traffic: each x and y is read and each
+out written once.
 Source: NVIDIA apex `multi_tensor_axpby`.
 """
 
@@ -50,7 +51,7 @@ def axpby(
         outs: where the sums go; may be `xs` or `ys` themselves.
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         backend: see `amp.kernels.backend`.
-        bad_steps: where Triton's kernel notes which `a * xs` overflow.
+        bad_steps: where Triton's kernel records which `a * xs` overflow.
 
     Raises:
         ValueError: the lists do not match.

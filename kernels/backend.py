@@ -1,9 +1,9 @@
-"""Which code runs: Triton for CUDA and ROCm tensors, plain torch for all others.
+"""The choice of backend: Triton for CUDA and ROCm tensors, plain torch for all others.
 
-The environment variable `AMP_KERNELS`, or the `backend` argument of an operation, which wins, sets it:
+The environment variable `AMP_KERNELS` sets it; an operation's `backend` argument takes precedence:
 
-- `triton`: Triton, an error if it is not installed or cannot run a tensor's device. With
-  `TRITON_INTERPRET=1` it can run the CPU's, and no other.
+- `triton`: Triton; an error if it is not installed or cannot run on a tensor's device. With
+  `TRITON_INTERPRET=1` it runs on the CPU only.
 - `reference`: plain torch everywhere.
 """
 
@@ -22,7 +22,7 @@ BACKENDS = ("triton", "reference")
 
 
 def requested(backend: str | None = None) -> tuple[str, str]:
-    """Return the backend that is asked for, or an empty string, and by what.
+    """Return the requested backend, or an empty string, and the name of the setting.
 
     Raises:
         ValueError: `backend`, or `AMP_KERNELS`, names no backend.
@@ -38,7 +38,7 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
 
     Raises:
         ValueError: `backend`, or `AMP_KERNELS`, names no backend.
-        RuntimeError: Triton is asked for, and cannot run there.
+        RuntimeError: Triton was requested and cannot run there.
     """
     name, source = requested(backend)
     if not name:
@@ -65,7 +65,7 @@ def has_float64(device: torch.device) -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether Triton is there and runs a CUDA or ROCm device; says once if not."""
+    """Whether Triton is installed and runs on a CUDA or ROCm device; logs once why not."""
     if triton is None:
         obstacle = MISSING
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

@@ -1,9 +1,9 @@
-"""Changes of tensors that are made all, or none, whenever an interrupt comes.
+"""Changes of tensors that are made together: an interrupt leaves all of them made, or none.
 
-Python raises KeyboardInterrupt between any two instructions. A step that has changed some tensors by
-then can be neither repeated nor left. So it is planned first, as a list of changes, each made by one
-call, which no interrupt divides. Once the first is made, so are the others before the interrupt goes
-on.
+Python can raise KeyboardInterrupt between any two instructions. A step that was interrupted after it
+changed some tensors can be neither repeated nor abandoned. So a step is first planned as a list of
+changes. Each change is one call, which no interrupt divides, and once the first change is made, the
+others are made before the interrupt propagates.
 """
 
 import operator
@@ -14,8 +14,8 @@ from typing import Any
 from amp.kernels.grad_mode import without_grad
 
 Change = Callable[[], Any]
-"""Makes one change: by one call of a function that is not written in Python, at its end, or in a way
-that may be repeated, for it is called again if an interrupt has ended it."""
+"""Makes one change. It is called again if an interrupt has ended it. So it ends with one call of a
+function that is not written in Python, or repeating it does no harm."""
 
 
 def at_once(*changes: Change) -> None:
@@ -24,33 +24,33 @@ def at_once(*changes: Change) -> None:
 
 
 class Changes:
-    """What is going to be changed, in order."""
+    """Planned changes, in order."""
 
     def __init__(self) -> None:
         self._planned: list[Callable[[], Change]] = []
         self._made: list[Any] = []
 
     def add(self, change: Change) -> None:
-        """Plan a change that needs nothing else."""
+        """Plan a change that is ready to be made."""
         self._planned.append(lambda: change)
 
     def add_later(self, work_out: Callable[[], Change]) -> None:
-        """Plan a change that is to be computed when its turn comes.
+        """Plan a change that is computed when its turn comes.
 
         Args:
-            work_out: computes what the change needs, changes nothing, and returns the change. It is
-                called again if an interrupt has ended it.
+            work_out: computes and returns the change, and itself changes nothing. It is called again if
+                an interrupt has ended it.
         """
         self._planned.append(work_out)
 
     @property
     def are_made(self) -> bool:
-        """Whether all of them are made, and there are any."""
+        """Whether there are changes, and all of them are made."""
         return 0 < len(self._planned) == len(self._made)
 
     @without_grad
     def make(self) -> None:
-        """Make them. After an interrupt, the rest is made before the interrupt goes on."""
+        """Make all changes. After an interrupt, the rest is made before the interrupt propagates."""
         try:
             self._make_rest()
         finally:

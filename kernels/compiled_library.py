@@ -1,11 +1,11 @@
-"""C++ to a loaded library: compiled in bounded time, and kept where no other user can write.
+"""Compile C++ to a library, with a time limit and a cache that no other user can write to.
 
-The name of a kept library has two digests. One is of all that it was compiled from, the other of its
-own content: a file that was cut short or changed is never loaded, and is compiled again. Processes
-that start at once each compile, and a file takes its name when it is whole.
+The file name of a cached library has two digests: one of all that it was compiled from, one of its own
+content. So a truncated or changed file is never loaded, but compiled again. Processes that start at the
+same time each compile; a file gets its final name only when it is complete.
 
-The compiler is called directly. Inductor could say how, but it runs the compiler to find that out,
-without a limit of time, and loads what it finds in a cache of its own.
+The compiler is called directly. Inductor could provide the command, but it runs the compiler to find
+it, without a time limit, and loads whatever its own cache holds.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ logger = logging.getLogger("amp")
 TIME_LIMIT = 120.0
 """Seconds after which a compiler is killed; it takes two or three on an idle machine."""
 ABANDONED = 3600.0
-"""Seconds after which a folder that was built in cannot be in use any more."""
+"""Seconds after which a build folder can no longer be in use."""
 _BUILDING = "reamp-building-"
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-"""The bits of a mode that let other users write."""
+"""The mode bits that let other users write."""
 
 _TORCH = Path(torch.__file__).parent
 _FLAGS = (
-    "-std=c++2a",  # C++20, as older compilers call it too
+    "-std=c++2a",  # C++20, by the name that older compilers know too
     *("-O3", "-DNDEBUG", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # what eager torch computes
     f"-I{_TORCH / 'include'}",
 )
 _THREADS: tuple[str, ...] = ("-fopenmp",)
-if sys.platform == "darwin":  # where compilers come without OpenMP, and torch with it
+if sys.platform == "darwin":  # there compilers lack OpenMP, and torch has it
     _LIB = _TORCH / "lib"
     _THREADS = ("-Xclang", "-fopenmp", f"-L{_LIB}", "-lomp", f"-Wl,-rpath,{_LIB}")
 _CPUS = {
@@ -56,23 +56,24 @@ _CPUS = {
         *("-mfma", "-mf16c"),
     ),
 }
-"""What torch's own kernels for a CPU are compiled with, where that is not what a compiler assumes.
+"""The flags of torch's own CPU kernels, where they differ from a compiler's defaults.
 
-`-march=native` would not do: the machines that share a home may differ.
+`-march=native` would be wrong: machines that share a home directory may have different CPUs.
 """
 
 _hanging: set[Sequence[str]] = set()
-"""Compilers that took too long, and are not called again."""
+"""Compilers that took too long; they are not called again."""
 
 
 def load(source: str, purpose: str) -> ctypes.CDLL:
-    """Return a library made of C++, by an earlier process or now.
+    """Return a library compiled from C++, by an earlier process or now.
 
-    It is kept in `cache_folder()`. Where that cannot be used, it is compiled for this process alone.
+    The library is kept in `cache_folder()`. If that cannot be used, it is compiled for this process
+    alone.
 
     Args:
-        source: that needs no library but OpenMP's, and may include torch's headers.
-        purpose: what the log says that is compiled.
+        source: C++ code, which may include torch's headers and needs no library but OpenMP's.
+        purpose: names what is compiled, for the log.
 
     Raises:
         OSError: there is no compiler, or no safe folder to compile in.
@@ -112,7 +113,7 @@ def load(source: str, purpose: str) -> ctypes.CDLL:
 
 
 def _compiler() -> tuple[str, ...]:
-    """Return the compiler's path, and what the user passes to it in `CXX`."""
+    """Return the compiler's path, and the arguments that `CXX` gives it."""
     name, *arguments = shlex.split(os.environ.get("CXX", "")) or [""]
     for candidate in [name] if name else ["g++", "clang++", "c++"]:
         if path := shutil.which(candidate):
@@ -123,7 +124,7 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _find(folder: Path, key: str) -> Path | None:
-    """Return the path of a whole library, if one is kept; damaged ones are removed."""
+    """Return the path of an intact cached library, or None; damaged ones are deleted."""
     for path in folder.glob(f"{key}-*.so"):
         if _digest(path) == path.stem.removeprefix(f"{key}-"):
             return path
@@ -134,12 +135,12 @@ def _find(folder: Path, key: str) -> Path | None:
 
 def _keep(library: Path, folder: Path, key: str) -> Path:
     """Move a library to where `_find` finds it, and return its path there."""
-    library.chmod(0o600)  # else its mode is what the umask leaves
+    library.chmod(0o600)  # otherwise the umask decides its mode
     return library.replace(folder / f"{key}-{_digest(library)}.so")
 
 
 def _digest(path: Path) -> str | None:
-    """Return the digest of a file's content; None for what is no private file."""
+    """Return the digest of a file's content; None if it is not a private regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -151,7 +152,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _check_use(folder: Path) -> None:
-    """Raise PermissionError if nothing can be built in a folder, or not be loaded from it."""
+    """Raise PermissionError if nothing can be built in a folder, or loaded from it."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written to")
     if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
@@ -160,14 +161,14 @@ def _check_use(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _building(parent: Path) -> Iterator[Path]:
-    """Make a folder to build in, and remove it and those that killed processes have left."""
+    """Make a temporary build folder, and delete those that killed processes have left."""
     _check_use(parent)
     for left in parent.glob(f"{_BUILDING}*"):
         with contextlib.suppress(OSError):
             found = left.lstat()
             is_old = found.st_mtime < time.time() - ABANDONED
             if is_old and found.st_uid == os.geteuid():
-                shutil.rmtree(left)  # which follows no link
+                shutil.rmtree(left)  # does not follow links
     with tempfile.TemporaryDirectory(
         prefix=_BUILDING, dir=parent, ignore_cleanup_errors=True
     ) as folder:
@@ -175,13 +176,13 @@ def _building(parent: Path) -> Iterator[Path]:
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    """Run a compiler, and leave nothing of it running.
+    """Run a compiler; on a timeout or an interrupt, kill it and all that it has started.
 
     Raises:
         RuntimeError: it failed.
         subprocess.TimeoutExpired: it took too long.
     """
-    log = folder / "log"  # a pipe could be held open by what the compiler has started
+    log = folder / "log"  # not a pipe, which the compiler's children could hold open
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -190,7 +191,7 @@ def _run(command: Sequence[str], folder: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a group of its own, with all that it starts
+            start_new_session=True,  # its own process group, which its children join
         )
         try:
             status = process.wait(TIME_LIMIT)
@@ -209,16 +210,17 @@ def _run(command: Sequence[str], folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is kept from process to process, and make it if it is not there.
+    """Return the folder in which libraries are kept for later processes; create it if missing.
 
-    It is `$XDG_CACHE_HOME/reamp`, or `~/.cache/reamp` where that variable is unset or no absolute path.
+    It is `$XDG_CACHE_HOME/reamp`, or `~/.cache/reamp` where that variable is unset or not an absolute
+    path.
 
     Raises:
         OSError: it cannot be made, or another user could write to it.
         RuntimeError: the user has no home.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the specification of that variable says to ignore it then
+    if not base.is_absolute():  # the XDG specification says to ignore it then
         base = Path("~/.cache").expanduser()
     if not base.is_absolute():
         raise FileNotFoundError(f"{base} is no absolute path; set HOME or XDG_CACHE_HOME to one")
@@ -235,18 +237,18 @@ def cache_folder() -> Path:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Whether what was found is this user's, and others cannot write to it."""
+    """Whether a file belongs to this user, and others cannot write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
 
 
 def _parent_folder(folder: Path) -> Path:
-    """Return the real path of a folder in which others cannot replace what this user makes.
+    """Return the real path of a folder in which other users cannot replace this user's files.
 
-    Others may write to it, or to one above it, only where they cannot rename what is not theirs, as in
-    `/tmp`.
+    Others may be able to write to it, or to a folder above it, only if they cannot rename files of this
+    user there, as in `/tmp`.
 
     Raises:
-        OSError: there is no such folder, or others could replace it or what is in it.
+        OSError: there is no such folder, or others could replace it or its files.
     """
     real = folder.resolve(strict=True)
     for each in (real, *real.parents):

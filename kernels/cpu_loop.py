@@ -1,13 +1,13 @@
-"""The optimizer step of large lists on the CPU: a rule's formula as one loop in C++.
+"""The optimizer step of large tensor lists on the CPU: a rule's formula as one C++ loop.
 
-A step is bound by memory, and eager torch goes through memory for each operation of a formula. The
-loop reads and writes each tensor once, on as many threads as torch has, and one call does all tensors
+Memory bandwidth limits a step, and eager torch goes through memory for each operation of a formula. The
+loop reads and writes each tensor once, on as many threads as torch uses, and one call steps all tensors
 of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions in
-place of tensors. Vectors and conversions are those of torch's own CPU kernels. What was compiled is
-kept for later processes.
+place of tensors. Vectors and conversions are those of torch's own CPU kernels. Compiled loops are kept
+for later processes.
 
-`torch.compile` of the formula makes such a loop too, but for one tensor: each of hundreds would take a
-call, its guards and views, and the first step would import and run all of Inductor.
+`torch.compile` makes a loop of the formula too, but for one tensor: each of hundreds would take a call
+with guards and views, and the first step would import and run all of Inductor.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from amp.kernels.tensor_lists import are_plain
 logger = logging.getLogger("amp")
 
 WORTH_COMPILING = 2**20
-"""Elements from which the loop soon saves more time than its compilation takes."""
+"""The number of elements from which the loop soon saves more time than its compilation takes."""
 PARALLEL = 2**15
-"""Elements from which a tensor is worth several threads."""
+"""The number of elements from which a tensor is divided among threads."""
 TYPES = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 
 _SOURCE = """\
@@ -81,7 +81,7 @@ def _binary(symbol: str) -> Any:
 
 
 class _Expression:
-    """A vector of numbers in C++, to call a formula with."""
+    """A C++ expression of a vector, passed to a formula in place of a tensor."""
 
     __add__, __sub__, __mul__, __truediv__ = map(_binary, "+-*/")
 
@@ -98,16 +98,16 @@ class _Expression:
 def plan_loop(
     formula: Formula, lists: Streams, indices: Sequence[int], numbers: Prepared
 ) -> tuple[Sequence[int], Change | None]:
-    """Return which tensors are left to eager torch, and what steps the others.
+    """Return the indices that are left to eager torch, and the change that steps the other tensors.
 
     Left are tensors with gaps between their elements, or whose strides differ from list to list, and
-    all where the loop cannot be compiled. `suits_loop` holds for all of them.
+    all tensors if the loop cannot be compiled. `suits_loop` must be true for the tensors.
 
     Args:
-        formula: of element-wise operations, those of `_Expression`.
-        lists: of tensors on the CPU.
-        indices: which, all of one combination of dtypes.
-        numbers: the scale of the gradients, and what the formula needs beside tensors.
+        formula: uses only the element-wise operations that `_Expression` has.
+        lists: tensors on the CPU.
+        indices: the tensors to step, all of one combination of dtypes.
+        numbers: what to multiply the gradients by, and the prepared numbers of the formula.
     """
     types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
     loop = _compile(formula, types, tuple([number is not None for number in numbers]))
@@ -127,23 +127,23 @@ def plan_loop(
 
 
 def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:
-    """Whether tensors of one device and combination of dtypes are for the loop, as far as is known."""
+    """Whether to try the loop for tensors of one device and combination of dtypes."""
     firsts = [tensors[indices[0]] for tensors in lists.values()]
     return (
         firsts[0].device.type == "cpu"
         and {first.dtype for first in firsts} <= TYPES.keys()
         and sum(map(Tensor.numel, lists["param"])) >= WORTH_COMPILING
-        and all(map(are_plain, lists.values()))  # others have no memory of their own to go through
-        and not any(map(Tensor.is_neg, lists["grad"]))  # whose memory holds other numbers
+        and all(map(are_plain, lists.values()))  # others keep their values elsewhere
+        and not any(map(Tensor.is_neg, lists["grad"]))  # their memory holds the negated numbers
         and not requested(backend)[0]
     )
 
 
 @functools.cache
 def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> Any:
-    """Return the loop; None, and say why, where it cannot be compiled.
+    """Return the loop; if it cannot be compiled, log why and return None.
 
-    The host works on it for some seconds, or an instant where an earlier process has done it.
+    The host takes some seconds, or an instant if an earlier process has compiled it.
 
     Args:
         formula: see `plan_loop`.
@@ -152,7 +152,7 @@ def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence
     """
     try:
         loop = load(source_of(formula, types, there), "the optimizer step").step
-    except Exception as error:  # of a compiler, a folder, a release of torch
+    except Exception as error:  # from the compiler, the folder, or this release of torch
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[0])
         logger.warning(

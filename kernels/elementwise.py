@@ -1,7 +1,7 @@
-"""What operations on the corresponding elements of lists of tensors share: unscale, axpby, copies.
+"""The common part of element-wise operations on lists of tensors: unscale, axpby, copies.
 
-Each is a Triton kernel of the arguments `rows, chunks, ..., DTYPES, BLOCK` (`amp.kernels.language`),
-and the same in plain torch, for tensors that Triton does not take.
+Each operation is a Triton kernel with the arguments `rows, chunks, ..., DTYPES, BLOCK`
+(`amp.kernels.language`), and the same in plain torch for tensors that Triton does not take.
 """
 
 import itertools
@@ -22,7 +22,7 @@ class Elementwise(NamedTuple):
     Attributes:
         kernel: for Triton.
         reference: for plain torch, on lists of tensors of one device and combination of dtypes.
-        writes: how many of the lists are written: the last ones.
+        writes: how many lists are written; they are the last ones.
         block: the number of elements of a chunk.
     """
 
@@ -43,11 +43,11 @@ class Elementwise(NamedTuple):
         Args:
             lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
             backend: see `amp.kernels.backend`.
-            bad_steps: where a check notes the tensors that are not finite.
+            bad_steps: where a check records the tensors that are not finite.
             **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
                 `found_inf`, if there is one, is written.
         """
-        known = {id(tensors): dense(tensors) for tensors in lists}  # one that is there twice asks once
+        known = {id(tensors): dense(tensors) for tensors in lists}  # a list given twice: once
         columns = [known[id(tensors)] for tensors in lists]
         todo = plan(*columns, block=self.block, backend=backend)
         for each in todo.launches:

@@ -1,4 +1,4 @@
-"""Matrices in FP8 with their scales, and how numbers become that, in plain torch.
+"""FP8 matrices with their scales, and quantization to them in plain torch.
 
 `amp.kernels.quantize` has the formulas.
 """
@@ -17,7 +17,7 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 
 SIDE, GROUP = 128, 32
-"""How many numbers share a scale: a square with this side or a row of it, and a group of MX formats."""
+"""How many numbers share a scale: SIDE x SIDE or SIDE in a row, and GROUP in a row of MX formats."""
 BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "tensor": (None, None),
     "row": (1, None),
@@ -25,9 +25,9 @@ BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "128x128": (SIDE, SIDE),
     "1x32": (1, GROUP),
 }
-"""How many rows and columns share a scale; None is all that there are."""
+"""How many rows and columns share a scale; None is all of them."""
 MULTIPLE = {granularity: columns or 16 for granularity, (_, columns) in BLOCKS.items()}
-"""What the dimension that a product sums over must be a multiple of."""
+"""The dimension that a product sums over is a multiple of this."""
 
 LARGEST_POWER = 253
 """The biased exponent of 2^126."""
@@ -41,7 +41,7 @@ class Operand(NamedTuple):
 
     Attributes:
         values: E4M3 or E5M2 `[R, C]`, contiguous. Products sum over C.
-        inverse: what to multiply them by, for each granularity:
+        inverse: what to multiply the values by, for each granularity:
             tensor    float32 `[]`
             row       float32 `[R, 1]`
             1x128     float32 `[C / 128, R]`
@@ -63,8 +63,8 @@ class Quantized(NamedTuple):
     Attributes:
         by_row: for products over the columns of what was quantized, or None.
         by_column: its transpose, for products over the rows, or None.
-        amax: `tensor`: float32 `[]`, the largest magnitude; inf where that is inf or NaN.
-        factor: `tensor`: float32 `[]`, what values were multiplied by.
+        amax: for `tensor`: float32 `[]`, the largest magnitude; inf if a value is inf or NaN.
+        factor: for `tensor`: float32 `[]`, what the values were multiplied by.
     """
 
     by_row: Operand | None
@@ -74,7 +74,7 @@ class Quantized(NamedTuple):
 
 
 def columns_of(rows: int, granularity: Granularity) -> int:
-    """Return how long the rows of a transpose are: `rows`, padded as products need it."""
+    """Return the length of a transpose's rows: `rows`, padded to a multiple that products take."""
     return -(-rows // MULTIPLE[granularity]) * MULTIPLE[granularity]
 
 
@@ -114,11 +114,11 @@ def quantize_reference(
     if granularity not in ("tensor", "128x128"):
         rows = _operand(x[:count], *to)[0] if by_row else None
         return Quantized(rows, _operand(x.t(), *to)[0] if by_column else None)
-    both, amax, used = _operand(x, *to)  # a cast to FP8 is what takes time: once for both
+    both, amax, used = _operand(x, *to)  # the cast to FP8 takes most of the time: once for both
     rows = columns = None
     if by_row:
         rows = both._replace(values=both.values[:count])
-    if by_column:  # scales in new memory: Dynamo takes no tensor twice as input of a Function
+    if by_column:  # scales in new memory: Dynamo does not take a tensor twice as input of a Function
         scales = both.inverse.t().clone(memory_format=torch.contiguous_format)
         columns = both._replace(values=both.values.t().contiguous(), inverse=scales)
     of_tensor = [amax.reshape(()), used.reshape(())] if granularity == "tensor" else []
@@ -178,13 +178,14 @@ def power_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def factor_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, of_zero: float = 1.0) -> Tensor:
-    """Return what brings values of up to `amax`, float32, into the range of `dtype`.
+    """Return the factor that brings values of up to `amax`, float32, into the range of `dtype`.
 
-    NaN where amax is inf or NaN, `of_zero` where it is 0; at most 2^126, or FP32's largest number.
+    It is NaN where amax is inf or NaN, `of_zero` where amax is 0, and at most 2^126 for a power of 2,
+    else FP32's largest number.
     """
     if power_of_2:
         factor = (power_of(amax, dtype) << 23).view(torch.float32)
-    else:  # not a number by a tensor, which torch rounds twice
+    else:  # a number divided by a tensor, torch would round twice
         factor = torch.full_like(amax, torch.finfo(dtype).max) / amax
         factor = factor.clamp(max=LARGEST_FLOAT)
     factor = torch.where(amax == 0, of_zero, factor)

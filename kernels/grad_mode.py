@@ -1,7 +1,7 @@
-"""Functions that run without autograd, and leave it as it was whenever an interrupt comes.
+"""Functions that run without autograd, and restore it even after an interrupt.
 
-`torch.no_grad` is entered and left in Python: an interrupt between that and the block that is to put
-autograd back leaves it disabled, and the next backward fails.
+`torch.no_grad` is entered and left in Python: an interrupt just before or after its block leaves
+autograd disabled, and the next backward fails.
 """
 
 import functools
@@ -21,7 +21,7 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():  # Dynamo follows torch's own
+        if torch.compiler.is_compiling():  # Dynamo can trace torch's own
             with torch.no_grad():
                 return function(*args, **kwargs)
         before = torch.is_grad_enabled()
@@ -32,6 +32,6 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
             finally:
                 _set_grad_enabled(before)
         finally:
-            _set_grad_enabled(before)  # if an interrupt came before it was done
+            _set_grad_enabled(before)  # again: an interrupt may have come before
 
     return wrapper

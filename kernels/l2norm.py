@@ -6,11 +6,11 @@
     found_inf = 1 if any element of a tensor, or of its product with inv_scale, is inf or NaN
 
 Shapes: tensors of any size. Dtypes: float16, bfloat16, float32 or float64; squares and sums are FP32,
-so that FP16 elements cannot overflow them; elements beyond 1.8e19, after unscaling, do, and make the
-norm inf while `found_inf` stays as it was. Sparse gradients go through their values and must be
-coalesced, DTensors through their local shards, whose norms are those of one rank (`amp.distributed`
-adds them up).
-Launches: two for each device and dtype, and small operations of torch's for the total. Memory traffic:
+so that FP16 elements cannot overflow them. Elements beyond 1.8e19, after unscaling, overflow them: the
+norm is then inf, and `found_inf` is not set. Of sparse gradients, which must be coalesced, the values
+are taken; of DTensors the local shards, so that norms are those of one rank (`amp.distributed` combines
+them).
+Launches: two for each device and dtype, and small torch operations for the total. Memory traffic:
 each tensor is read once.
 References: `torch._foreach_norm`, `torch.nn.utils.clip_grad_norm_`.
 """
@@ -67,7 +67,7 @@ def l2norm(
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         max_norm: what to clip the total norm to; None does not clip.
         backend: see `amp.kernels.backend`.
-        bad_steps: where Triton's kernel notes which tensors' norms are not finite.
+        bad_steps: where Triton's kernel records which tensors' norms are not finite.
 
     Raises:
         ValueError: a sparse tensor is not coalesced.
@@ -99,7 +99,7 @@ def l2norm(
 
 
 def clip_factor(total: Tensor, max_norm: float | None) -> Tensor:
-    """Return what brings a total norm, float32 `[1]`, down to `max_norm`; 1 where it is below."""
+    """Return the factor, float32 `[1]`, that brings a norm down to `max_norm`; 1 if it is below."""
     if max_norm is None:
         return torch.ones_like(total)
     return (max_norm / (total + CLIP_EPS)).clamp(max=1.0)
@@ -158,7 +158,7 @@ def l2norm_reference(
     norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
     if inv_scale is not None:
         norms *= to_device(inv_scale, norms.device)
-    # On the CPU the host knows without waiting whether there is anything to look for.
+    # On the CPU the host knows without waiting whether a check is needed.
     is_finite = norms.device.type == "cpu" and all(map(math.isfinite, norms.tolist()))
     if found_inf is not None and not is_finite:
         check_reference(tensors, inv_scale, found_inf)

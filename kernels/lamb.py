@@ -6,9 +6,9 @@
     u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * p
     p = p - lr * |p| / |u| * u                        |.| over the tensor; 1 where either is 0
 
-Without a weight decay the ratio of norms is 1 for every tensor; not so in NVLAMB.
+Without weight decay the ratio of norms is taken as 1; NVLAMB always uses it.
 
-Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`; it goes by the norms of its own
+Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`, for a rule with a
 direction. Source: You et al. 2020, algorithm 2, with bias correction; NVIDIA apex's FusedLAMB.
 """
 

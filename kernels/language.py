@@ -1,11 +1,12 @@
-"""What the kernels share: Triton where it is installed, and the few words they are written in.
+"""The common part of the kernels: Triton where it is installed, and helper functions.
 
 A kernel gets a list of tensors as a table of addresses, cut into chunks of BLOCK elements, one
-program each (`amp.kernels.tables`). Of its chunk a program does the elements that can move 128 bits
-at a time in one go, and what remains in a loop, STEP elements a turn: the last few of an odd size,
-or everything where an address is not a multiple of 16. The mask of the first part ends at a multiple
-of VECTOR elements, which is how the compiler knows that neighbours share their fate. That an address
-is a multiple of 16 has to be said where it becomes a pointer: said of an argument, it is forgotten.
+program each (`amp.kernels.tables`). A program first processes the elements of its chunk that can move
+128 bits at a time, all at once. It processes the rest in a loop, STEP elements a turn: the last few of
+an odd size, or the whole chunk if an address is not a multiple of 16. The mask of the first part ends
+at a multiple of VECTOR elements, so the compiler knows that neighbours are masked alike. The compiler
+must be told that an address is a multiple of 16 where the address becomes a pointer: it forgets a hint
+on an argument.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 OLDEST_TRITON = 3, 6
 MISSING = "Triton is not installed (pip install 'triton>=3.6')"
-"""Why `triton` is None, should it be: then `amp.kernels.backend` chooses plain torch."""
+"""Why `triton` is None, if it is; `amp.kernels.backend` then chooses plain torch."""
 
 try:
     import triton
@@ -33,18 +34,20 @@ except ImportError:
     tl = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-"""Whether Triton runs kernels on the CPU, in Python. Triton looks when a kernel is defined."""
+"""Whether Triton runs kernels on the CPU, in Python. Triton reads the variable when a kernel is
+defined."""
 
 
 def jit(function: Any, multiples_of_16: Sequence[str] = ()) -> Any:
     """Do what `triton.jit` does, or nothing without Triton.
 
-    A kernel is compiled for its constants and for the dtypes of its other arguments, but for no value
-    of a number and no alignment of an address, each of which would be compiled on its own.
+    A kernel is compiled for its constants and for the dtypes of its other arguments. It is not
+    specialized for values of numbers or alignments of addresses, each of which would take a
+    compilation.
 
     Args:
         function: the kernel's function.
-        multiples_of_16: numbers and addresses that always are, which is how Triton learns it.
+        multiples_of_16: names of numbers and addresses that always are, as Triton may then assume.
     """
     if triton is None:
         return function
@@ -56,12 +59,12 @@ def jit(function: Any, multiples_of_16: Sequence[str] = ()) -> Any:
 
 
 def plain(function: Any) -> Any:
-    """Return the Python function that a kernel's function was made of."""
+    """Return the Python function that `jit` was given."""
     return getattr(function, "fn", function)
 
 
 def constant(value: float) -> Any:
-    """Return a number that kernels may read from their module."""
+    """Return a number in the form in which kernels may read it from their module."""
     return value if triton is None else tl.constexpr(value)
 
 
@@ -75,7 +78,7 @@ WARPS = 8
 
 
 _compiled: dict[Any, Any] = {}
-"""What `launch` has compiled, by kernel, device, and all that a kernel is compiled for; see `jit`."""
+"""The kernels that `launch` has compiled, by kernel, device, constants and dtypes; see `jit`."""
 
 
 def launch(
@@ -83,8 +86,8 @@ def launch(
 ) -> None:
     """Run a kernel on a device, on its current stream. The host does not wait for the device.
 
-    Products are rounded before they are added: which of them the compiler would fuse depends on what
-    is around them, and a step on split masters must be the step on whole ones, bit for bit.
+    Multiplications and additions are not fused: which ones the compiler would fuse depends on the code
+    around them, and a step on split masters must equal the step on whole ones bit for bit.
     """
     is_cuda = device.index is not None and device.type == "cuda"
     if is_cuda and device.index != torch.cuda.current_device():
@@ -92,7 +95,7 @@ def launch(
             launch(kernel, programs, device, warps, **arguments)
         return
     values = [arguments[name] for name in kernel.arg_names]
-    # Triton finds its variants by itself, in twice the time. It hashes functions slowly, too.
+    # Triton's own search for a compiled variant takes twice the time, and hashes functions slowly.
     variant = [getattr(value, "dtype", None) or getattr(value, "fn", value) for value in values]
     compiled = _compiled.get(key := (plain(kernel), device, *variant))
     if compiled is None:
@@ -103,7 +106,7 @@ def launch(
 
 
 def in_triton(value: Any) -> Any:
-    """Return what a kernel is given for an argument: dtypes are Triton's own."""
+    """Return an argument as a kernel takes it: dtypes become Triton's own."""
     if isinstance(value, tuple):
         return tuple(map(in_triton, value))
     return getattr(tl, str(value).removeprefix("torch.")) if isinstance(value, torch.dtype) else value
@@ -113,7 +116,7 @@ def in_triton(value: Any) -> Any:
 def locate(chunks, rows, ADDRESSES: tl.constexpr, BLOCK: tl.constexpr):
     """Return the table row of this program's tensor, and its chunk's start and length.
 
-    See `amp.kernels.tables.Launch` for the tables. ADDRESSES: how many a row begins with.
+    See `amp.kernels.tables.Launch` for the tables. ADDRESSES: how many addresses a row begins with.
     """
     program = tl.program_id(0)
     row = rows + tl.load(chunks + 2 * program) * (ADDRESSES + 2)
@@ -165,7 +168,7 @@ def chunk_addresses(row, length, LISTS: tl.constexpr):
 
 @jit
 def each_part(DO: tl.constexpr, rows, chunks, arguments, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
-    """Do this program's chunk, and return the sum of what DO returns for each part of it.
+    """Call DO for each part of this program's chunk, and return the sum of its results.
 
     DO: a function of pointers to the chunk in each list, offsets, their mask, and `arguments`.
     """
@@ -181,16 +184,16 @@ def each_part(DO: tl.constexpr, rows, chunks, arguments, DTYPES: tl.constexpr, B
 
 @jit
 def wide(x, other: tl.constexpr):
-    """Return `x` in the precision to compute in: float32, or float64 if its or the other dtype is."""
+    """Return `x` in float32, or in float64 if its dtype or `other` is float64."""
     return x.to(tl.float64 if x.dtype == tl.float64 or other == tl.float64 else tl.float32)
 
 
 @jit
 def narrow(x, dtype: tl.constexpr):
-    """Return `x` in a dtype, rounded to nearest even; FP64 by way of FP32, as by torch."""
+    """Return `x` in a dtype, rounded to nearest even; FP64 by way of FP32, as in torch."""
     if _INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter's own cast truncates (triton 3.7). Half of the last bit kept, less one if
-        # that bit is even, carries into it when the rest is more than half, or half and it is odd.
+        # The interpreter's own cast truncates (triton 3.7). Adding half of the last kept bit, less one
+        # if that bit is even, rounds to nearest even.
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -210,10 +213,10 @@ def not_finite(x):
 
 @jit
 def report(report_to, mask, LISTS: tl.constexpr):
-    """Where an element of a mask is true, set a flag, and write the step to the tensor's entry.
+    """If an element of a mask is true, set a flag, and write the step to the tensor's entry.
 
-    report_to: the flag, or None; the entries, or None; the step; and the tables of `locate`. Where the
-    entry is, is found out here, and not before, so that no register holds it.
+    report_to: the flag, or None; the entries, or None; the step; and the tables of `locate`. The
+    entry's address is computed here, and not before, so that no register holds it.
     """
     found_inf, bad_steps, step, rows, chunks = report_to
     if found_inf is not None:

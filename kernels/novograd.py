@@ -9,7 +9,7 @@ or, with the regularization inside the moment,
     m = beta1 * m + fresh * (g / d + decay * p)
     p = p - lr * m / (1 - beta1^t)
 
-Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`; v is the number of each tensor.
+Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`; v is passed as `of_tensor`.
 Source: Ginsburg et al. 2019; NVIDIA apex's FusedNovoGrad, which has both forms.
 """
 
@@ -69,4 +69,4 @@ def _update(p, g, moments, prepared, sqrt):
 
 
 NOVOGRAD = Rule((Moment("exp_avg"),), _numbers, _prepare, _at, _update)
-"""NovoGrad: its moment is the running mean of gradients, over their norm or not."""
+"""NovoGrad: its moment is the running mean of gradients, divided by their norm or not."""

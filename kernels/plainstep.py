@@ -1,8 +1,8 @@
 """The optimizer step without Triton, in eager torch, or as a loop in C++ (`amp.kernels.cpu_loop`).
 
-A step reads and writes each tensor once, and a formula in eager torch goes through memory for each of
-its operations. So eager torch does large tensors in slices that stay in the cache, and all small ones
-gathered into one.
+A formula in eager torch goes through memory for each of its operations, although a step needs to read
+and write each tensor only once. So eager torch steps large tensors in slices that fit in the cache, and
+gathers all small ones into one.
 """
 
 import functools
@@ -25,23 +25,24 @@ from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat
 
 LARGE = 2**16
-"""Elements from which a tensor is not worth being gathered with others."""
+"""The number of elements from which a tensor is not gathered with others."""
 SLICE = 2**16
-"""Elements whose FP32 temporaries stay in a core's cache."""
+"""The number of elements whose FP32 temporaries fit in a core's cache."""
 
 Noise = Callable[[int, int, Tensor], Tensor]
-"""Makes random bits for a pair of moments of the i-th tensor of a list, given one like it."""
+"""Returns random bits for the i-th tensor, for a pair of its moments, in the shape of a third
+argument."""
 
 
 @without_grad
 def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes: Changes) -> None:
-    """Plan the step of some of the tensors of lists, in FP32 or FP64, and the count of their steps.
+    """Plan the step of some tensors, in FP32 or FP64, and the increment of their step counts.
 
-    `groups` says which: the indices of those of one device and combination of dtypes together.
+    `groups` has their indices, one group for each device and combination of dtypes.
     """
     rule, lists, steps = arguments.rule, arguments.lists, arguments.steps
     of_tensor, seeds = arguments.of_tensor, arguments.seeds
-    are_whole = rule.direction is not None and of_tensor is None  # a norm is one of all of a tensor
+    are_whole = rule.direction is not None and of_tensor is None  # a norm needs the whole tensor
     formula = rule.plain_update or plain(rule.update)
     numbers, scale = list(map(float, arguments.numbers)), _scale_of(arguments)
     own = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
@@ -72,7 +73,7 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
 
 @without_grad
 def measure_plainly(arguments: StepArguments, groups: Sequence[Sequence[int]], norms: Tensor) -> None:
-    """Write the norms of some parameters, and then of their directions, to float32 `[2n]`."""
+    """Write the norms of some parameters, then of their directions, to `norms`, float32 `[2n]`."""
     rule, steps, scale = arguments.rule, arguments.steps, _scale_of(arguments)
     numbers = list(map(float, arguments.numbers))
     assert rule.at is not None
@@ -90,9 +91,9 @@ def _scale_of(arguments: StepArguments) -> float:
 
 
 def _noise_of(seeds: Sequence[int], t: float) -> Noise:
-    """Return what makes 32 random bits for each element of a tensor in its step number t, int32.
+    """Return a function that makes 32 random bits, int32, for each element of a tensor at step t.
 
-    The latest tensor's are kept, for its next slice.
+    The latest tensor's bits are kept for its next slice.
     """
 
     @functools.lru_cache(maxsize=1)
@@ -105,7 +106,7 @@ def _noise_of(seeds: Sequence[int], t: float) -> Noise:
 
 
 class Piece(NamedTuple):
-    """A tensor of each list, or the slice of it from `first` on, of `length` elements."""
+    """One tensor of each list, or its slice of `length` elements from `first` on."""
 
     tensor: int
     whole: Streams
@@ -113,21 +114,21 @@ class Piece(NamedTuple):
     length: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return what the piece is of one of the tensors."""
+        """Return this piece of one of the tensors."""
         if self.length is None:
             return tensor
         return tensor.as_strided((self.length,), (1,), tensor.storage_offset() + self.first)
 
     def streams(self) -> Streams:
-        """Return it of all of them."""
+        """Return this piece of each tensor."""
         return {name: self.of(tensor) for name, tensor in self.whole.items()}
 
 
 def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[list[Piece]]:
-    """Yield what is stepped at once: a tensor, a slice of a large one, or all small ones."""
+    """Yield the pieces to step together: a tensor, a slice of a large one, or all small ones."""
     small = []
     for i in indices:
-        # What is written by way of `.data` has no version: autograd is told of the whole step once.
+        # A write through `.data` changes no version: autograd is told of the whole step once.
         one = {name: tensors[i].data for name, tensors in lists.items()}
         size = one["param"].numel()
         if not are_whole and size < LARGE:
@@ -165,7 +166,7 @@ def _work_out(
 
 
 def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Streams:
-    """Return the new values of tensors of one shape, in the dtypes that they have or wider ones."""
+    """Return the new values of tensors of one shape, in their own dtypes or wider ones."""
     _, p, new = _applied(formula, streams, scale, prepared)
     results = {"param": p}
     if (low := streams.get("low")) is not None:
@@ -185,7 +186,7 @@ def _moments_in(streams: Streams) -> list[str]:
 
 
 def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Sequence[Any]:
-    """Return parameters in FP32 or FP64, and what a formula makes of tensors of one shape."""
+    """Return the parameter in FP32 or FP64, then the formula's results, for tensors of one shape."""
     dtypes = {tensor.dtype for tensor in streams.values()}
     to = torch.float64 if torch.float64 in dtypes else torch.float32
     param, low = streams["param"], streams.get("low")
@@ -195,7 +196,7 @@ def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[
 
 
 def round_stochastically(source: Tensor, noise: Tensor) -> Tensor:
-    """Return float32 in bfloat16, up or down with the probability that makes the mean right.
+    """Return float32 values in bfloat16, rounded up or down at random, with the right mean.
 
     `noise` has 16 random bits for each element, int32.
     """

@@ -1,25 +1,26 @@
 """Quantization of matrices to FP8, with the scales that bring their values into its range.
 
-    factor = FMAX / amax                          rounded down to a power of 2, unless told not to
+    factor = FMAX / amax                          rounded down to a power of 2 if `power_of_2`
     values = saturate(x * factor)                 to nearest even; FMAX is 448 (E4M3) or 57344 (E5M2)
     x     ~= values * inverse,  inverse = 1 / factor
 
 amax is the largest magnitude of what shares a scale:
 
-    tensor    all of a matrix, of this one or of earlier ones (`factor`)
+    tensor    a whole matrix, this one or earlier ones (`factor`)
     row       a row
     1x128     128 neighbours in a row
     128x128   a square, for weights
     1x32      32 neighbours in a row; inverse is E8M0: 2^n, rounded up so that nothing saturates
 
-A matrix `x` `[M, K]` is written for two products: `by_row` `[M, K]`, whose products sum over K, and
-`by_column` `[K, M']`, the transpose, whose products sum over M; M' is M padded by zeros as products
-need it. Either has scales along its own rows. `x` is float16, bfloat16 or float32; factors are FP32,
-and amax 0 has factor 1 (the smallest, in E8M0). Where amax is inf or NaN the inverse scale is NaN,
-and so is every product: that is how an overflow reaches the loss scaler through values that saturate.
+A matrix `x` `[M, K]` is quantized for two products: `by_row` `[M, K]`, whose products sum over K, and
+`by_column` `[K, M']`, the transpose, whose products sum over M; M' is M padded with zeros to a multiple
+that products take. Each has scales along its own rows. `x` is float16, bfloat16 or float32; factors are
+FP32. An amax of 0 gives a factor of 1 (2^126 for `1x32`). Where amax is inf or NaN, the inverse scale
+is NaN, and so is every product: this shows an overflow to the loss scaler although values saturate.
 
-Memory traffic, bytes for an element of b bytes: b read and 1 written for each result that is asked
-for; b read once more for the amax of a tensor or row. Launches: one, two for `tensor` and `row`.
+Memory traffic, for an element of b bytes: b bytes read, 1 written for each result that is asked for,
+and b read once more for the amax of a row, or of a tensor without `factor`. Launches: one; two for
+`tensor` and `row`, three for `tensor` with `factor`.
 Sources: Transformer Engine's and torchao's recipes; DeepSeek-V3 (1x128); OCP MX 1.0, and
 arXiv:2506.08027 for rounding scales up.
 """
@@ -58,7 +59,7 @@ def quantize(
         by_row: whether to return the matrix; K is a multiple of `MULTIPLE[granularity]` then.
         by_column: whether to return its transpose.
         power_of_2: whether factors are powers of 2. Those of `1x32` always are.
-        factor: `tensor`: float32 `[]`, the factor to take; 0 in it stands for the tensor's own.
+        factor: for `tensor`: float32 `[]`, the factor to use; 0 means the tensor's own.
         backend: see `amp.kernels.backend`.
 
     Raises:

@@ -1,11 +1,11 @@
 """`amp.kernels.quantize` in Triton: a matrix is read in tiles, and each tile is written both ways.
 
 A program reads one tile `[TM, TK]` and writes it quantized as it is, and transposed. The dimension
-that is contiguous in memory is a multiple of 16, so that 128 bits move at a time. The values that a
-program has to look beyond its tile for, the amax of a tensor or a row, are found by a launch before.
+that is contiguous in memory is a multiple of 16, so that 128 bits move at a time. The amax of a tensor
+or a row spans several tiles, so an earlier launch computes it.
 
-FP8 is written as bytes: Triton rounds to E4M3 on sm_89 and later only, and wrongly in its
-interpreter, so elsewhere bits are rounded here.
+FP8 is written as bytes: Triton rounds to E4M3 only on sm_89 and later, and wrongly in its interpreter,
+so elsewhere this module rounds the bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ TILES: dict[Granularity, tuple[tuple[int, int], int]] = {
     "128x128": ((SIDE, SIDE), 8),
     "1x32": ((GROUP, 128), 4),
 }
-"""Rows and columns of a tile, and the warps of its program: the fastest of 77 on an H100, or near it.
+"""Rows and columns of a tile, and the warps of its program: the fastest of 77 on an H100, or close to
+it.
 
 Where groups of rows share a scale in the transpose, a tile has the rows of one group.
 """
@@ -52,7 +53,7 @@ _E8M0_NAN = constant(E8M0_NAN)
 
 
 def rounds_by_bits(x: Tensor) -> bool:
-    """Whether Triton has no right FP8 casts for a matrix.
+    """Whether Triton's FP8 casts are missing or wrong for a matrix.
 
     On sm_90, triton 3.6 writes wrong bytes where one cast of a float32 tile is stored both as it is and
     transposed.
@@ -63,14 +64,14 @@ def rounds_by_bits(x: Tensor) -> bool:
 
 
 def casts_in_software(device: torch.device) -> bool:
-    """Whether Triton casts to these formats by many instructions: gfx942 has others."""
+    """Whether Triton casts to these formats in software: gfx942 has other ones in hardware."""
     if INTERPRETED or torch.version.hip is None:
         return False
     return "gfx94" in torch.cuda.get_device_properties(device).gcnArchName
 
 
 def takes(x: Tensor) -> bool:
-    """Whether these kernels take a matrix: 128 bits of it move at a time."""
+    """Whether these kernels, which move 128 bits at a time, take a matrix."""
     return x.shape[1] % 16 == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
@@ -108,7 +109,7 @@ def run(
     of_tensor: tuple[Tensor, ...] = ()
     if granularity == "tensor":
         amax, used = x.new_zeros(2, dtype=torch.float32).unbind()
-        inverse = _new_scales(x, granularity, rows, columns)  # cuBLAS takes no scale inside of others
+        inverse = _new_scales(x, granularity, rows, columns)  # cuBLAS takes no view into other scales
         _run_by_tensor(what, amax, used, inverse, factor, power_of_2)
         inverses, of_tensor = [inverse, inverse], (amax, used)
     elif granularity == "row":
@@ -135,7 +136,7 @@ def _new_scales(x: Tensor, granularity: Granularity, rows: int, columns: int) ->
 
 
 def _launch_tiles(kernel: Any, what: dict[str, Any], granularity: Granularity, **more: Any) -> None:
-    """Launch a program for each tile of what is written, which may be padded."""
+    """Launch a program for each tile of the result, which may be padded."""
     tile, warps = TILES[granularity]
     tiles = -(-what["PADDED"] // tile[0]) * -(-what["K"] // tile[1])
     sizes = {"TM": tile[0], "TK": tile[1]}
@@ -143,7 +144,7 @@ def _launch_tiles(kernel: Any, what: dict[str, Any], granularity: Granularity, *
 
 
 def of_warps(warps: int) -> int:
-    """Return how many of a GPU's warps are as many threads: AMD's are twice as wide."""
+    """Return this GPU's number of warps for as many threads: AMD's warps are twice as wide."""
     return warps if torch.version.hip is None else warps // 2
 
 
@@ -190,7 +191,7 @@ def _run_by_row(what: dict[str, Any], scales: dict[str, Any]) -> None:
 
 
 tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", "K", "PADDED", "n"))
-"""For what `takes` makes sure of."""
+"""`jit`, for kernels whose arguments are aligned as `takes` checks."""
 
 
 # Numbers.
@@ -198,7 +199,7 @@ tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", 
 
 @jit
 def magnitude(x):
-    """Return |x| in float32, inf for NaN: the largest of them says whether all are finite."""
+    """Return |x| in float32, inf for NaN, so that the largest shows whether all are finite."""
     y = tl.abs(x.to(tl.float32))
     return tl.where(y == y, y, float("inf"))
 
@@ -231,7 +232,7 @@ def scale_of(amax, E4M3: tl.constexpr, POW2: tl.constexpr):
 
 @jit
 def to_fp8(x, E4M3: tl.constexpr, BY_BITS: tl.constexpr):
-    """Return float32 in FP8, as bytes: saturated, to nearest even. NaN stays NaN."""
+    """Return float32 values as FP8 bytes, saturated and rounded to nearest even. NaN stays NaN."""
     largest: tl.constexpr = 448.0 if E4M3 else 57344.0
     # tl.minimum and tl.maximum that keep NaN go wrong beside a transposed FP8 store (triton 3.7).
     x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
@@ -243,11 +244,11 @@ def to_fp8(x, E4M3: tl.constexpr, BY_BITS: tl.constexpr):
     shift: tl.constexpr = 23 - mantissa
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Half of the last bit kept, less one if that bit is even, carries into it when it has to.
+    # Adding half of the last kept bit, less one if that bit is even, rounds to nearest even.
     below_half: tl.constexpr = 0x7FFFF if E4M3 else 0xFFFFF
     rounded = (size + below_half + ((size >> shift) & 1)) >> shift
     normal = rounded - ((127 - bias) << mantissa)
-    # A number whose last bit is worth what a subnormal's last bit is: adding it rounds to that.
+    # Adding a number whose last bit has the value of a subnormal's last bit rounds to that bit.
     step: tl.constexpr = 24 - bias - mantissa
     added = size.to(tl.float32, bitcast=True) + 2.0**step
     subnormal = added.to(tl.int32, bitcast=True) - ((127 + step) << 23)
@@ -307,7 +308,7 @@ def store_both(
 
 @tiled_jit
 def amax_kernel(x, amax, factor, n, BLOCK: tl.constexpr):
-    """Raise the amax of a tensor, int32 bits of a float32; not where a factor is given."""
+    """Raise `amax`, int32 bits of a float32, to the tensor's, unless a factor is given."""
     given = 0.0
     if factor is not None:
         given = tl.load(factor)
@@ -361,7 +362,7 @@ def amaxes_kernel(x, of_rows, of_columns, M, K, TM: tl.constexpr, TK: tl.constex
 
 @jit
 def factors_at(amaxes, inverse, i, n, is_first, E4M3: tl.constexpr, POW2: tl.constexpr):
-    """Return the factors of some rows, and write their inverses where this program is the first."""
+    """Return the factors of some rows, and write their inverses if this program is their first."""
     factor, of_factor = scale_of(tl.load(amaxes + i, mask=i < n, other=0.0), E4M3, POW2)
     tl.store(inverse + i, of_factor, mask=(i < n) & is_first)
     return factor
@@ -429,10 +430,10 @@ def groups_kernel(
     G: tl.constexpr, E8M0: tl.constexpr,
     E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
-    """Groups of G numbers of a row, and of a column; a tile has G rows, one group of each column.
+    """Quantize groups of G numbers of a row, and of a column; a tile has one group of each column.
 
-    AGAIN: read the tile once more for its columns: with casts in software, registers for one use of it
-    are as many as let a GPU run at full occupancy.
+    AGAIN: read the tile once more for its columns. With casts in software, keeping it for both uses
+    would take more registers than full occupancy allows.
     """
     m, k = tile_of(K, TM, TK)
     tile = load_tile(x, m, k, M, K, TM, TK)

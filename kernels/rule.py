@@ -1,4 +1,4 @@
-"""What the formula of an optimizer is made of; `adam.py`, `sgd.py` and the others are such formulas."""
+"""`Rule`, the formula of an optimizer; `adam.py`, `sgd.py` and other modules define the rules."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,27 +11,27 @@ from amp.kernels.language import jit, tl
 from amp.kernels.update_scale import widest
 
 Numbers = tuple[float | Tensor, ...]
-"""Hyper-parameters, in a rule's order: each on the host, or a tensor of one element."""
+"""Hyper-parameters, in a rule's order: each a Python number or a tensor of one element."""
 
 Prepared = tuple[float | None, ...]
-"""What an update needs of the numbers, the same for all of a tensor. None leaves a term out."""
+"""The numbers that an update takes, the same for all elements of a tensor. None leaves a term out."""
 
 Streams = dict[str, Any]
-"""What a step works on, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`, and what
-there is of `moment0`, `moment1`, ... (the rule's moments), `model` (16-bit weights to write) and `low`
-(the low half of a parameter that is the high half of a master)."""
+"""The tensors of a step by name, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`,
+and if present `moment0`, `moment1`, ... (the rule's moments), `model` (16-bit weights to write) and
+`low` (the low half of a master whose high half is `param`)."""
 
 Formula = Callable[..., tuple[Any, tuple[Any, ...]]]
 """A rule's update in plain torch; see `Rule`."""
 
 
 class Moment(NamedTuple):
-    """What an optimizer keeps of each element of a parameter, besides the element.
+    """Optimizer state with one number for each element of a parameter.
 
     Attributes:
         name: in the optimizer's state, as `torch.optim` calls it.
         is_signed: whether its values may be negative.
-        narrow: the dtypes in which it may be kept instead of the parameter's, rounded stochastically.
+        narrow: the dtypes, other than the parameter's, in which it may be kept, rounded stochastically.
     """
 
     name: str
@@ -43,21 +43,23 @@ class Rule(NamedTuple):
     """The formula of one optimizer.
 
     Attributes:
-        moments: what it keeps, in the order in which `update` takes them.
-        numbers: from the hyper-parameters of a group, by the names that the fused optimizer gives them,
-            each a number or a tensor of one element, to the numbers that `prepare` and `at` take. The
-            host does not wait for the device.
-        prepare: for Triton, in FP32: from the numbers, t, a pointer to the tensor's own numbers and how
-            far apart they are to what `update` needs of them.
-        at: the same for plain torch, on the host in FP64: from the numbers, t and the tensor's own:
-            one, or None; the two norms, for a rule with a direction, if they are known. Such a rule
-            says besides, as the last, whether the norms are still to be found.
-            None where `prepare` is right for both.
-        update: from a parameter, its gradient, a tuple of its moments, what was prepared and a square
-            root to the new parameter and a tuple of new moments. Triton and plain torch both run it.
-        direction: as `update`, to the direction of the step in place of the parameter. A rule that has
-            it goes by the norms of parameters and directions: they are the tensor's own numbers.
-        plain_update: for plain torch instead of `update`, where it finds the norms itself.
+        moments: the moments, in the order in which `update` takes them.
+        numbers: takes the hyper-parameters of a group, by the names that the fused optimizer gives
+            them, each a number or a tensor of one element; returns the numbers that `prepare` and `at`
+            take. The host does not wait for the device.
+        prepare: for Triton, in FP32: takes the numbers, t, a pointer to the tensor's own numbers and
+            the distance between them; returns the prepared numbers for `update`.
+        at: the same for plain torch, on the host in FP64: takes the numbers, t and the tensor's own
+            number, or None. A rule with a direction gets two norms, or None if they are unknown, and
+            returns as its last number whether the norms are still to be computed. None where `prepare`
+            serves both.
+        update: takes a parameter, its gradient, a tuple of its moments, the prepared numbers and a
+            square root function; returns the new parameter and a tuple of new moments. Triton and plain
+            torch both run it.
+        direction: as `update`, but returns the direction of the step in place of the new parameter. A
+            rule with a direction uses the norms of parameters and directions as the tensor's own
+            numbers.
+        plain_update: replaces `update` in plain torch, where it may compute the norms itself.
     """
 
     moments: tuple[Moment, ...]
@@ -70,7 +72,7 @@ class Rule(NamedTuple):
 
 
 class StepArguments(NamedTuple):
-    """The arguments of `amp.kernels.stepping.step`; see there. `lists` has all but the steps."""
+    """The arguments of `amp.kernels.stepping.step`; see there. `lists` has all lists but the steps."""
 
     rule: Rule
     numbers: Sequence[float | Tensor]
@@ -99,7 +101,7 @@ def log_of(beta: float | Tensor) -> float | Tensor:
 
 @jit
 def square_root(x):
-    """Return a root, rounded to nearest even; tl.sqrt would take subnormal squares for 0."""
+    """Return the square root, rounded to nearest even; tl.sqrt would treat subnormal numbers as 0."""
     return tl.sqrt_rn(x)
 
 

@@ -1,9 +1,9 @@
-"""Products of FP8 matrices with scales: the tensor cores', and the same numbers elsewhere.
+"""Products of scaled FP8 matrices, on tensor cores or emulated.
 
     out[i, j] = sum over c of (a[i, c] * inverse_a[i, c]) * (b[j, c] * inverse_b[j, c])
 
-Shapes: a `[M, C]`, b `[N, C]`, out `[M, N]`, in float16, bfloat16 or float32. Either operand is as
-`amp.kernels.quantize` returns it; b is E4M3, a may be E5M2. Sums are FP32.
+Shapes: a `[M, C]`, b `[N, C]`, out `[M, N]`, in float16, bfloat16 or float32. Both operands are as
+`amp.kernels.quantize` returns them; b is E4M3, a may be E5M2. Sums are FP32.
 
 | scales        | native                                                 | elsewhere                   |
 |---------------|--------------------------------------------------------|-----------------------------|
@@ -11,10 +11,10 @@ Shapes: a `[M, C]`, b `[N, C]`, out `[M, N]`, in float16, bfloat16 or float32. E
 | 1x128,128x128 | sm_90, CUDA 12.9, E4M3; sm_100 as 1x32, if powers of 2 | scales first, then the sum  |
 | 1x32          | sm_100 and later                                       | scales first, then the sum  |
 
-Native is `torch._scaled_mm`, or `torch.nn.functional.scaled_mm` where it needs layouts of scales. It
-takes less on a GPU than it does on a CPU, so what it would refuse is refused here, on every device.
-Where scales are powers of 2 the emulation on a CPU gives, in every bit, what torch's `_scaled_mm` does
-there without AMX. FP8 is exact in bfloat16, so on GPUs it is multiplied in that.
+Native products are those of `torch._scaled_mm`, or of `torch.nn.functional.scaled_mm` where scales need
+a layout. On a GPU torch takes fewer operands than on a CPU; this module refuses the others on every
+device. Where scales are powers of 2, the emulation on a CPU equals torch's `_scaled_mm` without AMX bit
+for bit. bfloat16 holds FP8 values exactly, so on GPUs the emulation multiplies in bfloat16.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PAIRS = {
     ("1x128", "1x128"),
     ("1x32", "1x32"),
 }
-"""The granularities of a and b."""
+"""The supported granularities of a and b."""
 
 
 def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: bool = False) -> Tensor:
@@ -61,7 +61,7 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: boo
         fast_accum: let sm_90 sum with fewer bits, which is faster.
 
     Raises:
-        ValueError: what tensor cores cannot multiply: shapes, dtypes or scales that do not fit.
+        ValueError: shapes, dtypes or scales that tensor cores cannot multiply.
     """
     _check(a, b, out_dtype)
     rows, columns = a.values.shape[0], b.values.shape[0]
@@ -110,7 +110,10 @@ def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
 
 
 def _is_contiguous(operand: Operand) -> bool:
-    """Whether an operand is contiguous. Dynamo loses autocast's state where a backward asks that."""
+    """Whether an operand is contiguous; taken for granted in Dynamo.
+
+    Asking there in a backward would lose the state of autocast.
+    """
     is_known = torch.compiler.is_compiling()
     return is_known or (operand.values.is_contiguous() and operand.inverse.is_contiguous())
 
@@ -178,7 +181,7 @@ def _by_tensor_or_row(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum
         if "gfx942" in _rocm_name(a.values.device):
             a, b = as_fnuz(a), as_fnuz(b)
         if a.granularity == "row":
-            computed = torch.bfloat16  # hipBLASLt has no other
+            computed = torch.bfloat16  # the only one that hipBLASLt has
     scale_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
     product = torch._scaled_mm(
         a.values, b.values.t(), a.inverse, scale_b, out_dtype=computed, use_fast_accum=fast_accum
@@ -187,9 +190,9 @@ def _by_tensor_or_row(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum
 
 
 def as_fnuz(operand: Operand) -> Operand:
-    """Return an operand in the formats of gfx942, in which the same bits are worth half.
+    """Return an operand in the formats of gfx942, in which the same bits have half the value.
 
-    They have no -0, whose bits are their NaN, and no others: an operand's NaN is in its scale.
+    In these formats the bits of -0 mean NaN, and no others do: an operand's NaN is in its scale.
     """
     names = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
     bits = operand.values.view(torch.uint8)
@@ -224,7 +227,7 @@ def _by_1x128(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
 
     types = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
     rows = a.values.shape[0]
-    if rows % 8:  # cuBLAS takes no other numbers of rows
+    if rows % 8:  # cuBLAS takes only multiples of 8 rows
         return _by_1x128(_padded(a, -rows % 8), b, out_dtype)[:rows]
     product: Tensor = scaled_mm(
         a.values,
@@ -253,7 +256,7 @@ def _outer_first(operand: Operand) -> Tensor:
 
 
 def _as_1x32(operand: Operand) -> Operand:
-    """Return an operand with scales that are powers of 2 for every 32 neighbours in a row."""
+    """Return an operand, whose scales are powers of 2, with one scale per 32 neighbours in a row."""
     inverse = operand.inverse.t() if operand.granularity == "1x128" else operand.inverse
     if operand.granularity == "128x128":
         inverse = inverse.repeat_interleave(SIDE, 0)

@@ -66,4 +66,4 @@ SGD = Rule((), _numbers, _prepare_without_momentum, None, _update_without_moment
 """SGD without momentum."""
 
 MOMENTUM_SGD = Rule((Moment("momentum_buffer"),), _numbers, _prepare, _at, _update)
-"""SGD whose moment is the momentum."""
+"""SGD with momentum, which is its moment."""

@@ -1,23 +1,23 @@
-"""FP32 masters kept as a model's 16-bit weights and 16 bits more.
+"""FP32 masters stored as a model's 16-bit weights and 16 more bits.
 
     weight, low = encode(master)                      master = decode(weight, low)
 
-The dtype of low says which of two ways it is:
+The dtype of low selects one of two encodings:
 
-- int16 (`split16`), for bfloat16: what is left of the master's bits. Every FP32 number comes back bit
-  for bit, apart from the payload of a NaN. The weight is the nearest; halfway it is the one of larger
-  magnitude, because nearest even could not be told from the low bits.
+- int16 (`split16`), for bfloat16: the master's remaining bits. Every FP32 number comes back bit
+  for bit, apart from the payload of a NaN. The weight is the nearest; ties go to the larger
+  magnitude, because the low bits could not tell which way a tie to even was rounded.
 - int16 (`split16`), for float16: the same in units of float16. Every FP32 number of at least 2^-16
   (1.5e-5) comes back bit for bit, smaller ones within 2^-40 (9.1e-13). From 65520 on the weight is inf,
-  and from 65791.99 on the master.
-- the weight's (`kahan`): the master is rounded to 16 significant bits for bfloat16, 22 for float16, as
-  in Kahan's summation. The weight is that rounded to nearest even, and low is what is left. A master
-  that came from `decode` comes back in the same halves.
+  and from 65791.99 on the master is too.
+- the weight's dtype (`kahan`): the master is rounded to 16 significant bits for bfloat16, 22 for
+  float16, as in Kahan's summation. The weight is that number rounded to nearest even, and low is the
+  remainder. Encoding a master that came from `decode` gives the same halves again.
 
 Shapes: the i-th tensors of each list have one shape, of any size. Launches: one for each device and
 dtype. Memory traffic: each tensor is read or written once.
 Source: the remainders of NVIDIA apex's DistributedFusedAdam, which recovers a master by undoing the
-rounding; here the sign of the low bits does it.
+rounding; here the sign of the low bits shows its direction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from amp.kernels.language import constant, each_part, jit, narrow, not_finite, t
 BLOCK = 4096
 
 _FP16_TO_FP32 = 112 << 23
-"""What a normal float16, shifted to where FP32 has its exponent, lacks of being one."""
+"""Added to the bits of a normal float16, shifted left by 13, to make them FP32's."""
 _SMALLEST = 2.0**-40
 FP16_TO_FP32 = constant(_FP16_TO_FP32)
 SMALLEST = constant(_SMALLEST)
@@ -54,11 +54,11 @@ def join(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write the masters that weights and their low halves stand for. The host does not wait.
+    """Write the masters that weights and low halves encode. The host does not wait.
 
     Args:
         weights: float16 or bfloat16.
-        lows: of `low_dtype`.
+        lows: of the dtype that `low_dtype` returns.
         masters: float32.
         backend: see `amp.kernels.backend`.
     """
@@ -81,7 +81,7 @@ def split(
 
 @jit
 def decode_block(weight, low):
-    """Return the masters, float32, that blocks of weights and low halves stand for."""
+    """Return the masters, float32, that blocks of weights and low halves encode."""
     if low.dtype != tl.int16:
         master = weight.to(tl.float32) + low.to(tl.float32)
     else:
@@ -89,7 +89,7 @@ def decode_block(weight, low):
         rest = low.to(tl.int32)
         if weight.dtype == tl.bfloat16:
             whole = high << 16
-            # A zero may have been written by hand: no bits of before may make it NaN.
+            # The user may have written a zero: old low bits must not make it NaN.
             is_zero = (high & 0x7FFF) == 0
             bits = tl.where(is_zero & (rest < 0), whole, whole + rest)
             master = bits.to(tl.float32, bitcast=True)
@@ -116,7 +116,7 @@ def encode_block(master, WEIGHT: tl.constexpr, LOW: tl.constexpr):
     """Return the weights and low halves of a block of masters."""
     if WEIGHT == LOW:
         weight, low = _halves(master, WEIGHT)
-        # What low has lost may have made a tie of the master, which goes to the other weight.
+        # Rounding low may have turned the master into a tie, which goes to the other weight.
         weight, low = _halves(weight.to(tl.float32) + low.to(tl.float32), WEIGHT)
     else:
         bits = master.to(tl.int32, bitcast=True)
@@ -186,12 +186,12 @@ def split_reference(masters: list[Tensor], weights: list[Tensor], lows: list[Ten
 
 
 def decode(weight: Tensor, low: Tensor) -> Tensor:
-    """Return the masters, float32, that weights and low halves stand for, in plain torch."""
+    """Return the masters, float32, that weights and low halves encode, in plain torch."""
     if low.dtype is not torch.int16:
         return weight.float() + low.float()
     high, rest = weight.view(torch.int16).int(), low.int()
     if weight.dtype is torch.bfloat16:
-        rest = torch.where((high & 0x7FFF) == 0, rest.clamp(min=0), rest)  # a zero written by hand
+        rest = torch.where((high & 0x7FFF) == 0, rest.clamp(min=0), rest)  # a zero that the user wrote
         return ((high << 16) + rest).view(torch.float32)
     magnitude = high & 0x7FFF
     normal = ((magnitude << 13) + rest + _FP16_TO_FP32).view(torch.float32)

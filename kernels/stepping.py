@@ -1,26 +1,25 @@
-"""One optimizer step for a list of tensors, in one launch: what every element-wise optimizer shares.
+"""One optimizer step for a list of tensors, in one launch, for every element-wise optimizer.
 
     g = gradient * inv_scale * clip                           negated to maximize
     parameter, moments = rule(parameter, g, moments, t)       with t = step + 1
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
     step = t
 
-Instead of having a model, a parameter may itself be a 16-bit weight that is a master together with its
-`low` half; see `amp.kernels.split`. Moments in bfloat16 may be rounded stochastically: up with the
-probability that makes the mean right. The same seed and step of a tensor give the same bits again,
-whatever else is stepped with it.
+Instead of having a model, a parameter may be a 16-bit weight that forms a master with its `low` half;
+see `amp.kernels.split`. Moments in bfloat16 may be rounded stochastically: up or down at random, with
+the right mean. The same seed and step of a tensor give the same random bits again, whatever else is
+stepped with it.
 
-Nothing at all is written where `found_inf` is not 0: a skipped step does not count. Nor does one of a
-tensor without elements. A `Rule` is the formula of one optimizer, twice: for Triton and for plain
-torch.
+If `found_inf` is not 0, nothing is written: a skipped step does not count. Nor do steps of a tensor
+without elements. A `Rule` is the formula of one optimizer, for Triton and for plain torch.
 
 Shapes: a parameter, its gradient, moments and model have one shape, of any size; each has its own
 `step`, float32 `[]`. DTensors go through their local shards. Dtypes: float16, bfloat16 or float32 each;
-the arithmetic is FP32, and each result is rounded once. Where one is float64, plain torch does all in
-FP64. Launches: one for each device and combination of dtypes, and three before it for a rule that goes
-by the norms of its own direction. Memory traffic: each tensor that is read is read once, and each that
-is written is written once: for AdamW with FP32 masters of 16-bit weights, 28 bytes a parameter. Norms
-of a direction read all but the models once more.
+the arithmetic is FP32, and each result is rounded once. Where one is float64, plain torch computes all
+in FP64. Launches: one for each device and combination of dtypes, and three before it for a rule that
+uses the norms of its own direction. Memory traffic: each tensor is read and written at most once; for
+AdamW with FP32 masters of 16-bit weights, that is 28 bytes a parameter. Norms of a direction read all
+tensors but the models once more.
 
 Plain torch (`amp.kernels.plainstep`) reads `found_inf`, factors and steps on the host, so there the
 host waits for a device other than the CPU.
@@ -69,12 +68,12 @@ def step(
 ) -> None:
     """Step parameters in place. On a device with Triton the host does not wait.
 
-    Autograd is told of it: the version of each parameter, model and low half goes up by one.
+    Autograd sees the change: the version of each parameter, model and low half goes up by one.
 
     Args:
         rule: the optimizer's formula.
-        numbers: the hyper-parameters, in the order that the rule has them; a tensor has one element.
-        params: what is stepped: FP32 masters, or the model's parameters or weights.
+        numbers: the hyper-parameters, in the rule's order; a tensor has one element.
+        params: the tensors to update: FP32 masters, or the model's parameters or weights.
         grads: their gradients, scaled or not.
         moments: one list for each moment of the rule.
         steps: how many steps each parameter has taken, float32 `[]`, on its device.
@@ -84,14 +83,14 @@ def step(
         seeds: one for each tensor, of 31 bits, for stochastic rounding of moments in bfloat16; None
             rounds all to nearest even.
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
-        clip: the same again.
+        clip: float32 `[1]`, one more factor of the gradients; None is 1.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
         maximize: whether to step along the gradients.
-        norms_of_all_ranks: from the norms of this rank's shards, float32 `[2n]`, to those of whole
-            tensors, for a rule that goes by them. None where tensors are whole.
+        norms_of_all_ranks: takes the norms of this rank's shards, float32 `[2n]`, and returns those of
+            whole tensors, for a rule with a direction. None where tensors are whole.
         backend: see `amp.kernels.backend`.
-        changes: where the step is planned, to be taken later. Nothing is written before. None takes it
-            now.
+        changes: the plan to add the step to, for the caller to make later; nothing is written until
+            then. None steps now.
 
     Raises:
         ValueError: the lists do not match.
@@ -165,7 +164,7 @@ def _launch_norms(arguments: StepArguments, each: Launch, norms: Tensor) -> None
 
 
 def _work_out_launch(arguments: StepArguments, each: Launch) -> Change:
-    """Return the launch that steps some of the tensors, after that of the norms it goes by."""
+    """Compute the norms that the rule needs, and return the launch that steps some of the tensors."""
     of_tensor = number_on(each.device, arguments.of_tensor)
     if arguments.rule.direction is not None and of_tensor is None:
         n = len(arguments.steps)
@@ -175,7 +174,7 @@ def _work_out_launch(arguments: StepArguments, each: Launch) -> Change:
 
 
 def _on_device(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Return numbers as float32 `[n]`; those that are on the host already go there at most once."""
+    """Return numbers as float32 `[n]` on a device; those of the host are sent at most once."""
     there = {i: x for i, x in enumerate(numbers) if isinstance(x, Tensor) and x.device.type != "cpu"}
     result = numbers_on(device, tuple([0.0 if i in there else float(x) for i, x in enumerate(numbers)]))
     if there:
@@ -187,7 +186,7 @@ def _on_device(numbers: Sequence[float | Tensor], device: torch.device) -> Tenso
 
 @cached
 def _ticket(device: torch.device) -> Tensor:
-    """Return the count of programs that have finished, int32 `[1]`; a launch leaves it at 0."""
+    """Return the count of programs that have finished, int32 `[1]`; a launch resets it to 0."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
@@ -206,7 +205,7 @@ def _load_block(pointers, i, mask, scale, MOMENTS: tl.constexpr, OTHER: tl.const
 
 @jit
 def _mixed(x):
-    """Return 32 bits that look random, for any 32 bits.
+    """Return a hash of 32 bits that looks random.
 
     Source: the hash `triple32` of Wellons' hash-prospector (public domain).
     """
@@ -262,7 +261,7 @@ def _step_block(
     if key is not None:
         noise = _mixed((start + i).to(tl.uint32) ^ key)
     for k in tl.static_range(len(moments)):
-        half = None  # of 32 random bits, which are for two moments
+        half = None  # 16 of 32 random bits, which serve two moments
         if key is not None:
             if k % 2 == 0:
                 noise = _mixed(noise + key)
@@ -302,8 +301,8 @@ def step_kernel(
     """Step one chunk. The program that finishes last counts the step of each tensor.
 
     With `sums`, `[2, chunks]`, it steps nothing, and sums the squares of parameter and direction.
-    OTHER: "model", "low" or None, what there is besides param, grad and moments. A row has the
-    addresses of these in this order, and then that of the step.
+    OTHER: "model", "low" or None, the list besides param, grad and moments. A row has the address of
+    a tensor of each of these lists, in this order, and then that of the step.
     """
     lists: tl.constexpr = len(DTYPES)
     measures: tl.constexpr = sums is not None
@@ -326,7 +325,7 @@ def step_kernel(
     pointers = pointers_to(addresses, start, DTYPES, True)
     i = tl.arange(0, BLOCK)
     loaded = _load_block(pointers, i, i < vectors, scale, MOMENTS, OTHER)
-    # All that follows from the number of the step is worked out while these are under way.
+    # Whatever depends on the step count is computed while these loads are under way.
     prepared = PREPARE(load_all(numbers, NUMBERS), t, of_tensor, n_of_tensor)
     key = None
     if seeds is not None:

@@ -1,18 +1,18 @@
-"""From lists of tensors to what a kernel can read: plans of launches, with tables of addresses.
+"""Plans of kernel launches: lists of tensors as tables of addresses that a kernel can read.
 
 An operation on parallel lists of n tensors takes one launch for each device and combination of dtypes
 among them. The tables of a launch lie on its device: `rows` has the addresses and the size of each
 tensor, and `chunks` says which program does which piece. They go to the device through pinned memory,
 so the host does not wait for it.
 
-Plans are kept in one cache. Its key is all that a plan depends on: the operation's chunk size, the
-device, the stream on which the tables were sent, whether Triton runs there, and the kind of each list;
-under that, the addresses (`amp.kernels.tensor_lists`). Tensors that have moved, as gradients do, take
-a plan of their kind with their addresses in it. Plain torch reads no tables, and its plans are for any
-addresses.
+Plans are cached. The key is all that a plan depends on: the operation's chunk size, the device, the
+stream on which the tables were sent, whether Triton runs there, and the kind of each list
+(`amp.kernels.tensor_lists`). Under a key are plans for a few sets of addresses. For tensors that have
+moved, as gradients do, a plan under the same key is copied with the new addresses. Plans for plain
+torch have no tables, and serve any addresses.
 
-While a CUDA graph is captured nothing is taken from the cache: the upload is captured with the rest,
-from pinned memory that torch sets aside for good, and each replay restores the tables that it reads.
+While a CUDA graph is captured, the cache is not used: the graph includes the upload of the tables, from
+pinned memory that torch keeps for good, so each replay restores the tables that it reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _TAKEN |= {torch.int16}  # the low bits of masters, see amp.kernels.split
 _CACHE_SIZE = 64
 _PLACES = 4
-"""How many plans of one kind are cached, each with other addresses."""
+"""How many plans are cached under one key, each with other addresses."""
 
 T = TypeVar("T")
 
@@ -44,12 +44,12 @@ class UnsupportedTensorError(TypeError):
 
 
 class Launch(NamedTuple):
-    """The tensors of parallel lists that one launch of a kernel does.
+    """One launch of a kernel, and the tensors of parallel lists that it processes.
 
     Attributes:
         indices: where in the lists they are.
-        device: theirs.
-        dtypes: theirs, one for each list.
+        device: the tensors' device.
+        dtypes: their dtypes, one for each list.
         rows: int64 `[n, lists + 2]`: each tensor's addresses, its number of elements, and its index.
         chunks: int32 `[n_chunks, 2]`: each chunk's tensor, and the chunk's number in that tensor.
         firsts: int32 `[n + 1]`: each tensor's first chunk, and at the end the number of chunks.
@@ -70,7 +70,7 @@ class Launch(NamedTuple):
         launch(kernel, self.chunks.shape[0], self.device, **arguments)
 
     def at(self, addresses: Tensor) -> Launch:
-        """Return this launch for tensors that lie elsewhere: int64 `[tensors of the lists, lists]`."""
+        """Return this launch for other addresses: int64 `[tensors of the lists, lists]`."""
         rows = self.rows_on_host.clone()
         rows[:, :-2] = addresses[rows[:, -1]]
         return self._replace(rows=upload(rows, self.device), rows_on_host=rows)
@@ -80,9 +80,9 @@ class Plan(NamedTuple):
     """How an operation on parallel lists of tensors runs.
 
     Attributes:
-        launches: what Triton does.
-        fallback: indices of what plain torch does, those of one device and combination of dtypes
-            together: devices without Triton, and tensors with gaps between their elements or whose
+        launches: the tensors for Triton.
+        fallback: the indices of tensors for plain torch, those of one device and combination of dtypes
+            together: tensors on devices without Triton, with gaps between their elements, or whose
             strides differ from list to list.
     """
 
@@ -90,15 +90,15 @@ class Plan(NamedTuple):
     fallback: tuple[tuple[int, ...], ...]
 
     def at(self, addresses: Sequence[Sequence[int]]) -> Plan:
-        """Return this plan for tensors of the same kind that lie elsewhere. The host does not wait."""
+        """Return this plan for tensors of the same kind at other addresses. The host does not wait."""
         table = torch.tensor(addresses, dtype=torch.int64, device="cpu").t()
         return self._replace(launches=tuple([launch.at(table) for launch in self.launches]))
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Return the current stream of a device, on which what is sent there now can be read.
+    """Return the current stream of a device, on which tensors that are uploaded now can be read.
 
-    None while a CUDA graph is captured: what is made then is the graph's, and not to be cached.
+    None while a CUDA graph is captured: tensors made then belong to the graph, and must not be cached.
     """
     if not torch.cuda.is_initialized():
         return 0
@@ -110,7 +110,7 @@ def stream_of(device: torch.device) -> int | None:
 def cached(make: Callable[..., T]) -> Callable[..., T]:
     """Cache the latest results of a function of a device for its current stream.
 
-    What is made while a CUDA graph is captured is not cached.
+    Results made while a CUDA graph is captured are not cached.
     """
 
     @functools.lru_cache(maxsize=_CACHE_SIZE)
@@ -146,7 +146,8 @@ def plan(
 
     Raises:
         ValueError: the lists' lengths, shapes or devices differ.
-        UnsupportedTensorError: a dtype other than float16, bfloat16, float32 and float64.
+        UnsupportedTensorError: a dtype other than float16, bfloat16, float32, float64, and int16 for
+            low halves of masters.
         ReleasedMemoryError: a tensor with elements has no memory.
     """
     columns = [dense(tensors) for tensors in (lists if numbers is None else (*lists, numbers))]
@@ -228,7 +229,7 @@ def are_flat(tensors: Sequence[Tensor]) -> bool:
     return preserved and all(tensor.stride() == strides for tensor in tensors)
 
 
-# What goes to a device.
+# Copies to a device.
 
 
 @cached
@@ -249,26 +250,26 @@ def numbers_on(
 
 
 def upload(table: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device. The host does not wait."""
+    """Return a CPU tensor on a device. The host does not wait."""
     if device.type == "cpu":
         return table
     return table.pin_memory().to(device, non_blocking=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. The host waits only if that is the CPU and the tensor is not."""
+    """Return a tensor on a device. The host waits only for a copy to the CPU."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def number_on(device: torch.device, number: float | Tensor | None) -> Tensor | None:
-    """Return a number, or a tensor of one, as a tensor on a device, not to be written; None is None."""
+    """Return a number, or a tensor of one, as a read-only tensor on a device; None for None."""
     if isinstance(number, (int, float)):
         return numbers_on(device, (float(number),))
     return None if number is None else to_device(number, device)
 
 
 class BadSteps(NamedTuple):
-    """Where a check notes the tensors that are not finite: Triton's kernels do, plain torch does not.
+    """Where Triton's kernels record the tensors that are not finite; plain torch records nothing.
 
     Attributes:
         of_tensors: float32 `[n]`, for each tensor of a list the last step at which it was not finite.
@@ -280,7 +281,7 @@ class BadSteps(NamedTuple):
 
     @staticmethod
     def on(device: torch.device, noted: BadSteps | None) -> dict[str, Tensor | None]:
-        """Return the arguments of a kernel that runs on a device: None where it notes nothing."""
+        """Return the arguments of a kernel that runs on a device: None if it records nothing."""
         if noted is None or noted.of_tensors.device != device:
             return {"bad_steps": None, "step": None}
         return {"bad_steps": noted.of_tensors, "step": noted.step}
@@ -293,6 +294,6 @@ def flag_on(device: torch.device, flag: Tensor | None) -> Any:
 
 
 def merge_flag(flag: Any, found: Any) -> None:
-    """Set a flag if one on another device, which `flag_on` returned for it, was set."""
+    """Set `flag` if `found`, which `flag_on` returned for it on a device, was set."""
     if found is not flag:
         torch.maximum(flag, to_device(found, flag.device), out=flag)

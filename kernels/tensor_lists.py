@@ -1,8 +1,8 @@
-"""Lists of dense tensors: what a launch must know of each is asked once, and handed down.
+"""Lists of dense tensors that query addresses, sizes, dtypes and strides only once.
 
-A step goes through hundreds of tensors, and a GPU is done with it in the time that the host needs to
-ask a few questions of each. So whoever looks at a list first makes a `TensorList` of it, and what comes
-after, the check of gradients, the plan of a launch, the step, reads what the list knows.
+A step goes through hundreds of tensors, and a GPU finishes it in the time that the host needs for a few
+queries of each. So the first function that looks at a list makes a `TensorList` of it, and later ones
+(the check of gradients, the plan of a launch, the step) read what it has stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
-    """What tensors are, wherever they lie. Made by `kind_of` alone.
+    """The sizes, dtypes and strides of tensors, without their addresses. Made by `kind_of` alone.
 
     Attributes:
         sizes: the number of elements of each.
@@ -34,7 +34,7 @@ class Kind:
 
 
 kind_of = functools.lru_cache(maxsize=256)(Kind)
-"""Equal kinds are one object, so that they are compared and hashed at once."""
+"""Makes a `Kind`. Equal kinds are one object, so that comparing and hashing them is fast."""
 
 
 class ReleasedMemoryError(RuntimeError):
@@ -42,15 +42,15 @@ class ReleasedMemoryError(RuntimeError):
 
 
 class TensorList(Sequence[Tensor]):
-    """Dense tensors, and what they are at the moment at which the list is first asked.
+    """Dense tensors, and their addresses, device and kind when the list was first asked.
 
-    Tensors move: by `.data = ...`, `set_`, a resized storage. Whoever keeps a list asks it by `now`
+    Tensors can move: by `.data = ...`, `set_`, a resized storage. Call `now` on a list that was kept
     before its tensors go to a kernel again.
 
     Args:
         tensors: dense tensors; see `dense`.
         like: a list whose tensors are on the same devices.
-        dtype: what all of them have; they are of the sizes and orders of `like` then.
+        dtype: the dtype of all tensors; they then have the sizes and orders of `like`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TensorList(Sequence[Tensor]):
         return len(self.tensors)
 
     def at(self, indices: Sequence[int]) -> TensorList:
-        """Return some of the tensors, which are not asked again."""
+        """Return some of the tensors, without querying them again."""
 
         def pick(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple([values[i] for i in indices])
@@ -89,7 +89,7 @@ class TensorList(Sequence[Tensor]):
         return some
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TensorList:
-        """Return tensors that are taken to be what these are; ask them by `now`."""
+        """Return other tensors with these addresses and kind, as an assumption; `now` checks it."""
         result = TensorList(tensors)
         result.addresses, result.kind, result.device = self.addresses, self.kind, self.device
         return result
@@ -101,7 +101,7 @@ class TensorList(Sequence[Tensor]):
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Where the elements of each begin; addresses tell devices apart. 0 is nowhere."""
+        """The address of each tensor's elements, which no two devices share; 0 without memory."""
         return tuple(map(Tensor.data_ptr, self.tensors))
 
     @property
@@ -126,12 +126,12 @@ class TensorList(Sequence[Tensor]):
 
     @cached_property
     def kind(self) -> Kind:
-        """What they are, asked of each tensor.
+        """The sizes, dtypes and strides of the tensors.
 
         Raises:
             RuntimeError: a tensor is sparse.
         """
-        _ = self.addresses  # asked at the same moment
+        _ = self.addresses  # query both at the same moment
         sizes = tuple(map(Tensor.numel, self.tensors))
         dtypes = tuple([tensor.dtype for tensor in self.tensors])
         orders = None
@@ -160,7 +160,7 @@ def are_all_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]])
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether no tensor is of a class that has its values elsewhere, as DTensor has."""
+    """Whether no tensor is of a class that keeps its values elsewhere, as DTensor does."""
     return all(map(_has_own_values, set(map(type, tensors))))
 
 
@@ -181,7 +181,8 @@ def dense(tensors: Sequence[Tensor]) -> TensorList:
 def local(tensor: Tensor) -> Tensor:
     """Return the shard of a DTensor that this rank holds, on the same memory; any other tensor itself.
 
-    `DTensor.to_local` would be differentiable. What is still on its way from other ranks is waited for.
+    `DTensor.to_local` would be differentiable. If the values are still on their way from other ranks,
+    this waits for them.
     """
     values: Any = getattr(tensor, "_local_tensor", tensor)
     if type(values) is not Tensor and hasattr(values, "wait"):

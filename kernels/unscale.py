@@ -1,4 +1,4 @@
-"""Unscaling gradients, and finding out whether they are finite.
+"""Unscale gradients, and check whether they are finite.
 
     target_i = source_i * inv_scale                   for every i
     found_inf = 1 if any source or target element is inf or NaN
@@ -7,8 +7,8 @@ The check covers the products too: a scale below 1 can make an inf out of a fini
 
 Shapes: `sources[i]` and `targets[i]` have one shape, of any size; a target may be its source.
 Dtypes: float16, bfloat16, float32 or float64 on either side. Products are FP32, or FP64 where either
-side is, and rounded to nearest even, once (FP64 ones to 16 bits by way of FP32). Sparse gradients go
-through their values, DTensors through their local shards. Launches: one for each device and pair of
+side is, and rounded to nearest even, once (FP64 ones to 16 bits by way of FP32). Of sparse gradients
+the values are taken, of DTensors the local shards. Launches: one for each device and pair of
 dtypes. Memory traffic: each source is read and each target written once; `check` only reads.
 Reference: `torch._amp_foreach_non_finite_check_and_unscale_`, which checks before it multiplies.
 """
@@ -47,7 +47,7 @@ def unscale(
         inv_scale: float32 `[1]`.
         found_inf: float32 `[1]`, set to 1 on overflow and never cleared; None checks nothing.
         backend: see `amp.kernels.backend`.
-        bad_steps: where Triton's kernel notes which sources overflow.
+        bad_steps: where Triton's kernel records which sources overflow.
 
     Raises:
         ValueError: sources and targets do not match.
@@ -64,7 +64,7 @@ def check(
     backend: str | None = None,
     bad_steps: BadSteps | None = None,
 ) -> None:
-    """Set `found_inf` if `sources` or their FP32 products with `inv_scale` are not finite.
+    """Set `found_inf` if `sources` or their products with `inv_scale` are not finite.
 
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
     `unscale`.
@@ -142,16 +142,16 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
 
 
 def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's own operation takes a dtype: on CUDA it knows no bfloat16 (torch 2.11)."""
+    """Whether torch's own operation takes a dtype: not bfloat16 on CUDA (torch 2.11)."""
     return device.type == "cpu" or dtype is not torch.bfloat16
 
 
 @without_grad
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
-    """Do `check` in plain torch, on tensors of one device and dtype; no `inv_scale` is 1.
+    """Do `check` in plain torch, on tensors of one device and dtype; `inv_scale=None` is 1.
 
-    Products are finite where those of the extremes are. On the CPU torch's own operation, multiplying
-    by 1, is faster than finding those.
+    All products are finite if those of the extremes are. On the CPU torch's own operation, with a
+    factor of 1, is faster than finding the extremes.
     """
     device = sources[0].device
     flag = flag_on(device, found_inf)
@@ -170,7 +170,7 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_i
 
 
 def _is_at_most_one(factor: Tensor | None) -> bool:
-    """Whether products cannot overflow, as far as the host knows without waiting for a device."""
+    """Whether the host knows, without waiting for a device, that products cannot overflow."""
     return factor is None or (factor.device.type == "cpu" and factor.tolist()[0] <= 1.0)
 
 

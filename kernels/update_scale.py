@@ -1,4 +1,4 @@
-"""The loss scale's state machine, one transition.
+"""One transition of the loss scale's state machine.
 
 State, one float32 tensor `[7]`: scale, inverse scale, good steps since the scale last moved,
 hysteresis left, found_inf, overflows in a row, transitions. Counts are whole numbers, exact up to
@@ -11,8 +11,8 @@ hysteresis left, found_inf, overflows in a row, transitions. Counts are whole nu
     always:    inverse = 1 / scale; found_inf = 0; transitions += 1
 
 Products are FP64, rounded to FP32 once, as in `torch.amp.GradScaler`; FP32 on a device without
-FP64. An overflow with hysteresis left keeps the scale. With `reset_each_step`, each good step gives
-the hysteresis back too. The step is skipped on every overflow; that is the caller's business.
+FP64. An overflow with hysteresis left keeps the scale. With `reset_each_step`, each good step restores
+the hysteresis too. On every overflow, the caller skips the step.
 Launches: one.
 
 Sources: NVIDIA apex `update_scale_hysteresis`, Megatron-LM and DeepSpeed's dynamic scalers.

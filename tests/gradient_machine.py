@@ -384,10 +384,14 @@ class Script(Actions):
         expected = self.expected[i]
         if not expected.is_finite:
             return
+        session = amp.get_session()
+        is_patched = session.properties.master_weights or not session.scalers[0].is_identity
+        sharing = [x for x in self.expected if x.gradients.keys() & expected.gradients.keys()]
+        if not is_patched and any(gradients.State.DELAYED in other.states for other in sharing):
+            return  # torch's function finishes no block
         clip_grad_norm_(amp.master_params(self.optimizers[i]), math.inf)
-        for other in self.expected:
-            if other.gradients.keys() & expected.gradients.keys():
-                other.prepare_step()
+        for other in sharing:
+            other.prepare_step()
         totals = [g.total for g in expected.gradients.values() if g.total is not None]
         if not totals:
             return

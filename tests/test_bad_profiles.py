@@ -28,7 +28,7 @@ from tests.models import linear
         ("loss_scale: 1" + "0" * 390, ":1: loss_scale=an integer of about 391 digits must be a finite"),
         ("loss_scale: {growth_interval: .inf}", ":1: growth_interval=inf must be an integer"),
         ("loss_scale: {growth_interval: .nan}", ":1: growth_interval=nan must be an integer"),
-        ("brief: x\nloss_scale: &a {init: *a}", ":2: an alias stands inside of what it names"),
+        ("brief: x\nloss_scale: &a {init: *a}", ":2: an alias is inside the value that it names"),
         ("rules: " + "[" * 3000, ":1: not valid YAML: more than 20 levels deep"),
         ("brief: x\nbrief: y", ":2: 'brief' was set on line 1 already"),
         ("loss_scale: {<<: {init: 1}}", ":1: a merge key .* write 'extends:'"),
@@ -144,7 +144,7 @@ def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
         ("torch.functools.*", "functools is a module of Python"),
         ("torch.cuda.os.*", "os is a module of Python"),
         ("tests.test_bad_profiles.Path.open", "pathlib.Path is a module of Python"),
-        ("tests.models.contextmanager", "takes no tensors, or casts themselves work by it"),
+        ("tests.models.contextmanager", "takes no tensors, or casts themselves depend on it"),
         ("numpy.this_is_not_loaded.*", "there is no 'numpy.this_is_not_loaded'"),
     ],
 )

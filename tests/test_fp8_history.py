@@ -260,7 +260,7 @@ def test_without_the_history_a_resume_is_not_exact() -> None:
     expected = [tensor.clone() for tensor in fp8_resume.outcome(model)]
     amp.get_session().close()
     del state["amp"]["fp8"]
-    with pytest.warns(AmpWarning, match="no 'fp8'.*starts anew"):
+    with pytest.warns(AmpWarning, match="no 'fp8'.*starts empty"):
         found = fp8_resume.second_half(case, state)
     assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -277,7 +277,7 @@ def test_missing_layers_start_anew_with_a_warning() -> None:
     state = state_after_training()
     state["fp8"]["names"][1] = "renamed"
     initialize(net(), "O5", "delayed")
-    with pytest.warns(AmpWarning, match="no FP8 entries of second; what these layers have seen"):
+    with pytest.warns(AmpWarning, match="no FP8 entries of second; the amax history of these layers"):
         amp.load_state_dict(state)
     amaxes = history().amaxes
     assert torch.equal(amaxes[:, :3], state["fp8"]["amaxes"][:, :3])

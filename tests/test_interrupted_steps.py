@@ -122,7 +122,7 @@ def run(training: Training, unit: str) -> None:
 
 
 @pytest.mark.parametrize("case", some_quick(CASES))
-@every_nth_line(997, 149)
+@every_nth_line(997, 331)
 def test_an_interrupted_step_was_taken_or_not_begun(case: str, every: int) -> None:
     level, optimizer, options = CASES[case]
     expected = Training(level, optimizer, **options)
@@ -152,7 +152,7 @@ def test_an_interrupted_step_was_taken_or_not_begun(case: str, every: int) -> No
 
 
 @pytest.mark.parametrize("optimizer", [functools.partial(torch.optim.SGD, fused=True), FUSED.FusedAdam])
-@every_nth_line(23, 1)
+@every_nth_line(23, 3)
 def test_an_interrupted_step_leaves_nothing_on_the_optimizer(optimizer: Any, every: int) -> None:
     """What a check has found would keep it from stepping for ever, once the session is closed."""
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def test_an_interrupted_step_leaves_nothing_on_the_optimizer(optimizer: Any, eve
 
 
 @pytest.mark.parametrize("case", some_quick(CASES))
-@every_nth_line(1999, 389)
+@every_nth_line(1999, 727)
 def test_an_interrupted_block_has_added_its_gradients_or_none(case: str, every: int) -> None:
     level, optimizer, options = CASES[case]
     expected = Training(level, optimizer, **options)

@@ -64,7 +64,7 @@ def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
     "optimizer", [torch.optim.SGD, amp.optimizers.FusedAdam], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("level", ["O1", "O4", "O2", "O6"])
-@every_nth_line(499, 17)
+@every_nth_line(499, 61)
 def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
     level: str, optimizer: Any, every: int
 ) -> None:
@@ -103,7 +103,7 @@ def look_at_gradients(model: Any, optimizer: Any, x: Tensor) -> None:
     ],
     ids=["O2 forward", "O2 state_dict", "O2 look", "O6 forward"],
 )
-@every_nth_line(83, 7)
+@every_nth_line(83, 23)
 def test_an_interrupt_leaves_autograd_as_it_was(
     level: str, unit: Callable[..., Any], every: int
 ) -> None:
@@ -172,7 +172,7 @@ def is_same(a: Any, b: Any) -> bool:
         ("O5", amp.optimizers.FusedAdam),
     ],
 )
-@every_nth_line(997, 71)
+@every_nth_line(997, 197)
 def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any, every: int) -> None:
     """The scale has moved where the gradients are there; the next block is right in any case."""
     run = Units(level, optimizer)
@@ -200,7 +200,7 @@ def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-@every_nth_line(61, 5)
+@every_nth_line(61, 13)
 def test_an_interrupted_look_at_gradients_may_be_repeated(level: str, every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any]]:
         made = Units(level, amp.optimizers.FusedAdam)
@@ -220,7 +220,7 @@ def test_an_interrupted_look_at_gradients_may_be_repeated(level: str, every: int
         assert is_same(found, expected), interrupter.place
 
 
-@every_nth_line(41, 2)
+@every_nth_line(41, 7)
 def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_none(every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Tensor]]:
         torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_non
 @pytest.mark.parametrize(
     ("level", "optimizer"), [("O1", torch.optim.SGD), ("O2", amp.optimizers.FusedAdam)]
 )
-@every_nth_line(41, 2)
+@every_nth_line(41, 7)
 def test_a_block_that_raised_is_left_though_its_end_is_interrupted(
     level: str, optimizer: Any, every: int
 ) -> None:
@@ -276,7 +276,7 @@ def test_a_block_that_raised_is_left_though_its_end_is_interrupted(
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "split16"}], ids=["whole", "split16"])
-@every_nth_line(11, 1)
+@every_nth_line(11, 3)
 def test_masters_agree_with_weights_after_an_interrupted_load(
     options: dict[str, Any], every: int
 ) -> None:

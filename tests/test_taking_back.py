@@ -138,7 +138,7 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
 
 
 @pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.slow)])
-@every_nth_line(12, 2)
+@every_nth_line(12, 5)
 def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_closed(
     level: str, every: int
 ) -> None:
@@ -164,7 +164,7 @@ def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_close
     assert set(ends) == {False, True}
 
 
-@every_nth_line(997, 83)
+@every_nth_line(997, 251)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
     def run(at: int) -> tuple[Interrupter, list[Any], dict[str, Tensor], list[Any]]:

@@ -1,4 +1,4 @@
-"""Casting a model's weights, and its inputs and outputs.
+"""The strategy that casts a model's weights, inputs and outputs.
 
 Weights are cast in place, so parameters keep their identity: optimizers, tied weights and hooks
 keep working. Activations are cast by module hooks that can be copied and pickled, so a deep copy, a
@@ -40,7 +40,7 @@ _ONE_DTYPE_LAYERS = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
-"""Layers of torch that fail when their input is not of their weight's dtype."""
+"""torch's layers that fail when their input has another dtype than their weight."""
 
 
 def keeps_fp32(module: nn.Module, properties: Properties) -> bool:
@@ -52,7 +52,7 @@ def keeps_fp32(module: nn.Module, properties: Properties) -> bool:
 
 
 def _ruled_dtypes(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, torch.dtype]:
-    """Return the dtypes of the modules that a user's rules match, and of all modules inside them."""
+    """Return the dtypes of the modules that a user's rules match, and of all their submodules."""
     ruled = ruled_modules(model, rules)
     return {module: rule.dtype for module, rule in ruled.items() if rule.dtype is not None}
 
@@ -62,10 +62,10 @@ def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch.dtype]:
-    """Return the parameters and buffers of `model` that are to be cast, and to what.
+    """Return the parameters and buffers of `model` to cast, each with its new dtype.
 
-    Norms that the properties keep, and tensors that are neither float16, bfloat16 nor float32, stay
-    as they are. A user's rules win, also over a tensor that other modules share.
+    Norms that the properties keep in FP32, and tensors that are neither float16, bfloat16 nor float32,
+    are not cast. A user's rules take precedence, also for a tensor that other modules share.
     """
     if not isinstance(properties.cast_model_type, torch.dtype):
         return {}
@@ -81,7 +81,7 @@ def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch
 
 
 class CastModel(Strategy):
-    """Weights are cast in place, inputs and outputs by hooks."""
+    """Casts weights in place, and inputs and outputs by hooks."""
 
     _has_warned = False
 
@@ -91,10 +91,11 @@ class CastModel(Strategy):
         return properties.casts_model or properties.cast_model_outputs is not None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise AmpRuntimeError for what cannot be cast.
+        """Raise AmpRuntimeError for a model that cannot be cast, and AmpTypeError for an unknown name.
 
-        That is a scripted module, a lazy one without values, `FullyShardedDataParallel`, and what
-        `ShardPolicies` refuses.
+        A model cannot be cast if it has a scripted module, a lazy one without values, or
+        `FullyShardedDataParallel`, or if `ShardPolicies` refuses it. The names are those of
+        `cast_model_inputs`.
         """
         dtype = self.properties.cast_model_type
         check_names(model, self.properties.cast_model_inputs)
@@ -120,9 +121,9 @@ class CastModel(Strategy):
         ShardPolicies(model, self.properties, dtypes_to_be(model, self.properties))
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Cast the parameters, buffers and gradients of the model in place, and hook it.
+        """Cast the parameters, buffers and gradients of the model in place, and register hooks.
 
-        FP32 shards of FSDP2 stay what they are where there are masters; see `amp.casting.sharded`.
+        FP32 shards of FSDP2 are not cast at levels with masters; see `amp.casting.sharded`.
         """
         dtypes = dtypes_to_be(model, self.properties)
         policies = ShardPolicies(model, self.properties, dtypes)
@@ -142,7 +143,7 @@ class CastModel(Strategy):
         undo.callback(vars(model).pop, "__prepare_scriptable__", None)
 
     def check_loss(self, loss: Tensor) -> None:
-        """Warn, once, of a loss in 16 bits, where outputs of models are FP32."""
+        """Warn once about a 16-bit loss, if outputs of models are FP32."""
         properties = self.properties
         outputs = properties.cast_model_outputs or torch.float32
         if loss.dtype not in LOW_PRECISION or outputs in LOW_PRECISION or self._has_warned:
@@ -156,14 +157,14 @@ class CastModel(Strategy):
             )
 
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Make the model cast its inputs and outputs, and its layers what they are given.
+        """Register the hooks that cast, and yield their handles.
 
         - The model casts floating inputs to its own dtype and floating outputs to FP32, or to
           `cast_model_outputs`.
-        - A layer that needs its input in its weight's dtype casts it, so that a sub-module can be
-          called on its own and FP32 activations may appear inside the model.
-        - A norm kept in FP32 that cannot take half inputs casts them up and its output down again.
-        - A module that a rule matches casts its inputs to the rule's dtype, and no outputs.
+        - A layer that needs its input in its weight's dtype casts it, so that a submodule can be
+          called on its own, and FP32 activations may appear inside the model.
+        - A norm kept in FP32 that cannot take half inputs casts them up, and its output down again.
+        - A module that a rule matches casts its inputs to the rule's dtype, and not its outputs.
         """
         dtype, outputs = self.properties.cast_model_type, self.properties.cast_model_outputs
         weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -187,7 +188,7 @@ class CastModel(Strategy):
 
 
 def _cast_back(reference: weakref.ref[Tensor], dtype: torch.dtype) -> None:
-    """Give a parameter or buffer the dtype that it had, if no master has done so."""
+    """Cast a parameter or buffer back to its original dtype, unless a master has restored it."""
     tensor = reference()
     if tensor is not None and any(
         x is not None and x.dtype is not dtype for x in (tensor, tensor.grad)
@@ -200,7 +201,7 @@ def _needed_input_dtype(
 ) -> torch.dtype | None:
     """Return the dtype that the input of this layer must have, or None if it takes any.
 
-    `gathered` has the dtypes in which FSDP2 shows shards in a forward.
+    `gathered` has the dtypes of FSDP2's shards when they are gathered for a forward.
     """
     tensors = filter(Tensor.is_floating_point, _tensors_of(module))
     dtype = next((gathered.get(tensor, tensor.dtype) for tensor in tensors), None)

@@ -1,7 +1,8 @@
-"""The strategy by which torch's functions cast their arguments, op by op.
+"""The strategy that makes torch's functions cast their arguments, op by op.
 
 The functions of an `OpPolicy` are replaced by wrappers, process-wide, until the session closes: under
-every name that a loaded module has for them, and in what modules of the model hold as attributes.
+every name that a loaded Python module has for them, and where modules of the model hold them as
+attributes.
 """
 
 import functools
@@ -32,15 +33,16 @@ from amp.undo import Undo
 
 
 class CastOps(Strategy):
-    """Functions cast their arguments, for as long as the session is open.
+    """Makes functions cast their arguments while the session is open.
 
     Attributes:
         policy: the rule of each function.
-        dtype: of the ops that gain from half precision.
-        live: whether functions are patched.
-        is_inherited: whether this process was forked since, and has called no model of the session.
-        wrappers: functions as its session's threads see them, by the id of their place and their name.
-        device_types: whose tensors functions cast outside of forwards, the models'; empty is all.
+        dtype: the dtype of the ops that run in half precision.
+        live: whether the session's functions cast.
+        is_inherited: whether this process was forked with the session, and has called no model of it.
+        wrappers: this session's wrappers, by the id of the module or class and the function's name.
+        device_types: the device types of the models, whose tensors functions cast outside of forwards;
+            empty means all.
     """
 
     def __init__(self, properties: Properties) -> None:
@@ -51,10 +53,9 @@ class CastOps(Strategy):
         self.device_types: set[str] = set()
         self._has_begun = False
         self._patches = Patches(is_over=True)
-        # Of originals and wrappers, by their ids.
+        # By the ids of originals and wrappers.
         self._rules: dict[int, OpRule] = {}
         self._places: dict[int, tuple[Any, str, Any]] = {}
-        # By where a function is.
         self.wrappers: dict[tuple[int, str], Function] = {}
         self._shown: list[Function] = []
         self._watched: list[weakref.ref[nn.Module]] = []
@@ -65,11 +66,11 @@ class CastOps(Strategy):
         return properties.patch_torch_functions
 
     def begin(self, undo: Undo) -> None:
-        """Patch the functions that this torch has, once in a session."""
+        """Patch the functions of the policy, once in a session."""
         with active.opening:
             _stop_dropped()
             if not self._has_begun:
-                # A failure gives them back, and the next `initialize` patches anew.
+                # A failure restores the functions, and the next `initialize` patches them again.
                 undo.if_it_fails.append(functools.partial(setattr, self, "_has_begun", False))
                 undo.callback(self.stop)
                 self._begin()
@@ -114,30 +115,30 @@ class CastOps(Strategy):
         if rule.in_place is not None and hasattr(target, rule.in_place.name):
             self.patch(rule.in_place, target)
         if target is Tensor and rule.name in vars(FunctionalTensor):
-            self.patch(rule, FunctionalTensor)  # what AOTAutograd traces with has a method of its own
+            self.patch(rule, FunctionalTensor)  # the class AOTAutograd traces with overrides the method
 
     def _know(self, rule: OpRule, target: Any, function: Any) -> None:
-        """Note what a function is, under whatever name a module has it."""
+        """Record the rule and place of a function, by its id."""
         self._rules.setdefault(id(function), rule)
         self._places.setdefault(id(function), (target, rule.name, function))
 
     def rule_of(self, function: Any) -> OpRule | None:
-        """Return the rule for a function of torch, or for a wrapper of it, while it is patched."""
+        """Return the rule of a patched function, given the original or its wrapper; None for others."""
         return self._rules.get(id(function))
 
     def replace_names(self) -> None:
-        """Patch what modules imported by name, as in `from torch.nn.functional import linear`."""
+        """Patch names in other modules, as after `from torch.nn.functional import linear`."""
         for module in modules_of_others():
             show_patched(module, self._places)
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Let the model's forwards run in autocast regions, and modules under a rule in FP32.
+        """Run the model's forwards in autocast regions, and modules with an FP32 rule in FP32.
 
-        Functions that its modules hold as attributes cast too. What is held in a way that cannot be
-        patched gets a warning that names it.
+        Functions that its modules hold as attributes are patched too. Warns of functions that are held
+        where they cannot be patched, such as in a list.
         """
         self.device_types |= {parameter.device.type for parameter in model.parameters()}
-        held: dict[str, None] = {}  # in the order in which they were found
+        held: dict[str, None] = {}  # an ordered set
         for name, module in model.named_modules():
             show_patched(module, self._places)
             self._watched.append(weakref.ref(module))
@@ -156,21 +157,21 @@ class CastOps(Strategy):
 
     @property
     def casts_ops(self) -> bool:
-        """Whether functions cast their arguments, here and now."""
+        """Whether functions cast their arguments at this point, in this thread."""
         return any(casts(self, kind) for kind in DEVICE_TYPES)
 
     def stop(self) -> None:
-        """Give every function back, also where it was imported by name meanwhile. Idempotent."""
+        """Restore every function, also where it was imported by name meanwhile. Idempotent."""
         if self._is_open:
             with active.opening:
                 self._stop()
                 _stop_dropped()
 
     def drop(self) -> None:
-        """Cast no more: nobody has the session any longer, nor a model of it.
+        """Stop casting, after the session and its models were garbage-collected without `close`.
 
-        Functions are given back when the next session opens or closes. The garbage collector calls
-        this, which may run anywhere, such as while Dynamo compiles: it takes no lock.
+        The functions are restored when the next session opens or closes. This method takes no lock,
+        because the garbage collector may call it anywhere, for example while Dynamo compiles.
         """
         if self._is_open:
             self.live = False
@@ -186,7 +187,7 @@ class CastOps(Strategy):
             show_patched(holder, self._places)
         _forget_compiled()
         self._is_open = False
-        # A newer session may hold a wrapper of this one, which holds this one, and so on to the first.
+        # A newer session may hold a wrapper of this session, and so keep this and older ones alive.
         scripting.forget(self._shown)
         self._shown.clear()
         self._places.clear()
@@ -194,7 +195,7 @@ class CastOps(Strategy):
 
 
 _dropped: list[CastOps] = []
-"""Of sessions that nobody has closed and nobody has any more: what they patched is to be given back."""
+"""The casters of garbage-collected sessions, whose functions are still to be restored."""
 
 
 def _stop_dropped() -> None:
@@ -206,7 +207,7 @@ def _stop_dropped() -> None:
 
 
 def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a module holds in ways that cannot be patched, each with words that say how."""
+    """Yield the values that a module holds where they cannot be patched, each with a description."""
     for key, value in vars(module).items():
         yield f"{name}.{key} is a partial of", getattr(value, "func", None)
         if type(value) in (list, tuple, dict):
@@ -218,10 +219,10 @@ def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _introduce_dynamo() -> None:
-    """Let Dynamo make its tables of torch's functions before these are patched.
+    """Make Dynamo build its tables of torch's functions before they are patched.
 
-    It makes them once in a process, by identity. Made while a session is open they would hold wrappers,
-    and after the session Dynamo would not know the functions themselves.
+    It builds them once in a process, by identity. If it built them while a session is open, they would
+    hold wrappers, and after the session Dynamo would not recognize the originals.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import torch as in_graph
@@ -240,9 +241,9 @@ _TAG = "|amp:"
 
 
 def _forget_compiled() -> None:
-    """Reset `torch.compile`, and give its caches on disk a key that is for these rules alone.
+    """Reset `torch.compile`, and give its caches on disk a key that depends on the rules.
 
-    Dynamo does not look at what `x @ w` calls: neither its guards nor its cache keys would know.
+    Dynamo does not see that `x @ w` calls a patched function: its guards and cache keys would miss it.
     """
     caster = active.newest_caster()
     tag, _, _ = torch.compiler.config.cache_key_tag.partition(_TAG)

@@ -1,8 +1,8 @@
-"""Where casts of weights are kept during a forward: in torch's cache, or for one thread alone.
+"""Caching casts of weights during a forward: in torch's cache, or in one of the thread's own.
 
-torch has one cache for all threads, and whoever leaves an outermost region empties it. Another thread
-whose weight is used twice would cast it twice then, and sum up the gradients in another dtype. So one
-thread has torch's cache at a time, and a forward that finds it taken keeps its own casts.
+torch has one cache for all threads, and empties it when any thread leaves an outermost region. Another
+thread that uses a weight twice would then cast it twice, and sum its gradients in another dtype. So
+only one thread at a time uses torch's cache, and a forward that finds it taken keeps its own casts.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 
 
 class _Token:
-    """Ends with its thread."""
+    """An object that lives as long as its thread."""
 
 
 def _free(thread: weakref.ref[_Token]) -> None:
-    """Let other threads have torch's cache: a thread has ended that an interrupt kept from that."""
+    """Release torch's cache of a thread that ended without releasing it, because of an interrupt."""
     if _holder.get("thread") is thread:
         torch.clear_autocast_cache()
         _holder.clear()
 
 
 class _Forwards(threading.local):
-    """Whether this thread is in the forward of a session's model, and who keeps casts of weights there.
+    """Whether this thread is in the forward of a session's model, and where casts are cached there.
 
     Attributes:
-        are_running: whether it is in one in which torch casts.
-        casts: in a forward in which patched functions cast: the weights and their casts, by id.
-        thread: stands for this thread. It is dead when the thread is.
+        are_running: whether the thread is in a forward in which torch casts and caches.
+        casts: weights and their casts, by id, in a forward in which patched functions cast; else None.
+        thread: a reference that identifies this thread, and dies with it.
     """
 
     are_running = False
@@ -41,40 +41,40 @@ class _Forwards(threading.local):
     def __init__(self) -> None:
         token = _Token()
         self.thread = weakref.ref(token, _free)
-        self._token = token  # goes last: nobody is told, if only this object knows of the thread
+        self._token = token  # last: `_free` is not called if this object and the reference die together
 
     @property
     def have_torchs_cache(self) -> bool:
-        """Whether this thread is the one that torch keeps casts of weights for."""
+        """Whether this thread holds torch's cache."""
         return _holder.get("thread") is self.thread
 
     def is_in_one(self) -> bool:
-        """Whether it is in any."""
+        """Whether the thread is in the forward of a session's model."""
         return self.are_running or self.casts is not None
 
 
 forwards = _Forwards()
 
 _holder: dict[str, weakref.ref[_Token]] = {}
-"""The thread in whose outermost region torch keeps casts of weights, if there is one.
+"""The thread that holds torch's cache, if one does.
 
-One call takes the place, and says who has it: no interrupt comes between.
+One call of `setdefault` both takes the cache and tells who holds it: no interrupt can come between.
 """
 
 
 def take_torchs_cache() -> bool:
-    """Take torch's cache for this thread if no other has it, and return whether this one has it."""
+    """Take torch's cache for this thread if it is free; return whether this thread holds it."""
     return _holder.setdefault("thread", forwards.thread) is forwards.thread
 
 
 def give_torchs_cache() -> None:
-    """Let other threads have torch's cache."""
+    """Release torch's cache, if this thread holds it."""
     if forwards.have_torchs_cache:
         _holder.clear()
 
 
 def forget_casts() -> None:
-    """Forget the casts of weights that are kept for this thread."""
+    """Forget the cached casts of this thread."""
     if forwards.casts is not None:
         forwards.casts.clear()
     if forwards.have_torchs_cache:
@@ -89,6 +89,6 @@ def forget_casts() -> None:
 
 
 def nesting() -> int:
-    """Return how many regions this thread is in. torch tells it only to who enters or leaves one."""
+    """Return how many regions this thread is in. torch tells only when one is entered or left."""
     counts = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
-    return tuple(counts)[1]  # both calls in one, which no interrupt divides
+    return tuple(counts)[1]  # one call for both, so that no interrupt comes between

@@ -1,8 +1,8 @@
-"""Hooks that cast what a module is given, and what it returns. Those of a deep copy cast to FP32.
+"""Hooks that cast a module's inputs and outputs. In a deep copy of a module they cast to FP32.
 
-Floating arguments of a model go in as its dtype, unless a profile says otherwise. But positions, tables
-and masks are numbers that a cast may ruin: a 16-bit float rounds large integers, and -1e9 becomes -inf
-in float16. Who passes them is told so, once for each argument.
+A model's floating-point inputs are cast to its dtype, unless a profile says otherwise. But a cast may
+ruin positions, tables and masks: a 16-bit float rounds large integers, and -1e9 becomes -inf in
+float16. The user is warned of this once for each argument.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from amp.kernels.grad_mode import without_grad
 from amp.profiles import properties
 
 EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}
-"""Up to where all integers are numbers of the format."""
+"""The largest integer of each format up to which all integers are exact."""
 EXACT_IN_FP32 = 2**24
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _LOOKS = 8
-"""For how many shapes an argument is looked at: each look may make the host wait for the device."""
+"""For how many shapes an argument is checked: each check may make the host wait for the device."""
 
 
 class _Cast:
-    """A hook that casts to `dtype`. It can be pickled; that of a deep copy casts to FP32."""
+    """A hook that casts to `dtype`. It can be pickled, and its deep copy casts to FP32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -45,22 +45,22 @@ class _Cast:
 
 
 class CastOutput(_Cast):
-    """A forward hook: float16, bfloat16 and float32 outputs come out as `dtype`."""
+    """A forward hook that casts float16, bfloat16 and float32 outputs to `dtype`."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output to come out, or None for that of the module."""
+        """Return the cast output, or None to keep it."""
         if getattr(output, "dtype", None) is self.dtype:
             return None
         return cast_tensors(output, CASTABLE, self.dtype)
 
 
 class CastInputs(_Cast):
-    """A forward pre-hook: floating arguments, float64 included, go in as `dtype`."""
+    """A forward pre-hook that casts floating arguments, float64 included, to `dtype`."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return the arguments to go in, or None for those that were given."""
+        """Return the cast arguments, or None to keep them."""
         if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is self.dtype:
-            return None  # as most layers are called
+            return None  # the usual case
         return self._cast_all(args, kwargs)
 
     def _cast_all(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -68,12 +68,12 @@ class CastInputs(_Cast):
 
 
 class ModelInputs(CastInputs):
-    """A forward pre-hook on a model, which may leave arguments alone.
+    """A forward pre-hook on a model that casts all floating arguments, or all but some.
 
     Args:
-        model: the model, whose forward names its arguments.
-        dtype: what floating arguments, float64 included, go in as.
-        which: False leaves all alone, and a tuple those that a glob in it names.
+        model: the model; the signature of its forward gives the arguments' names.
+        dtype: the dtype that floating arguments, float64 included, are cast to.
+        which: True casts all, False casts none, and a tuple of globs names arguments not to cast.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, which: properties.CastInputs) -> None:
@@ -101,7 +101,7 @@ class ModelInputs(CastInputs):
         return map_tensors(cast, value)
 
     def _look(self, name: str, x: Tensor) -> None:
-        """Look at an argument of a shape that is new, and warn if the cast changes what it means."""
+        """Check an argument once for each shape, and warn if the cast changes its meaning."""
         seen = self._seen.setdefault(name, set())
         if torch.compiler.is_compiling() or x.shape in seen or len(seen) == _LOOKS:
             return
@@ -115,7 +115,7 @@ class ModelInputs(CastInputs):
     def _warn_if_changed(self, name: str, x: Tensor) -> None:
         limit, dtype = EXACT_INTEGERS[self.dtype], dtype_name(self.dtype)
         found = ""
-        with _disable_current_modes():  # what watches the model watches its own ops
+        with _disable_current_modes():  # modes that watch the model should not see these ops
             cast = x.to(self.dtype)
             low, largest = float(x.amin()), float(x.abs().amax())
             if -torch.inf < low < -torch.finfo(self.dtype).max:
@@ -134,12 +134,12 @@ class ModelInputs(CastInputs):
 
 
 def matches(which: properties.CastInputs, name: str) -> bool:
-    """Whether a name is of those that a profile leaves alone."""
+    """Whether a profile says not to cast the argument or module of this name."""
     return isinstance(which, tuple) and any(fnmatchcase(name, pattern) for pattern in which)
 
 
 def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Let a module cast its inputs to this dtype alone, and return what undoes that."""
+    """Make a module cast its inputs to this dtype and no other; return a function that undoes it."""
     hooks = module._forward_pre_hooks
     before = {i: hook for i, hook in hooks.items() if isinstance(hook, CastInputs)}
     hooks.update(dict.fromkeys(before, CastInputs(dtype)))
@@ -149,7 +149,7 @@ def cast_inputs_to(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def check_names(model: nn.Module, which: properties.CastInputs) -> None:
-    """Raise AmpTypeError for a name that is no argument of the model and none of its modules."""
+    """Raise AmpTypeError for a name that is neither an argument of the model nor one of its modules."""
     kinds = {name: each.kind for name, each in _parameters_of(model).items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return
@@ -165,7 +165,7 @@ def check_names(model: nn.Module, which: properties.CastInputs) -> None:
 
 
 def positional_names(model: nn.Module) -> list[str]:
-    """Return the names of the arguments that a model takes by position."""
+    """Return the names of the positional arguments of a model's forward."""
     return [name for name, each in _parameters_of(model).items() if each.kind in _BY_POSITION]
 
 

@@ -1,4 +1,4 @@
-"""Tensors inside whatever containers models are given and return."""
+"""Mapping a function over the tensors inside containers that models take and return."""
 
 import copy
 import dataclasses
@@ -17,20 +17,19 @@ def map_tensors(function: Function, value: Any) -> Any:
     """Return `value` with `function` applied to every tensor in it.
 
     Goes through lists, tuples, named tuples, sets, mappings, dataclasses, packed sequences, and
-    objects with a `.to` method. Types and the order of keys are kept. A container in which nothing
-    changed is returned itself; one in which something did is a shallow copy, and the caller's stays
-    as it was.
+    objects with a `.to` method. Types and the order of keys are kept. An unchanged container is
+    returned itself; otherwise a shallow copy is returned, and the original is not modified.
     """
     return _map(function, value, frozenset())
 
 
 def cast_tensors(value: Any, dtypes: Collection[torch.dtype], dtype: torch.dtype) -> Any:
-    """Return `value` with the tensors in it that are of one of `dtypes` cast to `dtype`."""
+    """Return `value` with each tensor in it whose dtype is in `dtypes` cast to `dtype`."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in dtypes else tensor, value)
 
 
 def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    """Do so; `inside` holds the ids of the objects that `value` is an attribute of, if any."""
+    """Map `value`; `inside` has the ids of the objects around it, so that cycles end."""
     if isinstance(value, Tensor):
         return function(value)
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
@@ -91,6 +90,6 @@ def _map_attributes(function: Function, value: Any, inside: frozenset[int]) -> A
 
 
 def _changed(function: Function, values: Any, inside: frozenset[int]) -> dict[Any, Any]:
-    """Return what becomes of the values of a mapping, for those that it changes."""
+    """Return the new values of a mapping, only where the function changes them."""
     mapped = {key: _map(function, old, inside) for key, old in values.items()}
     return {key: new for key, new in mapped.items() if new is not values[key]}

@@ -1,7 +1,7 @@
-"""The strategy by which linear layers run in FP8, and which layers those are.
+"""The strategy that runs linear layers in FP8, and the choice of these layers.
 
 A layer's class becomes a subclass with another `forward`. Patching `torch.nn.functional.linear` would
-reach more, and know no names, to skip a layer or to remember what it has seen.
+reach more layers, but could not tell them apart, to skip one or to keep its amax history.
 """
 
 import functools
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from amp.casting.fp8_linear import Layer
 
 MULTIPLES = {"mxfp8": 32, "block": 128}
-"""What both dimensions of a weight must be a multiple of, where that is not 16."""
+"""The number that must divide both dimensions of a weight, by recipe; 16 for the other recipes."""
 
 
 class Fp8Linears(Strategy):
-    """Linear layers run in FP8, whatever else a level makes of the model.
+    """Runs linear layers in FP8, on top of whatever else the level does to the model.
 
     Attributes:
-        history: what `delayed` remembers; None for the other recipes.
+        history: the amax history of `delayed`; None for the other recipes.
     """
 
     state_key = "fp8"
@@ -56,11 +56,11 @@ class Fp8Linears(Strategy):
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
-        """Whether anything is asked for: a model may be in FP8 of an earlier session."""
+        """Whether amp is enabled: even without `fp8`, an earlier session's FP8 has to be removed."""
         return properties.enabled
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise AmpRuntimeError for a layer that tensor parallelism has cut."""
+        """Raise AmpRuntimeError for a layer whose weight is sharded by tensor parallelism."""
         if self.properties.fp8 is None:
             return
         reached, _ = choose(model, self.properties.fp8, self.properties.rules)
@@ -70,13 +70,13 @@ class Fp8Linears(Strategy):
                 raise AmpRuntimeError(_cut(name))
 
     def begin(self, undo: Undo) -> None:
-        """Forget what was said of earlier models."""
+        """Forget what was logged about earlier models."""
         self._reached, self._missed, self._prepared = [], {}, 0
         skip = self.properties.fp8.skip if self.properties.fp8 else ()
         self._idle = set(skip) - {"first", "last", "tied"}
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Let linear layers run in FP8, or no more, where another session had let them."""
+        """Run linear layers in FP8, and remove the FP8 of an earlier session."""
         recipe = self.properties.fp8
         taken = {
             module: vars(module)["_amp_fp8"] for module in model.modules() if "_amp_fp8" in vars(module)
@@ -123,7 +123,7 @@ class Fp8Linears(Strategy):
             self.history.load_state_dict(self._loaded, first)
 
     def finish(self) -> str:
-        """Return what runs in FP8, for the log. Nothing in FP8 is a warning."""
+        """Return a log line with the layers in FP8; warn instead if there are none."""
         if self.properties.fp8 is None or not self._prepared:
             return ""
         missed = sum(map(len, self._missed.values()))
@@ -142,12 +142,12 @@ class Fp8Linears(Strategy):
         return message
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `delayed` remembers; nothing for the other recipes."""
+        """Return the amax history of `delayed`; an empty dict for the other recipes."""
         return {} if self.history is None else self.history.state_dict()
 
     @staticmethod
     def checked_state(state: dict[Any, Any], path: str, checks: StateChecks) -> dict[str, Any]:
-        """Return the names and the entries of layers, after checks."""
+        """Check a saved state, and return the names and the amax history of its layers."""
         expected = "a list of the names of layers, each once"
         names = checks.items(state, "names", path, expected)
         if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
@@ -167,18 +167,18 @@ class Fp8Linears(Strategy):
         return {"recipe": recipe, "names": list(names), "amaxes": amaxes}
 
     def differences(self, state: Mapping[str, Any] | None) -> str:
-        """Return what starts anew."""
+        """Return a message about layers whose amax history is not in the state, or an empty string."""
         if not self._is_delayed:
             return ""
         if not state:
             return (
-                "the state_dict has no 'fp8', which fp8='delayed' resumes from; what layers have seen "
-                "starts anew"
+                "the state_dict has no 'fp8', which fp8='delayed' resumes from; the amax history of "
+                "all layers starts empty"
             )
         return _unknown(state, self.history.names if self.history is not None else ())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what was saved, of layers that are known now, or will be."""
+        """Load the history of layers that are prepared now, and keep it for those prepared later."""
         if state and self._is_delayed:
             self._loaded = state
             if self.history is not None:
@@ -186,13 +186,13 @@ class Fp8Linears(Strategy):
 
 
 def _unknown(state: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Say which layers a state does not know."""
+    """Return a message about the layers that a state lacks, or an empty string."""
     missing = [name for name in names if name not in state["names"]]
     if not missing:
         return ""
     return (
-        f"the state_dict has no FP8 entries of {_listed(missing)}; what these layers have seen starts "
-        "anew"
+        f"the state_dict has no FP8 entries of {_listed(missing)}; the amax history of these layers "
+        "starts empty"
     )
 
 
@@ -202,7 +202,7 @@ def _unknown(state: Mapping[str, Any], names: Sequence[str]) -> str:
 def choose(
     model: nn.Module, recipe: Fp8Recipe, rules: Sequence[Rule]
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
-    """Return the layers that run in FP8, and the names of those that do not, by the reason."""
+    """Return the layers to run in FP8, by name, and the names of the others, by the reason."""
     modules = dict(model.named_modules())
     linears = [module for module in modules.values() if isinstance(module, nn.Linear)]
     others = [module for module in modules.values() if not isinstance(module, nn.Linear)]
@@ -255,7 +255,7 @@ def _obstacle(module: nn.Linear, recipe: Fp8Recipe) -> str | None:
 
 
 def _stored(module: nn.Linear) -> Tensor:
-    """Return the weight, or the parameter that a parametrization computes it from."""
+    """Return the weight, or the parameter from which a parametrization computes it."""
     weight = module._parameters.get("weight")
     return next(module.parameters()) if weight is None else weight
 
@@ -286,7 +286,7 @@ def _fp8_class(base: Any) -> Any:
 
 
 def _computed_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the half precision in which a layer would compute here and now, or None for another."""
+    """Return the half precision in which a layer would compute at this point, or None."""
     if x.dtype not in CASTABLE or weight.dtype not in CASTABLE:
         return None
     own = weight.dtype if weight.dtype in LOW_PRECISION else None
@@ -294,14 +294,14 @@ def _computed_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def _put_in(layers: Mapping[nn.Module, Any]) -> None:
-    """Let modules run in FP8."""
+    """Make modules run in FP8."""
     swap_classes(layers, _fp8_class)
     for module, layer in layers.items():
         vars(module)["_amp_fp8"] = layer
 
 
 def _release(layers: Mapping[nn.Module, Any]) -> None:
-    """Let modules run as their classes say, where no other session has taken them since."""
+    """Remove FP8 from modules, unless another session has put them in FP8 since."""
     own = [module for module, layer in layers.items() if vars(module).get("_amp_fp8") is layer]
     restore_classes(own)
     for module in own:
@@ -310,6 +310,6 @@ def _release(layers: Mapping[nn.Module, Any]) -> None:
 
 def _cut(name: str) -> str:
     return (
-        f"the weight of '{name}' is a DTensor that tensor parallelism has cut, and FP8 has no products "
-        "of such. Keep it out, by fp8={'skip': ['" + name + "']}, or take opt_level='O4' or 'O5'"
+        f"the weight of '{name}' is a DTensor of tensor parallelism, which FP8 does not support. "
+        "Keep it out, by fp8={'skip': ['" + name + "']}, or take opt_level='O4' or 'O5'"
     )

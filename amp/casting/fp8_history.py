@@ -1,9 +1,10 @@
-"""What `delayed` scaling remembers: the largest magnitudes of the last iterations.
+"""The amax history of `delayed` scaling: the largest magnitudes of the last iterations.
 
-Each linear layer has three entries, for its input, its weight and the gradient of its output. What an
-iteration sees raises them by maximum, so a module that is called twice, micro-batches and recomputation
-need no care. They move once, when `scale_loss` (or `GradScaler.update`, or a step without these) ends
-the backward. Gradients are remembered unscaled: a loss scale that moves does not make them old.
+Each linear layer has three entries, for its input, its weight and the gradient of its output. An
+iteration only raises its own amaxes, so modules that are called twice, micro-batches and recomputation
+need no special case. The history advances once, when `scale_loss` (or `GradScaler.update`, or a step
+without either) ends the backward. Gradients are recorded unscaled, so they stay valid when the loss
+scale changes.
 """
 
 import functools
@@ -25,15 +26,15 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 
 class AmaxHistory:
-    """The magnitudes that the layers of a session have seen, and the factors that follow from them.
+    """The largest magnitudes in the layers of a session, and the scale factors that follow from them.
 
     Attributes:
-        names: of the layers, in the order of their entries.
-        amaxes: float32 `[1 + amax_history, 3 * layers]`: what this iteration has seen so far, then the
-            iterations before, newest first. 0 is nothing.
-        factors: float32 `[3 * layers]`, what to multiply values by; 0 where nothing is known yet.
+        names: the layers' names, in the order of their entries.
+        amaxes: float32 `[1 + amax_history, 3 * layers]`: this iteration so far, then the earlier
+            iterations, newest first. 0 means no value.
+        factors: float32 `[3 * layers]`, to multiply values by; 0 where no amax is known yet.
         groups: returns the process groups whose ranks see different data.
-        iteration: counts those that have ended.
+        iteration: how many iterations have ended.
         ended_in_block: whether a block has ended the iteration that the next step belongs to.
     """
 
@@ -51,17 +52,17 @@ class AmaxHistory:
         self._is_scaled = False
 
     def add(self, names: Sequence[str], *devices: torch.device) -> int:
-        """Make entries for layers on these devices, and return the number of the first.
+        """Add entries for layers on these devices, and return the index of the first new layer.
 
         Raises:
-            AmpRuntimeError: layers are on several devices.
+            AmpRuntimeError: the layers are on several devices.
         """
         first = len(self.names)
         different = dict.fromkeys([*([self.amaxes.device] if self.names else []), *devices])
         if len(different) > 1:
             raise AmpRuntimeError(
-                f"linear layers are on {', '.join(map(str, different))}, and fp8='delayed' keeps what "
-                "all layers have seen in one tensor. Take fp8='current', which keeps nothing"
+                f"linear layers are on {', '.join(map(str, different))}, and fp8='delayed' keeps the "
+                "amax history of all layers in one tensor. Take fp8='current', which has no history"
             )
         self._move(devices[0])
         more = self.amaxes.new_zeros(len(self.amaxes), 3 * len(names))
@@ -79,7 +80,7 @@ class AmaxHistory:
 
     def factor(self, layer: int, entry: int, device: torch.device) -> Tensor:
         """Return the factor of an entry, float32 `[]`."""
-        if self.factors.device != device:  # the model has moved since
+        if self.factors.device != device:  # the model has been moved
             self._move(device)
         return self.factors[3 * layer + entry]
 
@@ -88,12 +89,12 @@ class AmaxHistory:
         self._loss_scale = self._loss_scale.to(device)
 
     def see(self, layer: int, entry: int, amax: Tensor) -> None:
-        """Raise what this iteration has seen of an entry. The host does not wait."""
+        """Raise this iteration's amax of an entry. The host does not wait for the device."""
         seen = self.amaxes[0, 3 * layer + entry]
         seen.copy_(torch.maximum(seen, amax / self._loss_scale if entry == GRADIENT else amax))
 
     def begin(self, loss_scale: Tensor | None) -> None:
-        """Let factors of gradients be for a loss with this scale, float32 `[]`; None is 1.
+        """Set the loss scale that the factors of gradients are for: float32 `[]`, or None for 1.
 
         The host does not wait for the device.
         """
@@ -104,20 +105,22 @@ class AmaxHistory:
 
     @property
     def seen(self) -> Tensor:
-        """What this iteration has seen so far, float32 `[3 * layers]`."""
+        """The amaxes of this iteration so far, float32 `[3 * layers]`."""
         return self.amaxes[0]
 
     def share(self, groups: Iterable[ProcessGroup]) -> None:
-        """Let the ranks of some groups, and of `groups`, have seen what any of them has."""
+        """Reduce this iteration's amaxes by maximum over process groups, `groups` included."""
         if self.recipe.reduce_amax:
             reduce_largest([self.seen], without_contained([*groups, *self.groups()]))
 
     @without_grad
     def end(self, *, in_block: bool = False) -> None:
-        """End an iteration: what it saw is the newest, unless it is 0 or not finite. No host sync.
+        """End an iteration: its amaxes enter the history, except those that are 0 or not finite.
+
+        The host does not wait for the device.
 
         Args:
-            in_block: that is what a `scale_loss` block does, so that the step after it need not.
+            in_block: whether a `scale_loss` block ends it; then the step after it does not.
         """
         seen, past = self.seen, self.amaxes[1:]
         is_known = (seen > 0) & (seen < torch.inf)
@@ -132,7 +135,7 @@ class AmaxHistory:
 
     @without_grad
     def _refresh(self) -> None:
-        """Bring the factors up to date."""
+        """Compute the factors from the history."""
         past = self.amaxes[1:]
         amax = past.amax(0) if self.recipe.amax_algo == "max" else past[0]
         are_gradients = torch.arange(len(amax), device=amax.device) % 3 == GRADIENT
@@ -142,12 +145,12 @@ class AmaxHistory:
         factors = torch.where(are_gradients, of_gradients, of_values)
         factors = torch.where(amax > 0, factors * 2.0 ** -(self.recipe.margin or 0), 0.0)
         if factors.shape == self.factors.shape and factors.device == self.factors.device:
-            self.factors.copy_(factors)  # compiled code has this tensor
+            self.factors.copy_(factors)  # in place: compiled code holds this tensor
         else:
             self.factors = factors
 
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts the history back to what it is now. No host sync."""
+        """Return a function that restores the history of now. The host does not wait for the device."""
         amaxes, loss_scale = self.amaxes.clone(), self._loss_scale.clone()
         before = {name: getattr(self, name) for name in ("iteration", "ended_in_block", "_is_scaled")}
 
@@ -162,11 +165,11 @@ class AmaxHistory:
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries and whose they are."""
+        """Return the recipe, the names of the layers, and a copy of the amaxes."""
         return {"recipe": self.recipe.recipe, "names": list(self.names), "amaxes": self.amaxes.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any], first: int = 0) -> None:
-        """Take over the entries of layers, from the first on, by their names."""
+        """Load the entries of layers by name, for the layers from index `first` on."""
         saved: Tensor = state["amaxes"].to(self.amaxes)
         at = {name: i for i, name in enumerate(state["names"])}
         rows = min(len(saved), len(self.amaxes))

@@ -1,13 +1,13 @@
-"""One linear layer in FP8: three products, and what is kept from forward to backward.
+"""One linear layer in FP8: its three products, and the tensors saved for backward.
 
     output      = input @ weight.T          input by row, weight by row
     grad_input  = grad_output @ weight      grad_output by row, weight by column
     grad_weight = grad_output.T @ input     grad_output by column, input by column
 
-"By row" and "by column" are those of `amp.kernels.quantize`. Kept are the input by column, 1 byte for
-each number, once for layers that are given the same tensor, and the weight itself, which the backward
-quantizes again: a copy in FP8 would take another byte for each parameter, and hold what FSDP frees.
-Gradients come out in the dtype of what they are gradients of. The bias is added to the product.
+"By row" and "by column" are those of `amp.kernels.quantize`. Saved for backward are the input by
+column, 1 byte for each element, shared by layers with the same input, and the weight itself, which the
+backward quantizes again: an FP8 copy would take another byte for each parameter, and keep memory that
+FSDP frees. Gradients have the dtype of their input or weight. The bias is added to the product.
 """
 
 import threading
@@ -28,7 +28,7 @@ from amp.profiles.fp8_recipe import Fp8Recipe
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}
-"""Of inputs, weights and gradients."""
+"""The FP8 formats of inputs, weights and gradients."""
 
 GRANULARITIES: dict[str, tuple[Granularity, Granularity, Granularity]] = {
     "current": ("tensor", "tensor", "tensor"),
@@ -38,7 +38,7 @@ GRANULARITIES: dict[str, tuple[Granularity, Granularity, Granularity]] = {
     "block": ("1x128", "128x128", "128x128"),
     "mxfp8": ("1x32", "1x32", "1x32"),
 }
-"""What shares a scale in activations, in the weight, and in the weight that gives `grad_input`."""
+"""The granularity of scales: of inputs and gradients, of the weight in forward, and in backward."""
 
 
 class Switch:
@@ -51,11 +51,11 @@ class Layer(NamedTuple):
     """How one module runs in FP8.
 
     Attributes:
-        recipe: the session's.
-        name: of the module, for errors.
-        history: what `delayed` remembers, or None.
-        number: of the module in the history.
-        switch: whether the session is open: copies of a module have no other way to learn that.
+        recipe: the session's recipe.
+        name: the module's name, for errors.
+        history: the amax history of `delayed`, or None.
+        number: the module's index in the history.
+        switch: turned off when the session closes; copies of the module share it.
     """
 
     recipe: Fp8Recipe
@@ -69,7 +69,7 @@ class Layer(NamedTuple):
         return self.switch.on and (is_training or self.recipe.eval == "fp8")
 
     def operand(self, values: Tensor, inverse: Tensor, entry: int) -> Operand:
-        """Return an input, or a weight by row, from the values and scales that `quantize` returned."""
+        """Return the operand for an input, or a weight by row, from `quantize`'s values and scales."""
         granularity = GRANULARITIES[self.recipe.recipe][entry]
         return Operand(values, inverse, granularity, bool(self.recipe.power_of_2_scales))
 
@@ -83,7 +83,16 @@ class Layer(NamedTuple):
         sees: bool = False,
         factor: Tensor | None = None,
     ) -> Quantized:
-        """Return a matrix in FP8, as the recipe says for an input, a weight or a gradient."""
+        """Return a matrix in FP8, as the recipe says for an input, a weight or a gradient.
+
+        Args:
+            x: `[M, K]`.
+            entry: `INPUT`, `WEIGHT` or `GRADIENT`.
+            by_row: whether to quantize by row.
+            by_column: whether to quantize by column.
+            sees: whether the history records the amax.
+            factor: the scale factor, float32 `[]`, or None for that of the history or of `x` itself.
+        """
         granularity, of_weight, of_columns = GRANULARITIES[self.recipe.recipe]
         if entry == WEIGHT:
             granularity = of_weight if by_row else of_columns
@@ -105,14 +114,16 @@ class Layer(NamedTuple):
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_training: bool
     ) -> Tensor:
-        """Return `x @ weight.T + bias`, `[..., N]`, with products in FP8. The host does not wait.
+        """Return `x @ weight.T + bias`, `[..., N]`, with products in FP8.
+
+        The host does not wait for the device.
 
         Args:
             x: float16, bfloat16 or float32 `[..., K]`.
-            weight: likewise, `[N, K]`.
+            weight: float16, bfloat16 or float32 `[N, K]`.
             bias: `[N]`, or None.
-            dtype: of what is returned.
-            is_training: whether the module is in training, and the history sees this.
+            dtype: the dtype of the result.
+            is_training: whether the module is in training mode; only then the history records amaxes.
         """
         sees = torch.is_grad_enabled() and is_training
         keeps = torch.is_grad_enabled() and weight.requires_grad and self.recipe.grad_weight == "fp8"
@@ -125,7 +136,7 @@ class Layer(NamedTuple):
             product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
                 x.reshape(-1, x.shape[-1]),
                 weight,
-                *of_x.by_row[:2],  # values and scales: torch looks for tensors in no tuples
+                *of_x.by_row[:2],  # values and scales: torch does not look for tensors in tuples
                 *((None, None) if columns is None else columns[:2]),
                 *of_weight.by_row[:2],
                 of_weight.factor,
@@ -138,11 +149,11 @@ class Layer(NamedTuple):
             return product.reshape(*x.shape[:-1], weight.shape[0])
 
     def __deepcopy__(self, memo: Any) -> "Layer":
-        return self  # a copy of the module goes by what the module has seen
+        return self  # a copy of the module uses the history of the module
 
 
 class _Latest(threading.local):
-    """The last input that this thread quantized, for the next layer that is given the same tensor."""
+    """The last input that this thread quantized, for the next layer with the same input."""
 
     of: "weakref.ref[Tensor] | None" = None
     key: Any = None
@@ -157,9 +168,9 @@ _latest = _Latest()
 
 
 def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Quantized:
-    """Return an input in FP8, in rows; as it was returned last, if it is the same."""
+    """Return an input in FP8, flattened to rows; the last result, if the input is the same."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    if torch.compiler.is_compiling() or x.is_leaf:  # a leaf is written to in ways that leave no trace
+    if torch.compiler.is_compiling() or x.is_leaf:  # a write to a leaf may not change its `_version`
         return layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
     iteration = None if layer.history is None else (id(layer.history), layer.history.iteration)
     key = (x._version, layer.recipe, iteration, by_column, sees)
@@ -239,7 +250,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _scaled_alike(operand: Operand, other: Operand) -> Operand:
-    """Return an operand with one scale for all as one with that scale for each row, beside such."""
+    """Return an operand with its one scale repeated for each row, if `other` has scales for rows."""
     if (operand.granularity, other.granularity) != ("tensor", "row"):
         return operand
     inverse = operand.inverse.expand(operand.values.shape[0], 1).contiguous()

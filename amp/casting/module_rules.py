@@ -1,8 +1,8 @@
-"""Which modules a user's rules are for, and how these run in FP32 at O1 and O4.
+"""Which modules a user's rules match, and how these modules run in FP32 at O1 and O4.
 
-There the module's class is replaced by a subclass of the same name whose `forward` casts its inputs up,
-and in which nothing casts. Hooks could not hold that region open: an interrupt calls no hooks, and
-Dynamo follows a `with` statement, but not a region that one hook opens and another closes.
+At these levels a matched module's class is replaced by a subclass of the same name, whose `forward`
+casts its inputs up and disables casts. Hooks could not disable them: an interrupt calls no hooks, and
+Dynamo traces a `with` statement, but not a region that one hook opens and another closes.
 """
 
 import functools
@@ -27,7 +27,7 @@ from amp.profiles.rules import Rule
 
 
 def ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, Rule]:
-    """Return the modules that rules match, and all modules inside them, each with its last rule."""
+    """Return the modules that rules match, and all their submodules, each with its last rule."""
     ruled: dict[nn.Module, Rule] = {}
     for rule in rules:
         for name, module in model.named_modules():
@@ -37,9 +37,9 @@ def ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, Ru
 
 
 def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> Callable[[], None]:
-    """Let the modules that the rules name run in FP32 while the caster is live; return what undoes it.
+    """Run modules that the rules name in FP32 while the caster is live; return a function to undo it.
 
-    A module whose `forward` is not its class's gets a warning, since no rule can hold for it.
+    Warns of a module whose `forward` is not its class's, because a rule has no effect there.
     """
     chosen = []
     for name, module in model.named_modules():
@@ -54,7 +54,7 @@ def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> C
             )
         else:
             chosen.append(module)
-    # After the last warning, which may raise.
+    # Only after all warnings: a warning may raise.
     return swap_classes(chosen, functools.partial(_float32_class, caster=caster))
 
 

@@ -1,7 +1,7 @@
-"""Functions by their full names, as tables and rules write them: where one is, and which may be cast.
+"""Finding functions by the full names in op tables and rules, and which functions may be cast.
 
-Names come from files that nobody need trust. So nothing is imported but parts of torch, and what casts
-themselves work by is left alone: functions of Python and of amp, and all of torch that is no op.
+Names may come from untrusted files. So only parts of torch are imported, and functions that casts
+depend on cannot be cast: those of Python and of amp, and all functions of torch that are not ops.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from amp.profiles.rules import Rule
 def resolve(place: str) -> Any:
     """Return the module or class of a dotted name. Errors are Python's own.
 
-    Nothing is imported but parts of torch: another module is found if somebody else has imported it.
+    Only parts of torch are imported: other modules are found if they are imported already.
     """
     if place in sys.modules:
         return sys.modules[place]
@@ -49,7 +49,7 @@ def _is_of_torch(place: str) -> bool:
 
 
 def _name_of(holder: Any, written: str = "") -> str:
-    """Return the name that a module or class has for itself, which may be found under others too."""
+    """Return the own name of a module or class, which may differ from the name it was found under."""
     if isinstance(holder, type):
         return f"{holder.__module__}.{holder.__qualname__}"
     name = getattr(holder, "__name__", None)
@@ -57,14 +57,14 @@ def _name_of(holder: Any, written: str = "") -> str:
 
 
 def find(op: str) -> tuple[Any, str, str]:
-    """Return what holds the function of a full name, or None, with the two parts of the name."""
+    """Return the module or class that holds a function, or None, and the two parts of the full name."""
     place, _, name = op.rpartition(".")
     try:
         holder = resolve(place)
         own = _name_of(holder, place)
         if own != place and _is_of_torch(own) and resolve(own) is holder:
             place = own
-    except Exception:  # a part of torch may need what is not installed
+    except Exception:  # a part of torch may need a package that is not installed
         return None, place, name
     return holder, place, name
 
@@ -73,17 +73,17 @@ _PYTHONS = sys.stdlib_module_names - {"__main__", "math", "operator", "_operator
 
 
 def is_of_python(place: str) -> bool:
-    """Whether a module is one of Python's own, or of this library, by which casts themselves work."""
+    """Whether a module is part of Python's standard library or of amp, which casts depend on."""
     return place.partition(".")[0] in _PYTHONS
 
 
 def is_immutable(holder: Any) -> bool:
-    """Whether `holder` is a class of Python itself, whose attributes cannot be replaced."""
+    """Whether `holder` is an immutable type, such as Python's own, whose attributes are read-only."""
     return isinstance(holder, type) and bool(holder.__flags__ & 1 << 8)  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 _SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
-"""Where a function of one name is one op."""
+"""The places in which functions of the same name are the same op."""
 
 _OPERATORS = {
     **{name: (f"__{name}__", f"__r{name}__") for name in ("matmul", "pow", "add", "sub", "mul")},
@@ -94,13 +94,13 @@ _OPERATORS = {
 
 
 def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the other places and names of the op `place.name` that exist, and itself."""
+    """Yield the places and names under which the op `place.name` exists, itself included."""
     for operators_of, operators in _OPERATORS.items():
         if place == "torch.Tensor" and name in operators:
             name = operators_of
     for other in _SPELLINGS if place in _SPELLINGS else (place,):
         holder = resolve(other)
-        # torch.half is a dtype, and no spelling of torch.Tensor.half.
+        # torch.half is a dtype, and not another spelling of torch.Tensor.half.
         if hasattr(holder, name) if other == place else may_be_cast(holder, name):
             yield other, name
     if place in _SPELLINGS:
@@ -108,11 +108,11 @@ def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def functions_of(rules: Iterable[Rule]) -> dict[tuple[str, str], Rule]:
-    """Return the functions that rules for ops are for, in all their spellings, each with its last rule.
+    """Return the functions that rules for ops match, in all their spellings, each with its last rule.
 
     Raises:
-        AmpValueError: a rule names no function of this torch or of what the script has imported, or one
-            that is left alone.
+        AmpValueError: a rule matches no function in torch or in the modules imported so far, or one
+            that must not be cast.
     """
     public = functools.cache(_public_functions)
     spelled = functools.cache(lambda *op: list(spellings(*op)))
@@ -124,7 +124,7 @@ def functions_of(rules: Iterable[Rule]) -> dict[tuple[str, str], Rule]:
 
 
 def _matches(rule: Rule, public: Callable[[str], list[str]]) -> list[tuple[str, str]]:
-    """Return the functions that a rule is for; `public` is a cache of `_public_functions`."""
+    """Return the functions that a rule matches; `public` is a cached `_public_functions`."""
     holder, place, name = find(rule.pattern)
     if holder is None:
         why = (
@@ -136,21 +136,21 @@ def _matches(rule: Rule, public: Callable[[str], list[str]]) -> list[tuple[str, 
     elif is_immutable(holder):
         why = f"{_name_of(holder)} is a type of Python itself"
     elif is_of_python(own := _name_of(holder, place)):
-        why = f"{own} is a module of Python or amp itself, by which casts work"
+        why = f"{own} is a module of Python or amp itself, which casts depend on"
     elif place in ("torch", "torch.Tensor") and not name.strip("*?"):
         why = f"it is too broad: casting needs some of {place}"
     else:
         matching = [each for each in public(place) if fnmatchcase(each, name)]
         if matching or may_be_cast(holder, name):
             return [(place, each) for each in matching or [name]]
-        why = "it takes no tensors, or casts themselves work by it"
+        why = "it takes no tensors, or casts themselves depend on it"
         if member(holder, name) is None:
             why = f"{brief(place)} has no such function{did_you_mean(name, public(place))}"
     raise AmpValueError(f"{rule.source}: op {brief(rule.pattern)}: {why}")
 
 
 def _public_functions(place: str) -> list[str]:
-    """Return the public names in a module or class of what may be cast."""
+    """Return the public functions of a module or class that may be cast, by name."""
     holder = resolve(place)
     names = list(vars(holder)) if _is_module_of_others(holder) else dir(holder)
     return [name for name in names if name and name[0] != "_" and may_be_cast(holder, name)]
@@ -161,12 +161,12 @@ def _is_module_of_others(holder: Any) -> bool:
 
 
 def member(holder: Any, name: str) -> Any:
-    """Return an attribute of a module or class, or None. It imports nothing but parts of torch."""
+    """Return an attribute of a module or class, or None. Only parts of torch are imported for it."""
     if _is_module_of_others(holder):
         return vars(holder).get(name)
     try:
         return getattr(holder, name, None)
-    except Exception:  # of a `__getattr__`
+    except Exception:  # raised by a `__getattr__`
         return None
 
 
@@ -183,14 +183,14 @@ _OPERATOR_METHODS = {name for name in dir(operator) if name.startswith("__")}
 def may_be_cast(holder: Any, name: str) -> bool:
     """Whether `holder.name` is a function whose arguments a rule may cast.
 
-    Inside torch those are the functions that take tensors, and elsewhere all but Python's own.
+    In torch only functions that take tensors may be cast; elsewhere all but those of Python and amp.
     """
     value = unpatched(member(holder, name))
     if not callable(value) or isinstance(value, (type, ModuleType)) or is_pythons_own(value):
         return False
     is_special = name.startswith("__") and name.endswith("__")
     if is_special and name.replace("__r", "__", 1) not in _OPERATOR_METHODS:
-        return name in _OPERATOR_METHODS  # __rshift__ is none of a right operand
+        return name in _OPERATOR_METHODS  # __rshift__ is not a reflected method
     if "autocast" in name or name in _USED_BY_CASTS:
         return False
     place = _name_of(holder)
@@ -198,13 +198,13 @@ def may_be_cast(holder: Any, name: str) -> bool:
 
 
 def is_pythons_own(function: Any) -> bool:
-    """Whether a function is one of Python or amp, under whatever name it was imported."""
+    """Whether a function is defined in Python's standard library or amp, wherever it was imported."""
     module = getattr(function, "__module__", None) if inspect.isroutine(function) else None
     return isinstance(module, str) and is_of_python(module)
 
 
 def _is_op(holder: Any, place: str, name: str, value: Any) -> bool:
-    """Whether a function of torch takes tensors. Whether autograd is on, say, casts have to ask."""
+    """Whether a function of torch takes tensors, unlike `is_grad_enabled`, which casts depend on."""
     if isinstance(holder, type) and issubclass(holder, nn.Module):
         return name == "forward" and holder is not nn.Module
     module = str(getattr(value, "__module__", ""))

@@ -1,4 +1,4 @@
-"""Which functions run in which precision, and why: the tables of `configs/ops/*.yaml`, and rules."""
+"""Which functions run in which precision, and why: the op tables `configs/ops/*.yaml`, and rules."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _KEYS = ("closed", *get_args(TableCategory))
 
 @dataclass(frozen=True)
 class OpRule:
-    """What is done with the arguments of one function.
+    """How one function casts its arguments.
 
     Attributes:
-        category: what is done with them; `configs/ops/float16.yaml` explains the categories. `cast` is
-            a user's: floating arguments are cast to `dtype`. `in_place` casts to the dtype of what is
-            written to, and `in_place_float` refuses to write to half tensors.
+        category: how arguments are cast; `configs/ops/float16.yaml` explains the categories. `cast` is
+            for a user's rules: floating arguments are cast to `dtype`. `in_place` casts to the dtype of
+            the tensor that is written to, and `in_place_float` refuses to write to half tensors.
         place: the module or class that holds the function, as a dotted name.
         name: the function's name there.
-        dtype: for `cast`, to what; None casts nothing.
-        note: for `banned`, what to do instead; for `calls`, what it calls; for `in_place_float`, the
-            function that gives FP32.
-        closed: whether nothing that the function calls casts its arguments again.
+        dtype: for `cast`, the dtype of the arguments; None casts nothing.
+        note: for `banned`, what to do instead; for `calls`, the function that it calls; for
+            `in_place_float`, the function that returns FP32.
+        closed: whether casts are off in the functions that it calls.
         source: where the rule was written, `file:line`.
     """
 
@@ -56,7 +56,7 @@ class OpRule:
 
     @property
     def in_place(self) -> OpRule | None:
-        """The rule for the in-place form of the function, should it have one."""
+        """The rule for the in-place form of the function, or None if the category allows none."""
         if self.category not in ("native", "half", "promote", "float"):
             return None
         if self.place == "torch.nn.functional" or self.name.startswith("__"):
@@ -67,21 +67,22 @@ class OpRule:
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """The dtype of the ops that gain from half precision, and a rule for each function."""
+    """The dtype of the ops that run in half precision, and a rule for each function."""
 
     dtype: torch.dtype
     rules: tuple[OpRule, ...]
 
     def missing(self) -> list[str]:
-        """Return the functions that the policy names and this torch does not have."""
+        """Return the functions in the policy that this version of torch lacks."""
         return [rule.op for rule in self.rules if not hasattr(resolve(rule.place), rule.name)]
 
 
 def policy_of(properties: Properties) -> OpPolicy:
-    """Return the table of a profile that casts functions, with its rules for ops on top.
+    """Return the op table of a profile that casts functions, with the profile's rules for ops on top.
 
     Raises:
-        AmpValueError: a rule names no function of this torch or of what it imports.
+        AmpValueError: a rule matches no function in torch or in the modules imported so far, or one
+            that must not be cast.
     """
     policy = load_policy(properties.patch_torch_functions_type or torch.float16)
     table = {rule.op: rule for rule in policy.rules}
@@ -93,7 +94,7 @@ def policy_of(properties: Properties) -> OpPolicy:
 
 @functools.cache
 def load_policy(dtype: torch.dtype) -> OpPolicy:
-    """Return the table of `configs/ops` for `dtype`, float16 or bfloat16."""
+    """Return the op table for `dtype`, float16 or bfloat16."""
     table = _load(CONFIGS / "ops" / f"{dtype_name(dtype)}.yaml")
     closed, *_ = table.pop("closed")
     rules = tuple(
@@ -113,7 +114,7 @@ def load_policy(dtype: torch.dtype) -> OpPolicy:
 
 
 def _load(path: Path) -> dict[str, tuple[Any, Lines, str]]:
-    """Return what is in a table and in those that it extends, each with its file's lines and name."""
+    """Return the entries of a table and of those it extends, each with line numbers and file name."""
     table: dict[str, tuple[Any, Lines, str]] = {}
     values, lines = read_mapping(path)
     for key, value in values.items():
@@ -129,11 +130,15 @@ def _load(path: Path) -> dict[str, tuple[Any, Lines, str]]:
     return table
 
 
-# Why a function runs in the precision that it does.
+# Explaining the precision of a function.
 
 
 def explain(op: str, properties: Properties) -> str:
-    """Return what happens to the function of this full name, and which rule of which file says so."""
+    """Return, as text, how the function of this full name casts, and which rule of which file says so.
+
+    Raises:
+        AmpValueError: there is no such function, or it is a class.
+    """
     op = op.strip()
     holder, place, name = find(op)
     function = member(holder, name)
@@ -170,7 +175,7 @@ def explain(op: str, properties: Properties) -> str:
 
 
 def describe(rule: OpRule | None, policy: OpPolicy) -> str:
-    """Return what a rule does, and where it is written, as the rest of a sentence."""
+    """Return what a rule does, and where it is written, as the end of a sentence about a function."""
     if rule is None:
         return "follows its input: no rule names it, so it runs in the dtype of its arguments."
     half = dtype_name(policy.dtype)

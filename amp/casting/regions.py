@@ -1,11 +1,11 @@
-"""Where functions cast: in which threads, in a model's forward, outside of it, and where not.
+"""Where functions cast their arguments: in which threads, and inside and outside of a model's forward.
 
-torch.autocast's own state, per thread and device type, is the state here too. A model's forward runs
-in torch.autocast regions, so whatever asks torch whether autocast is on (recurrent layers,
-`torch.utils.checkpoint`, `custom_fwd`, other people's kernels) gets the right answer, and torch's
-weight cache lives exactly as long as the forward. Outside a forward functions cast on their own,
-unless the thread is in a region that says no. torch does not tell "in no region" from "in a region
-with enabled=False"; `_OFF` does.
+Whether functions cast is kept in torch.autocast's own state, per thread and device type. A model's
+forward runs in torch.autocast regions, so any code that asks torch whether autocast is on (recurrent
+layers, `torch.utils.checkpoint`, `custom_fwd`, other people's kernels) gets the right answer, and
+torch's weight cache lives exactly as long as the forward. Outside a forward, functions cast on their
+own, unless the thread is in a region with `enabled=False`. torch does not distinguish such a region
+from no region; `_OFF` does.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from amp.patching import Patch, around
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
 _OFF = "ipu"
-"""Casts are off in this thread: kept as the autocast flag of a device type that no tensor is on.
+"""The flag "casts are off in this thread": the autocast flag of a device type that no tensor is on.
 
-So it is thread-local, autograd's threads inherit it, and Dynamo guards it, also for a function such
-as `lambda x: x @ w`, in which it sees nothing of ours to guard.
+So the flag is thread-local, autograd's threads inherit it, and Dynamo guards on it, even for a function
+such as `lambda x: x @ w`, in which Dynamo sees none of our code.
 """
 
 _accelerator = accelerator_type()
@@ -46,15 +46,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[..., Any]
 
-_internals: Any = torch._C  # which has no types for what is asked of it here
+_internals: Any = torch._C  # its stubs lack the functions used here
 _NO_CASTS = {_OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
 
 
-# Whether casts.
+# Whether functions cast.
 
 
 def casts(caster: Caster, device_type: str) -> bool:
-    """Whether the functions of `caster` cast tensors of a device type, here and now."""
+    """Whether the functions of `caster` cast tensors of a device type at this point, in this thread."""
     if not caster.live:
         return False
     is_eager = not torch.compiler.is_dynamo_compiling()
@@ -68,16 +68,16 @@ def casts(caster: Caster, device_type: str) -> bool:
 
 
 def cast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype in which functions compute on a device type here and now; None is their own."""
+    """Return the half precision that functions cast to at this point; None where they do not cast."""
     caster = active.caster_here()
     return caster.dtype if caster is not None and casts(caster, device_type) else None
 
 
 def _is_in_worker(caster: Caster) -> bool:
-    """Whether this process works for the one that trains, and may have been forked with its patches.
+    """Whether this process is a worker, which may have been forked with the patches of its parent.
 
-    A process that calls a model of the session trains or evaluates it, and casts what comes before the
-    forward and after it. Only a worker of a DataLoader casts nothing there even so.
+    A forked process that has called a model of the session is no worker: it trains or evaluates the
+    model, so functions cast outside of the forward too. Workers of a DataLoader never cast there.
     """
     return caster.is_inherited or torch.utils.data.get_worker_info() is not None
 
@@ -89,9 +89,9 @@ def _is_in_op() -> bool:
 
 
 def _is_recorded() -> bool:
-    """Whether the caller is in an autocast region that `torch.export` records and does not enter.
+    """Whether the caller is in an autocast region that `torch.export` records but does not enter.
 
-    The exported program enters it, and then decides what is cast there.
+    The exported program enters the region when it runs, and casts then.
     """
     if not _internals._is_torch_function_mode_enabled():
         return False
@@ -100,7 +100,7 @@ def _is_recorded() -> bool:
 
 
 class _Flags:
-    """Runs the block with some values of torch's autocast flags, by device type."""
+    """Sets torch's autocast flags, by device type, inside the block."""
 
     def __init__(self, values: dict[str, bool]) -> None:
         self._values = values
@@ -119,13 +119,13 @@ class _Flags:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Run the block with no function casting its arguments, in this thread.
+    """Context manager in which no function casts its arguments, in this thread.
 
-    Blocks may nest, an exception ends them like a normal exit, and compiled code may hold one or be
-    called in one. A backward in the block casts nothing either, in autograd's threads. Where no
-    session casts functions, nothing happens.
+    Blocks may nest, an exception ends them like a normal exit, and compiled code may contain a block or
+    be called in one. A backward in the block does not cast either, in autograd's threads. Where no
+    session casts functions, the block has no effect.
     """
-    if torch.compiler.is_compiling():  # Dynamo follows regions, and before torch 2.13 no flags
+    if torch.compiler.is_compiling():  # Dynamo traces regions; it traces flags only since torch 2.13
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
     else:
@@ -133,12 +133,12 @@ def disable_casts() -> Iterator[None]:
         try:
             with flags:
                 yield
-        finally:  # again: an interrupt may have come between the block and its `__exit__`
+        finally:  # again: an interrupt may come between the end of the block and `__exit__`
             flags.__exit__()
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function whose context managers make functions cast, or not, as they do at this call."""
+    """Return a factory of context managers that restore whether functions cast at this call."""
     state = {kind: torch.is_autocast_enabled(kind) for kind in (_OFF, *DEVICE_TYPES)}
     return functools.partial(_Flags, state)
 
@@ -147,10 +147,10 @@ def same_casts() -> Callable[[], AbstractContextManager[None]]:
 
 
 class ThreadState:
-    """torch's state in this thread, to be put back after any exception.
+    """torch's state in this thread, saved so that it can be restored after any exception.
 
-    An interrupt may come where no `with` statement and no hook is told of it: between a region and the
-    line that holds it open.
+    `with` statements and hooks are not enough: an interrupt may come after a region is entered, and
+    before the `with` statement or hook that would leave it.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class ThreadState:
         self._has_grad = torch.is_grad_enabled()
 
     def around(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function, and put the state back: that of autograd after an error alone."""
+        """Call a function, and restore the state; that of autograd only after an error."""
         has_returned = False
 
         def call() -> T:
@@ -176,9 +176,9 @@ class ThreadState:
         return followed_by(call, lambda: self.put_back(after_error=not has_returned))
 
     def put_back(self, after_error: bool = False) -> None:
-        """Make the state of autocast what it was; after an error that of autograd, too.
+        """Restore the state of autocast; after an error that of autograd too.
 
-        It may be called twice: the second call does what an interrupt has kept the first from.
+        May be called twice: the second call does the rest if an interrupt stopped the first.
         """
         if after_error:
             torch._C._set_grad_enabled(self._has_grad)
@@ -191,7 +191,7 @@ class ThreadState:
             torch.autocast_decrement_nesting()
         if not self._depth:
             forget_casts()
-        if not (self._had_torchs_cache and self._depth):  # outside of regions an interrupt has left it
+        if not (self._had_torchs_cache and self._depth):  # held outside of regions: by an interrupt
             give_torchs_cache()
         forwards.are_running, forwards.casts = self._in_forward, self._casts
 
@@ -202,13 +202,13 @@ def _is_available(kind: str) -> bool:
 
 
 def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
-    """Do what entering torch.autocast regions for all device types does.
+    """Enter torch.autocast regions for all device types.
 
-    A region around the forward is the user's, and wins. Only in DataParallel's threads it is torch's,
-    which enters it in the default dtype.
+    A region around the forward is the user's and takes precedence, except in DataParallel's threads:
+    there torch itself entered the region, in the default dtype.
     """
     in_thread_of_torch = getattr(module, "_is_replica", False)
-    # Nothing is kept of the weights of replicas, which are no leaves.
+    # Casts of a replica's weights are not cached: the weights are not leaves.
     if in_thread_of_torch or CASTS_LOSE_GRADIENTS or take_torchs_cache():
         forwards.are_running = True
     else:
@@ -222,13 +222,13 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
         enabled = torch.is_autocast_enabled(kind)
         if enabled if in_thread_of_torch else not (enabled or off):
             if torch.get_autocast_dtype(kind) is not dtype:
-                forget_casts()  # torch does not look at the dtype of the casts that it keeps
+                forget_casts()  # torch does not check the dtype of cached casts
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, True)
 
 
 def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function in which nothing casts; an interrupt, too, leaves casts as they were."""
+    """Call a function with casts disabled; even an interrupt restores their state."""
 
     def call() -> Any:
         with disable_casts():
@@ -242,7 +242,7 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         is_plain = not caster.live or forwards.is_in_one() or torch.compiler.is_compiling()
-        # Dynamo does not follow the flags, and a transform of torch.func ignores regions.
+        # Dynamo does not trace the flags, and torch.func's transforms ignore regions.
         if is_plain or _internals._functorch.peek_interpreter_stack() is not None:
             return base.__call__(self, *args, **kwargs)
 
@@ -260,20 +260,20 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
 
 
 def watch(model: nn.Module, caster: Caster) -> Callable[[], None]:
-    """Let each forward of the model run in regions while the caster is live; return what undoes it."""
+    """Run the model's forwards in regions while the caster is live; return a function to undo it."""
     return swap_classes([model], functools.partial(_class_in_regions, caster=caster))
 
 
-# What torch has to be told.
+# Wrappers of torch's own functions.
 
 
 def turn_on() -> None:
-    """Let functions cast in this thread outside of regions."""
+    """Turn casts on in this thread, outside of regions."""
     torch.set_autocast_enabled(_OFF, False)
 
 
 def _enter(original: Function, region: Any) -> Any:
-    """Enter a torch.autocast region, and mark one that alone says what is cast in it."""
+    """Enter a torch.autocast region. In a region that is not ours, only torch.autocast casts."""
     region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
     region._amp_had_cache = forwards.have_torchs_cache
     region._amp_has_cache = forwards.casts is None and take_torchs_cache()
@@ -286,7 +286,7 @@ def _enter(original: Function, region: Any) -> Any:
         foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
         torch.set_autocast_enabled(_OFF, was_off or foreign)
     if region.fast_dtype is not region.prev_fastdtype:
-        forget_casts()  # torch does not look at the dtype of the casts that it keeps
+        forget_casts()  # torch does not check the dtype of cached casts
     return result
 
 
@@ -297,7 +297,7 @@ def _exit(original: Function, region: Any, *exception: Any) -> Any:
         torch.set_autocast_enabled(_OFF, was_off)
     if region.fast_dtype is not region.prev_fastdtype:
         forget_casts()
-    if not getattr(region, "_amp_has_cache", True):  # torch empties it on leaving an outermost region
+    if not getattr(region, "_amp_has_cache", True):  # else torch would empty the other thread's cache
         torch.autocast_increment_nesting()
         try:
             return original(region, *exception)
@@ -312,13 +312,13 @@ def _exit(original: Function, region: Any, *exception: Any) -> Any:
 
 
 def _record(original: Function, mode: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record a function for `torch.export`; what it calls casts nothing where it would not."""
+    """Record a function for `torch.export`, with casts off where the recorded region says so."""
     with _Flags({_OFF: bool(mode.enter_autocast_nodes) or torch.is_autocast_enabled(_OFF)}):
         return original(mode, *args, **kwargs)
 
 
 def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
-    """Return what checkpoints keep of autocast's state, so that they recompute as the forward did."""
+    """Return the autocast state for activation checkpoints, so that they recompute like the forward."""
     states = original(device_type)
     for kind, state in zip((device_type, "cpu"), states, strict=True):
         dtype = cast_dtype(kind) if kind in DEVICE_TYPES else None
@@ -328,7 +328,7 @@ def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
 
 
 def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function) -> None:
-    """Let a hook pack tensors as they are: `save_on_cpu` calls `Tensor.cpu`, which a rule casts."""
+    """Pack tensors without casts: `save_on_cpu` calls `Tensor.cpu`, whose tensor a rule casts."""
 
     def pack_as_it_is(tensor: Any) -> Any:
         return call_without_casts(pack, (tensor,), {})
@@ -339,16 +339,16 @@ def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function
 def _check_rnn_input(
     original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
 ) -> None:
-    """Check an input whose dtype need not be the weights': both are cast."""
+    """Check an input, but not that its dtype is that of the weights: both will be cast."""
     weight, is_cast = module._flat_weights[0], cast_dtype(input.device.type) is not None
     if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
         input = torch.empty_like(input, dtype=weight.dtype, device="meta")
-    with _Flags({_OFF: False}):  # it asks whether any device type has autocast on
+    with _Flags({_OFF: False}):  # `check_input` asks whether autocast is on for any device type
         original(module, input, batch_sizes)
 
 
 def _parallel_apply(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Run DataParallel's threads, which are told whether this one casts."""
+    """Run DataParallel's threads with the casts of this thread."""
     with ExitStack() as regions:
         for kind in filter(_is_available, DEVICE_TYPES):
             if (dtype := cast_dtype(kind)) is not None:
@@ -391,4 +391,4 @@ PATCHES = (
         "not silent: it would refuse an input whose dtype is not the weights', though both are cast",
     ),
 )
-"""What is replaced in a session that casts functions, besides those functions."""
+"""What a session that casts functions replaces, besides the functions of the op tables."""

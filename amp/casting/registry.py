@@ -1,7 +1,7 @@
-"""A script's own functions under O1 and O4: apex's decorators and `register_*_function`.
+"""Casts for a script's own functions at O1 and O4: apex's decorators and `register_*_function`.
 
 Registrations belong to the process, not to a session: they may come before or after `initialize`, and
-every later session has them too. They do nothing where no session casts functions.
+apply to every later session too. They do nothing where no session casts functions.
 """
 
 import functools
@@ -26,48 +26,49 @@ _registered: dict[tuple[int, str], tuple[OpRule, Any]] = {}
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Let `module.name` run in half precision at O1 (float16) and O4 (bfloat16).
+    """Run `module.name` in half precision at O1 (float16) and O4 (bfloat16).
 
-    Its floating arguments, float64 excepted, are cast down, also inside lists and tuples; torch's
+    Its floating-point arguments, except float64, are cast down, also inside lists and tuples. The torch
     functions that it calls cast as they do elsewhere.
 
     Args:
-        module: a module or class; a C extension, or an `autograd.Function` with the name `"apply"`.
-        name: the function's name in it.
+        module: a module or class. It may be a C extension, or an `autograd.Function` whose `name` is
+            `"apply"`.
+        name: the function's name in `module`.
 
     Raises:
-        AmpValueError: there is no such function.
-        AmpTypeError: it cannot be replaced, as in an object with slots.
+        AmpValueError: there is no such function, or casts themselves depend on it.
+        AmpTypeError: the function cannot be replaced, for example in an object with slots.
     """
     _register(module, name, "half", None)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Let `module.name` run in bfloat16 at both O1 and O4; see `register_half_function`."""
+    """Run `module.name` in bfloat16 at both O1 and O4; see `register_half_function`."""
     _register(module, name, "cast", torch.bfloat16)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Let `module.name` run in FP32: arguments are cast up, and nothing that it calls casts them down.
+    """Run `module.name` in FP32: arguments are cast up, and no function that it calls casts them down.
 
-    See `register_half_function` for the arguments. A generator or asynchronous function is refused: it
-    runs after the call.
+    See `register_half_function` for the arguments. Generators and asynchronous functions are refused,
+    because their code runs after the call has returned.
     """
     _register(module, name, "cast", torch.float32)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Cast the floating arguments of `module.name` to the widest; see `register_half_function`."""
+    """Cast floating arguments of `module.name` to their widest dtype; see `register_half_function`."""
     _register(module, name, "promote", None)
 
 
 def register_uncast_function(module: Any, name: str) -> None:
-    """Cast no argument of `module.name`, or of what it calls; see `register_half_function`."""
+    """Cast no arguments of `module.name` or of what it calls; see `register_half_function`."""
     _register(module, name, "cast", None)
 
 
 def unregister_function(module: Any, name: str) -> None:
-    """Forget what was registered for `module.name`, from the next session on."""
+    """Remove the registration of `module.name`, from the next session on."""
     _registered.pop((id(module), name), None)
 
 
@@ -92,7 +93,7 @@ def promote_function(function: F) -> F:
 
 
 def registered() -> list[tuple[OpRule, Any]]:
-    """Return the rule of every function that has been registered, and what holds the function."""
+    """Return the rule of every registered function, and the module or class that holds it."""
     return list(_registered.values())
 
 
@@ -112,10 +113,10 @@ def _register(module: Any, name: Any, category: Category, dtype: torch.dtype | N
     if not callable(function) or isinstance(function, type):
         raise AmpValueError(f"{place}.{name} is no function but a {type(function).__name__}")
     if isinstance(module, ModuleType) and is_of_python(place):
-        raise AmpValueError(f"{place} is a module of Python or amp itself, by which casts work")
+        raise AmpValueError(f"{place} is a module of Python or amp itself, which casts depend on")
     if is_pythons_own(function):
         raise AmpValueError(
-            f"{place}.{name} is a function of Python or amp itself, by which casts work"
+            f"{place}.{name} is a function of Python or amp itself, which casts depend on"
         )
     if is_immutable(module):
         raise AmpValueError(f"{place} is a type of Python itself, whose functions cannot be replaced")
@@ -138,7 +139,7 @@ def _register(module: Any, name: Any, category: Category, dtype: torch.dtype | N
 
 
 def _check_ends_with_its_call(function: Any, name: str, dtype: torch.dtype | None) -> None:
-    """Refuse generators and the like where no function inside may cast: they run after the call."""
+    """Refuse generators and coroutines for a fixed dtype: their code runs after the call."""
     later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if dtype is not None and any(is_kind(inspect.unwrap(function)) for is_kind in later):
         raise AmpTypeError(

@@ -1,7 +1,7 @@
-"""What `torch.jit.script` finds in a session: torch's own functions, and no module that is cast.
+"""What `torch.jit.script` does in a session: it compiles original functions, and refuses cast modules.
 
-It compiles source, which does not say what a session casts. Both are told it in ways that torch has for
-that, so that `torch.jit.script` itself is left alone.
+It compiles source code, which does not show what a session casts. Torch has hooks for both cases, so
+`torch.jit.script` itself is not patched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.jit import _builtins
 
 from amp.errors import AmpRuntimeError
 
-_table_of_builtins: Any = _builtins._get_builtin_table  # which has no types
+_table_of_builtins: Any = _builtins._get_builtin_table  # has no type hints
 
 
 class NotScriptable:
@@ -33,7 +33,7 @@ class NotScriptable:
 
 
 def stand_for(wrapper: Any, original: Any) -> None:
-    """Let compiled code that calls a wrapper call the original, until `forget`."""
+    """Make scripted code that calls a wrapper call the original, until `forget`."""
     wrapper.__prepare_scriptable__ = lambda: original
     table = _table_of_builtins()
     if id(original) in table:
@@ -43,6 +43,6 @@ def stand_for(wrapper: Any, original: Any) -> None:
 
 
 def forget(wrappers: Iterable[Any]) -> None:
-    """Take back what `stand_for` did: another function may get the id of one."""
+    """Undo `stand_for`: another function may later get the id of a wrapper."""
     for wrapper in wrappers:
         _table_of_builtins().pop(id(wrapper), None)

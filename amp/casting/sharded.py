@@ -1,16 +1,16 @@
-"""Models that FSDP2 has cut into shards: the FP32 shards are the masters, and FSDP2 casts.
+"""Models sharded by FSDP2: the FP32 shards are the master weights, and FSDP2 casts.
 
 `fully_shard` replaces each parameter by this rank's shard of it. Around a module's forward and
 backward FSDP2 gathers the whole parameter, in the `param_dtype` of its `MixedPrecisionPolicy`, and
-it reduces gradients to shards in the `reduce_dtype`. So at a level with master weights nothing is
-cast in place. The policy says 16 bits, the optimizer steps the FP32 shards, and there is no second
+it reduces gradients to shards in the `reduce_dtype`. So at a level with master weights no weight is
+cast in place: the policy says 16 bits, the optimizer updates the FP32 shards, and there is no second
 copy of them. Where weights have no masters, or lean ones, the shards themselves are cast.
 
-FSDP2 gathers parameters in groups, one for each `fully_shard`, and the gradients of a group are of
-one dtype. Norms and ruled modules that stay in FP32 get a group of their own beside the others'.
+FSDP2 gathers parameters in groups, one for each `fully_shard`, and the gradients of a group have one
+dtype. Norms, and modules that a rule keeps in FP32, get a group of their own.
 
-The policy of a module has no public setter. What is torch's own, the state of an FSDP module and
-its groups, is touched in this file alone.
+The policy of a module has no public setter. Only this file touches torch's private state of an FSDP
+module and its groups.
 """
 
 import copy
@@ -35,16 +35,17 @@ from amp.torch_versions import root_mesh
 def fsdp_policy(opt_level: str = "O5", **overrides: Any) -> Any:
     """Return FSDP2's `MixedPrecisionPolicy` for a level: `fully_shard(model, mp_policy=...)`.
 
-    `amp.initialize` sets it on every FSDP module whose policy says nothing, so this is for code that
-    builds models apart from amp, and for reading. Levels that do not cast a model, or cast the shards
-    themselves, have no `param_dtype`. Inputs are cast by what `amp.initialize` does, and not by FSDP2.
+    `amp.initialize` sets this policy on every FSDP module whose policy has no dtypes, so this function
+    is for code that builds models apart from amp, and for reading. The `param_dtype` is None at levels
+    that do not cast the model, or that cast the shards themselves. `amp.initialize` casts the inputs,
+    not FSDP2.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile.
-        **overrides: properties on top of it, as for `amp.initialize`.
+        **overrides: properties that replace those of the level, as for `amp.initialize`.
 
     Raises:
-        AmpError: whatever is wrong with the profile or the overrides.
+        AmpError: the profile or an override is not valid.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -60,7 +61,7 @@ def fsdp_policy(opt_level: str = "O5", **overrides: Any) -> Any:
 
 
 def units_of(model: nn.Module) -> list[Any]:
-    """Return the FSDP states of a model, one for each `fully_shard`, outermost first."""
+    """Return the FSDP states (units) of a model, one for each `fully_shard`, outermost first."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     modules = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
@@ -68,19 +69,19 @@ def units_of(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let an FSDP model show its shards as parameters, as it does not after a forward."""
+    """Make the shards the parameters of an FSDP model again, after a forward has gathered them."""
     for unit in units_of(model):
         for module in unit._modules:
             module.reshard()
 
 
 def parameters_of(unit: Any) -> list[Tensor]:
-    """Return the shards of an FSDP module, which optimizers step."""
+    """Return the shards of an FSDP module, which optimizers update."""
     return [param.sharded_param for group in _groups(unit) for param in group.fsdp_params]
 
 
 def has_unreduced(unit: Any) -> bool:
-    """Whether an FSDP module keeps gradients of a backward that has not reduced them over all ranks."""
+    """Whether an FSDP module holds gradients that are not yet reduced over all ranks."""
     return any(
         group._partial_reduce_output is not None or any(map(_unreduced, group.fsdp_params))
         for group in _groups(unit)
@@ -95,10 +96,10 @@ def _unreduced(param: Any) -> bool:
 
 
 def drop_unreduced(unit: Any, shards: Collection[int]) -> None:
-    """Drop the gradients that an FSDP module keeps to be reduced later, of shards with these ids.
+    """Drop the gradients that an FSDP module has still to reduce, of the shards with these ids.
 
-    FSDP2 reduces a group's gradients as one. So where others of a group are kept, zeros are left, and
-    what HSDP has reduced in part, which is one piece, is kept.
+    FSDP2 reduces a group's gradients together. So if only a part of a group is dropped, its gradients
+    are set to 0, and the group's partly reduced gradients of HSDP, which are one tensor, are kept.
     """
     for group in _groups(unit):
         own = [param for param in group.fsdp_params if id(param.sharded_param) in shards]
@@ -114,12 +115,12 @@ def drop_unreduced(unit: Any, shards: Collection[int]) -> None:
 
 
 def is_of_fsdp1(parameter: Tensor) -> bool:
-    """Whether FSDP's first version has cut a parameter."""
+    """Whether a parameter is sharded by FSDP1, FSDP's first version."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 
 def fsdp1_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that FSDP's first version, `FullyShardedDataParallel`, wraps."""
+    """Return the modules of a model that FSDP1's `FullyShardedDataParallel` wraps."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -128,7 +129,7 @@ def fsdp1_modules(model: nn.Module) -> list[Any]:
 
 
 def has_unreduced1(module: Any) -> bool:
-    """Whether such a module has gradients of a backward that has not reduced them over the ranks."""
+    """Whether an FSDP1 module holds gradients that are not yet reduced over the ranks."""
     handle = module._handle
     if handle is None:  # it has no parameters of its own
         return False
@@ -139,9 +140,9 @@ def has_unreduced1(module: Any) -> bool:
 
 
 def fsdp1_groups(models: Iterable[nn.Module]) -> tuple[ProcessGroup, ...]:
-    """Return the process groups over which FSDP's first version has cut models into shards.
+    """Return the process groups over which FSDP1 has sharded models.
 
-    Copies of shards, and what tensor parallelism has cut before, decide together with them.
+    They include the groups of HSDP's replicas and of tensor parallelism: all ranks decide together.
     """
     modules = chain.from_iterable(map(fsdp1_modules, models))
     cut = [module for module in modules if module.sharding_strategy.name != "NO_SHARD"]
@@ -154,13 +155,13 @@ def fsdp1_groups(models: Iterable[nn.Module]) -> tuple[ProcessGroup, ...]:
 
 
 def casts_by_its_own_policy(model: nn.Module) -> bool:
-    """Whether FSDP gathers weights in 16 bits, as a mixed-precision policy of the user's says."""
+    """Whether FSDP gathers weights in 16 bits, by a mixed-precision policy of the user's."""
     first = [module.mixed_precision.param_dtype for module in fsdp1_modules(model)]
     return not LOW_PRECISION.isdisjoint([*first, *gathered_dtypes(model).values()])
 
 
 def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Return the shards of a model, and the dtype in which modules see each in their forward."""
+    """Return the floating shards of a model, each with its dtype when gathered for a forward."""
     return {
         shard: group.mp_policy.param_dtype or shard.dtype
         for group in _groups_in(model)
@@ -170,16 +171,17 @@ def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 class ShardPolicies:
-    """What FSDP2 is to do with the shards of one model at a level.
+    """The policies and groups that FSDP2 needs for the shards of one model at a level.
 
     Args:
-        model: the model; nothing in it is touched yet.
+        model: the model; it is only changed by `apply`.
         properties: the level.
-        dtypes: what is to become of parameters, as `dtypes_to_be` says.
+        dtypes: the new dtypes of parameters, from `dtypes_to_be`.
 
     Raises:
-        AmpRuntimeError: a `MixedPrecisionPolicy` of the user's contradicts the level, or the model has
-            run a forward, after which policies are not read any more.
+        AmpRuntimeError: a `MixedPrecisionPolicy` of the user's contradicts the level, a group would
+            have several dtypes in a torch that cannot split it, or the model has run a forward, after
+            which FSDP2 does not read policies.
     """
 
     def __init__(
@@ -200,12 +202,12 @@ class ShardPolicies:
         return tensor in self._wanted
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a shard that is a master: it stays FP32, and what is gathered is cast."""
+        """Whether a tensor is a shard that is a master: it stays FP32, and FSDP2 casts on gathering."""
         are_masters = self._properties.master_weights is True
         return are_masters and tensor in self._wanted and tensor.dtype is torch.float32
 
     def _parts(self, group: Any) -> dict[Any, list[Any]]:
-        """Return the parameters of a group by the dtypes and policies that they are to have."""
+        """Return the parameters of a group by the storage dtype and policy that they need."""
         own = group.mp_policy
         parts: dict[Any, list[Any]] = {}
         for param in group.fsdp_params:
@@ -216,7 +218,7 @@ class ShardPolicies:
                 own,
                 param_dtype=None if stored is gathered else gathered,
                 reduce_dtype=own.reduce_dtype or self._properties.reduce_dtype or torch.float32,
-                # Inputs are cast by the hooks of `by_model`, as they are without FSDP2.
+                # The hooks of `by_model` cast inputs, as without FSDP2.
                 cast_forward_inputs=own.cast_forward_inputs and own.param_dtype is not None,
             )
             parts.setdefault((stored, policy), []).append(param)
@@ -245,13 +247,13 @@ class ShardPolicies:
             is_same = list(parts) == [(_shard(group.fsdp_params[0]).dtype, own)] if parts else True
             if unit._is_root is not None and not is_same:
                 raise AmpRuntimeError(
-                    f"{_described(unit)} has run a forward, after which FSDP2 does not change its "
-                    f"precision to that of opt_level {level} any more. Call amp.initialize after "
-                    "fully_shard and before the first forward"
+                    f"{_described(unit)} has run a forward, after which FSDP2 cannot change its "
+                    f"precision to that of opt_level {level}. Call amp.initialize after fully_shard "
+                    "and before the first forward"
                 )
 
     def apply(self) -> Callable[[], None]:
-        """Set the policies, once the shards have been cast, and return what takes that back."""
+        """Set the policies, after the shards were cast, and return a function that undoes it."""
         before: list[Any] = []
         for unit in self._units:
             groups = _groups(unit)
@@ -264,7 +266,7 @@ class ShardPolicies:
         return functools.partial(_restore, before)
 
     def _split(self, group: Any) -> Iterator[Any]:
-        """Yield a group with its new policy, and others for parameters that are to have another."""
+        """Yield the group with its new policy, and new groups for parameters that need another one."""
         for i, ((_, policy), params) in enumerate(self._parts(group).items()):
             part = group if i == 0 else copy.copy(group)
             if i > 0:
@@ -277,7 +279,7 @@ class ShardPolicies:
 
 
 def _restore(before: list[Any]) -> None:
-    """Give units the policies and groups that they had."""
+    """Restore the policies and groups of units."""
     for unit, policy, groups, own in before:
         for group, of_group, params in own:
             group.mp_policy, group.fsdp_params = of_group, params
@@ -285,7 +287,7 @@ def _restore(before: list[Any]) -> None:
 
 
 def _set(unit: Any, policy: Any, groups: list[Any]) -> None:
-    """Give a unit a policy and groups, and let FSDP2 look at the shards again."""
+    """Give a unit a policy and groups, and let FSDP2 read the shards again."""
     unit._mp_policy = policy
     if hasattr(unit, "_fsdp_param_groups"):
         unit._fsdp_param_groups = groups
@@ -295,7 +297,7 @@ def _set(unit: Any, policy: Any, groups: list[Any]) -> None:
 
 
 def _groups(unit: Any) -> list[Any]:
-    """Return the groups of a unit; torch 2.12 and before know one at most."""
+    """Return the groups of a unit; up to torch 2.12 a unit has one at most."""
     groups = getattr(unit, "_fsdp_param_groups", None)
     return list(filter(None, [unit._fsdp_param_group])) if groups is None else list(groups)
 
@@ -307,7 +309,7 @@ def _groups_in(model: nn.Module) -> Iterator[Any]:
 
 
 def _shard(param: Any) -> Any:
-    """Return the parameter that a model shows while it is not gathered."""
+    """Return the shard of a parameter, as the model has it while it is not gathered."""
     shown = getattr(param._module_info.module, param._module_info.param_name)
     return shown if hasattr(shown, "device_mesh") else param.sharded_param
 

@@ -1,4 +1,4 @@
-"""The strategies that there are, in the order in which they prepare a model."""
+"""The list of casting strategies, in the order in which they prepare a model."""
 
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps

@@ -1,4 +1,4 @@
-"""The steps by which a session gives models their precision, and the strategies that take them.
+"""The base class of casting strategies, with the methods that a session calls.
 
 A strategy is one class in one file of this package, listed in `amp.casting.strategies`.
 """
@@ -16,17 +16,17 @@ from amp.undo import Undo
 
 
 class Strategy:
-    """One way in which models get their precision.
+    """One way to give models their precision.
 
-    A session takes every step of each of its strategies, in the order in which they stand here. The
-    steps of this class do nothing.
+    A session calls the methods of each of its strategies in the order in which they are defined here.
+    The methods of this base class do nothing.
 
     Args:
-        properties: what the session's profile resolved to.
+        properties: the session's resolved profile.
     """
 
     state_key = ""
-    """The key of its state in `amp.state_dict()`, for a strategy that has any."""
+    """The key of the strategy's state in `amp.state_dict()`; empty for a strategy without state."""
 
     def __init__(self, properties: Properties) -> None:
         self.properties = properties
@@ -37,47 +37,44 @@ class Strategy:
         return False
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise an AmpError if the model cannot be prepared. Nothing has been touched yet."""
+        """Raise an AmpError if the model cannot be prepared. Called before anything is changed."""
 
     def begin(self, undo: Undo) -> None:
-        """Prepare what all models share, once for each `initialize`."""
+        """Prepare what all models share. Called once for each `initialize`."""
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
-        """Cast, patch and hook a model. How to take that back goes onto `undo`."""
+        """Cast, patch and hook a model, and register on `undo` how to undo that."""
 
     def finish(self) -> str:
-        """Return what the log should say of all models that were prepared. May warn."""
+        """Return a log line about all prepared models. May warn."""
         return ""
 
     @property
     def casts_ops(self) -> bool:
-        """Whether functions cast their arguments, here and now."""
+        """Whether functions cast their arguments at this point, in this thread."""
         return False
 
     def check_loss(self, loss: Tensor) -> None:
-        """Warn if a loss that is to be scaled cannot have come of models as they were prepared."""
+        """Warn if a loss, before it is scaled, cannot come from the models as they were prepared."""
 
     def stop(self) -> None:
-        """Give functions back, and leave models as they are."""
+        """Restore patched functions, and leave models as they are."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume needs: tensors and plain values. Empty is not saved."""
+        """Return what an exact resume needs: tensors and plain values. An empty state is not saved."""
         return {}
 
     @staticmethod
     def checked_state(state: dict[Any, Any], path: str, checks: StateChecks) -> dict[str, Any]:
-        """Return what `load_state_dict` is to be given, in memory of its own, after checks.
+        """Check a saved state, and return a copy of it for `load_state_dict`.
 
-        Errors call the state `path`.
+        Error messages call the state `path`.
         """
         return state
 
     def differences(self, state: Mapping[str, Any] | None) -> str:
-        """Return what the user should know of a state that is to be loaded, or an empty string."""
+        """Return what the user should know about a state before it is loaded, or an empty string."""
         return ""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what `state_dict` returned; None, where a checkpoint has nothing of it.
-
-        `checked_state` has returned it.
-        """
+        """Load a state that `checked_state` returned; None if the checkpoint has none."""

@@ -1,7 +1,7 @@
-"""Other methods for single modules: a module's class becomes a subclass of the same name.
+"""Replacing methods of single modules: a module's class becomes a subclass of the same name.
 
-Parameters, names, hooks and `isinstance` stay what they are, a pickled module is of its own class
-again, and it can be undone.
+Parameters, names, hooks and `isinstance` stay the same, a module is pickled as its original class, and
+the replacement can be undone.
 """
 
 import copy
@@ -17,28 +17,28 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from amp.casting.scripting import NotScriptable
 
 _OWN = "_amp_"
-"""What the names of attributes of ours begin with."""
+"""The prefix of the attributes that this library adds."""
 
 
 class _OfAmp:
-    """A mixin for subclasses of modules' classes. A pickled module is of its own class again."""
+    """A mixin for subclasses of modules' classes. Modules are pickled as their original class."""
 
     _amp_plain_class: Any
-    """The user's own."""
+    """The user's class."""
     _amp_base: Any
-    """The class that this one is put on: the user's own, or another subclass of ours."""
+    """The direct base class: the user's class, or another of these subclasses."""
     _amp_is_over = False
-    """Whether it was given up while another one was on top of it."""
+    """Whether this class was undone, perhaps while a module had another one on top of it."""
 
     def __prepare_scriptable__(self) -> NoReturn:
         NotScriptable(type(self).__name__)()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Call no `__init_subclass__` of the user's: the subclass is none of theirs."""
+        """Do not call the user's `__init_subclass__`, which is meant for the user's own subclasses."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        if isinstance(reduced, str):  # the user's own says so
+        if isinstance(reduced, str):  # from the user's own `__reduce__`: the name of a global
             return reduced
         make, args, *rest = reduced
         plain = self._amp_plain_class
@@ -49,9 +49,9 @@ class _OfAmp:
         return (make, args, *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the module as its own class would, and let the copy run as it does.
+        """Copy the module as its original class would, and give the copy this class.
 
-        The module stays what it is meanwhile: other threads may run it.
+        The module itself is not changed meanwhile, because other threads may run it.
         """
         cls = type(self)
         of_plain_class = getattr(super(), "__deepcopy__", None)
@@ -81,10 +81,10 @@ def _new_ex(cls: type, args: Any, kwargs: Any) -> Any:
 
 
 _OF_OBJECTS: dict[Any, Any] = {copyreg.__newobj__: _new, copyreg.__newobj_ex__: _new_ex}  # type: ignore[attr-defined]
-"""Ours in place of what makes a pickled object, with which pickle insists on the object's class."""
+"""Replacements for the constructors of copyreg, with which pickle insists on the object's class."""
 
 _copied: Any = copy._reconstruct  # type: ignore[attr-defined]
-"""What `copy.deepcopy` does with what `__reduce_ex__` returned; with a memo it copies deeply."""
+"""The function by which `copy.deepcopy` builds a copy from the result of `__reduce_ex__`."""
 
 
 def has_forward_of_its_own(module: nn.Module) -> bool:
@@ -93,7 +93,7 @@ def has_forward_of_its_own(module: nn.Module) -> bool:
 
 
 def subclass_of(base: Any, **methods: Any) -> Any:
-    """Return a subclass of a module's class with other methods, of the same name and docs."""
+    """Return a subclass of a module's class with the same name and docstring, and other methods."""
     for method in methods.values():
         method.__code__ = method.__code__.replace()  # torch.compile counts recompilations by code
     body = {
@@ -106,19 +106,19 @@ def subclass_of(base: Any, **methods: Any) -> Any:
         "__doc__": base.__doc__,
     }
     bases = (base,) if issubclass(base, _OfAmp) else (_OfAmp, base)
-    # Past the metaclass, which may keep a registry of the user's classes.
+    # Bypass the metaclass, which may keep a registry of the user's classes.
     return type.__new__(type(base), base.__name__, bases, body)
 
 
 def has_forward_of_ours(module: nn.Module) -> bool:
-    """Whether the module's forward is one that `subclass_of` was given."""
+    """Whether the module's forward was replaced by `subclass_of`."""
     return isinstance(module, _OfAmp) and type(module).forward is not module._amp_plain_class.forward
 
 
 def swap_classes(modules: Collection[nn.Module], make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Give modules the subclasses that `make` makes of their classes, and return what undoes it.
+    """Replace the classes of modules by `make(class)`, and return a function that undoes it.
 
-    A class that another one was put on meanwhile goes when that one does.
+    If a module's class has been replaced again meanwhile, this class goes when the newer one does.
     """
     classes = {cls: make(cls) for cls in dict.fromkeys(map(type, modules))}
     for module in modules:
@@ -133,7 +133,7 @@ def swap_classes(modules: Collection[nn.Module], make: Callable[[Any], Any]) -> 
 
 
 def restore_classes(modules: Collection[nn.Module]) -> None:
-    """Take the forward that `subclass_of` was given off modules that have it on top."""
+    """Undo the last `swap_classes` of each module where it replaced `forward`."""
     for module in modules:
         if "forward" in vars(type(module)) and has_forward_of_ours(module):
             module.__class__ = vars(type(module))["_amp_base"]

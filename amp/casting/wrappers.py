@@ -1,9 +1,9 @@
-"""Functions of torch as callers see them at O1 and O4: they cast their own arguments.
+"""The wrappers that cast the arguments of torch's functions at O1 and O4.
 
-A wrapper casts what is not in the right dtype already and calls the original: autograd sees ordinary
-casts, so gradients come back in the dtype of the leaves. Where functions cast is decided in
-`regions`. In a model's forward the ops that torch.autocast casts itself are left to it: it is faster,
-and caches the casts of weights.
+A wrapper casts the arguments that have another dtype and calls the original. Autograd sees ordinary
+casts, so gradients have the dtype of the leaves. `regions` decides where functions cast. In a model's
+forward, wrappers leave the ops that torch.autocast casts to torch.autocast: it is faster, and caches
+the casts of weights.
 """
 
 import functools
@@ -22,7 +22,7 @@ from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
 from amp.errors import AmpNotImplementedError
 
 _SCALARS = frozenset({type(None), bool, int, float, str, torch.Size})
-"""Arguments in which there is nothing to cast."""
+"""The types of arguments that are never cast."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,7 +30,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def call_with_casts(
     caster: Caster, rule: OpRule, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `original` with its arguments cast by `rule`, if `caster` casts here and now."""
+    """Call `original`, with its arguments cast by `rule` if `caster` casts at this point."""
     leave_alone = "dtype" if rule.category == "float" else "out"
     if kwargs and (kwargs.get("out") is not None or kwargs.get(leave_alone) is not None):
         return original(*args, **kwargs)
@@ -39,14 +39,14 @@ def call_with_casts(
         return original(*args, **kwargs)
     on_gpu = rule.category == "recurrent" and kind != "cpu" and kind in DEVICE_TYPES
     if on_gpu and caster.dtype is torch.float16:
-        with torch.autocast(kind, caster.dtype):  # casts weights into one buffer, as cuDNN wants them
+        with torch.autocast(kind, caster.dtype):  # casts weights into one buffer, which cuDNN needs
             return original(*args, **kwargs)
     if rule.category == "native" and not torch.compiler.is_dynamo_compiling():
         args, kwargs = _with_kept_casts(caster.dtype, args, kwargs)
     dtype = _dtype_for(caster.dtype, rule, args, kwargs)
     if dtype is not None:
         args, kwargs = _cast_to(dtype, args, kwargs)
-    if on_gpu:  # for cuDNN, torch.autocast casts to float16 whatever its own dtype is
+    if on_gpu:  # with cuDNN, torch.autocast casts to float16, whatever its own dtype is
         with disable_casts(), torch.backends.cudnn.flags(enabled=False):
             return original(*args, **kwargs)
     if not rule.closed:
@@ -55,12 +55,12 @@ def call_with_casts(
 
 
 def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
-    """Return `original` as callers see it while `caster` is live.
+    """Return the wrapper that replaces `original` while `caster` is live.
 
-    Two cheap questions come first: whether torch.autocast casts here, and whether all tensors are in
-    the right dtype already.
+    It makes two cheap checks first: whether torch.autocast casts here, and whether all tensors have the
+    right dtype already.
     """
-    # A rule that does not cast down leaves tensors alone that are float32.
+    # Rules that do not cast down leave float32 tensors alone.
     right = caster.dtype if rule.category in ("native", "half") else torch.float32
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -101,12 +101,12 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
 
 
 def make_choosing(place: tuple[int, str], newest: Function, original: Function) -> Function:
-    """Return a function where several sessions' wrappers are: each thread calls its session's.
+    """Return a function that calls the wrapper of the thread's session, where there are several.
 
     Args:
-        place: where it is: the id of the module or class, and its name there.
+        place: the id of the module or class that holds the function, and the function's name there.
         newest: the wrapper of the newest session, which compiled code calls.
-        original: what a thread calls whose session has none.
+        original: the function that is called if the thread's session has no wrapper.
     """
 
     def choosing(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def _dtype_for(
 
 
 def _widest(values: Any) -> torch.dtype | None:
-    """Return the widest dtype of the floating tensors in `values`, or None if there is no other."""
+    """Return the widest dtype of the floating tensors in `values`, or None if all have one dtype."""
     dtypes = {tensor.dtype for tensor in _tensors(values) if tensor.is_floating_point()}
     if len(dtypes) < 2 or not dtypes <= SCALABLE:
         return None
@@ -165,7 +165,7 @@ def _widest(values: Any) -> torch.dtype | None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, which may hold lists and tuples."""
+    """Yield the tensors in `value`, also in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -174,7 +174,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the device type of the first tensor, or `"cpu"` if there is none to cast."""
+    """Return the device type of the first tensor, or `"cpu"` if there is none."""
     for value in args:
         if isinstance(value, Tensor):
             return value.device.type
@@ -199,9 +199,10 @@ def _cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _with_kept_casts(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Cast weights once in a forward whose casts torch does not keep, as it would.
+    """Cast each weight once in a forward, where torch's own cache is taken by another thread.
 
-    Then the gradients of a weight that is used twice add up in `dtype`, and are cast once.
+    As with torch's cache, the gradients of a weight that is used twice add up in `dtype`, and are cast
+    once.
     """
     kept = forwards.casts
     if kept is None or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The names of NVIDIA's apex, for scripts that import them: see `install`, and `python -m amp run`."""
+"""The names of NVIDIA's apex, for scripts that import apex: see `install` and `python -m amp run`."""
 
 from amp.compat.alias import install as install
 from amp.compat.alias import uninstall as uninstall

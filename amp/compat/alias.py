@@ -1,7 +1,7 @@
-"""`import apex` that finds this library, where a script asks for it.
+"""Making `import apex` find this library, for scripts that ask for it.
 
-A finder on `sys.meta_path` answers for `apex` and what is in it. Each of its modules is a copy of the
-names of one of ours. What is not here says so by name, and says what to use.
+A finder on `sys.meta_path` provides `apex` and its modules. Each has the names of one of this library's
+modules. An import of a missing part raises an error that names it, and a replacement.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ _TABLE = (
     ("compat.state", "apex.amp.scaler", ""),
     ("fp16_utils", "apex.fp16_utils", "fp16_optimizer fp16util loss_scaler"),
 )
-"""What in `amp` holds the names of a module of apex, and modules inside of that with the same names."""
+"""A module of `amp`, the module of apex that gets its names, and parts of that with the same names."""
 
 MODULES: dict[str, str | None] = {"apex": None, "apex.contrib": None}
-"""apex's modules, and what holds their names here."""
+"""apex's modules, each with the module of `amp` that has its names."""
 for _ours, _module, _parts in _TABLE:
     for _name in (_module, *(f"{_module}.{part}" for part in _parts.split())):
         MODULES[_name] = f"amp.{_ours}"
@@ -70,35 +70,35 @@ REPLACEMENTS = {
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "Megatron-LM's own megatron.core",
 }
-"""What to use for parts of apex that are not here."""
+"""Replacements for parts of apex that this library does not have."""
 
 
 _TOPS = ("apex", "amp_C", "apex_C")
 
 
 class _Finder(metadata.DistributionFinder, Loader):
-    """Finds and makes the modules of the table."""
+    """Finds and makes the modules in `MODULES`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in MODULES:
-            # As packages all are asked for what `from module import name` does not find in them.
+            # All are packages, so that a missing name of `from module import name` is looked up here.
             return ModuleSpec(fullname, self, origin="reamp", is_package=True)
         if fullname.partition(".")[0] in _TOPS and "." in fullname:
-            # Without a `name`, which would let `from apex import part` pass over this and its advice.
+            # Without `name=`: with it, `from apex import part` would hide this error and its advice.
             raise ModuleNotFoundError(_missing(fullname))
         return None
 
     def find_distributions(
         self, context: metadata.DistributionFinder.Context | None = None
     ) -> Iterator[metadata.Distribution]:
-        """Yield apex, if it is asked for by name: scripts look at its version."""
+        """Yield apex's distribution if asked for by name, because scripts look at its version."""
         if context is not None and context.name == "apex":
             yield _Distribution()
 
     def exec_module(self, module: ModuleType) -> None:
-        # Its parts first: LARC and _amp_state are names of a module and of what is in it.
+        # Parts first: LARC and _amp_state name both a module and an object, and the object has to win.
         for name in MODULES:
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)
@@ -115,7 +115,7 @@ class _Finder(metadata.DistributionFinder, Loader):
 
 
 class _Distribution(metadata.Distribution):
-    """apex as a distribution: its name, and a version of before amp was taken out of it."""
+    """The metadata of apex: its name, and a version from before apex removed amp."""
 
     def read_text(self, filename: str) -> str | None:
         return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
@@ -125,13 +125,13 @@ class _Distribution(metadata.Distribution):
 
 
 def _public(module: ModuleType) -> list[str]:
-    """Return what `from module import *` has: `__all__`, or else the public names that it defines."""
+    """Return the names of `from module import *`: `__all__`, or else the public names it defines."""
     own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
     return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
 
 
 def _missing(name: str) -> str:
-    """Return what is said of a part of apex that is not here, and what to use instead."""
+    """Return the error message for a missing part of apex, with its replacement."""
     uses = [use for part, use in REPLACEMENTS.items() if f"{name}.".startswith(f"{part}.")]
     advice = f"; use {uses[0]} instead" if uses else ""
     return f"'{name}' is a part of apex that reamp does not have{advice}"
@@ -139,7 +139,7 @@ def _missing(name: str) -> str:
 
 _FINDER = _Finder()
 _installed = contextlib.ExitStack()
-"""What `uninstall` undoes."""
+"""The changes of `install` that `uninstall` undoes."""
 
 
 def install(replace: bool = False) -> None:
@@ -148,10 +148,10 @@ def install(replace: bool = False) -> None:
     `torch.load` then reads old checkpoints of `FP16_Optimizer`, by `amp.fp16_utils.SAFE_GLOBALS`.
 
     Args:
-        replace: whether to do so where a real apex is installed, or has been imported.
+        replace: whether to do so even if a real apex is installed, or has been imported.
 
     Raises:
-        AmpRuntimeError: there is a real apex, and `replace` is False. Nothing has been changed then.
+        AmpRuntimeError: there is a real apex, and `replace` is False. Nothing is changed.
     """
     if _FINDER in sys.meta_path:
         return
@@ -166,13 +166,13 @@ def install(replace: bool = False) -> None:
 
 
 def take_the_place_of(module: str) -> None:
-    """Install the alias, and import a module by it: the module of this name that is asking is gone."""
+    """Install the alias, and import `module` through it, which replaces the calling module."""
     install(replace=True)
     importlib.import_module(module)
 
 
 def uninstall() -> None:
-    """Undo `install`. What has been imported stays what it is. Idempotent."""
+    """Undo `install`. Names that were imported already stay. Idempotent."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
         _forget_modules()

@@ -1,8 +1,8 @@
-"""What `amp_C` and `apex.multi_tensor_apply` had: apex's list kernels, by way of this library's.
+"""The functions of `amp_C` and `apex.multi_tensor_apply`, on this library's kernels.
 
-Every function takes apex's arguments: a chunk size, which is not looked at; a flag, int32 `[1]`, that
-is set where something is inf or NaN, and that makes optimizer steps skip; and lists of tensors. The
-host does not wait for the device on GPUs with Triton.
+Every function takes apex's arguments: a chunk size, which has no effect; a flag, int32 `[1]`, that is
+set if a value is inf or NaN, and with which optimizer steps are skipped; and lists of tensors. The host
+does not wait for the device on GPUs with Triton.
 """
 
 import math
@@ -20,10 +20,10 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 class MultiTensorApply:
-    """Calls a function of this module; apex cut its lists into chunks here.
+    """Calls a function of this module. In apex this divides the lists into chunks.
 
     Args:
-        chunk_size: passed on.
+        chunk_size: passed to the function, where it has no effect.
 
     Attributes:
         available: True.
@@ -36,12 +36,12 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Do nothing: the functions are here."""
+        """Do nothing: the functions are always available."""
 
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any
     ) -> Any:
-        """Return what `op` does with the lists."""
+        """Call `op` on the lists, and return its result."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
@@ -58,7 +58,10 @@ def multi_tensor_scale(chunk_size: int, flag: Tensor, lists: Lists, scale: float
 def multi_tensor_axpby(
     chunk_size: int, flag: Tensor, lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:
-    """Write `a * lists[0] + b * lists[1]` to `lists[2]`; check both, or the one that is said."""
+    """Write `a * lists[0] + b * lists[1]` to `lists[2]`, and check inputs for inf and NaN.
+
+    `arg_to_check` is 0 to check `lists[0]`, 1 to check `lists[1]`, and else, such as -1, to check both.
+    """
     found_inf = torch.zeros_like(flag, dtype=torch.float32)
     x, y, out = lists
     if arg_to_check == 1:
@@ -72,14 +75,14 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, flag: Tensor, lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of all tensors, float32 `[1]`, and those of each, `[n]`, or nothing, `[0]`."""
+    """Return the norm of all tensors, float32 `[1]`, and of each, `[n]`; `[0]` if not `per_tensor`."""
     return multi_tensor_unscale_l2norm(chunk_size, flag, lists, None, per_tensor)
 
 
 def multi_tensor_unscale_l2norm(
     chunk_size: int, flag: Tensor, lists: Lists, inv_scale: Tensor | None, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the norms of `lists[0] * inv_scale`, as `multi_tensor_l2norm` does."""
+    """Return the norms of `lists[0] * inv_scale`, like `multi_tensor_l2norm`."""
     found_inf = torch.zeros_like(flag, dtype=torch.float32)
     inv_scale = None if inv_scale is None else _one(inv_scale, flag)
     norms = kernels.l2norm.l2norm(lists[0], inv_scale, found_inf=found_inf)
@@ -100,19 +103,19 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Step parameters, `lists` being gradients, parameters and two moments.
+    """Update parameters by Adam.
 
     Args:
-        chunk_size: not looked at.
-        flag: where it is not 0, nothing is stepped.
-        lists: as above.
-        lr: the rate.
-        beta1: how much of the first moment is kept.
-        beta2: how much of the second.
-        eps: added to the root.
-        step: which step this is, from 1.
-        mode: 0 adds the weight decay to the gradient, 1 is AdamW's.
-        bias_correction: whether moments are corrected for having started at 0.
+        chunk_size: has no effect.
+        flag: if it is not 0, the step is skipped.
+        lists: gradients, parameters, first moments and second moments.
+        lr: the learning rate.
+        beta1: the decay rate of the first moment.
+        beta2: the decay rate of the second moment.
+        eps: added to the denominator.
+        step: the number of this step, from 1.
+        mode: 0 adds weight decay to the gradient, 1 decouples it as in AdamW.
+        bias_correction: whether to correct the bias of the moments.
         weight_decay: the weight decay.
     """
     group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
@@ -137,7 +140,7 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool = False,
 ) -> None:
-    """Step parameters by LAMB, clipped by a norm that is known; see `multi_tensor_adam`."""
+    """Update parameters by LAMB, clipping by a given gradient norm; see `multi_tensor_adam`."""
     group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
     group |= {"adam_w_mode": mode == 1, "bias_correction": bias_correction}
     group |= {"grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb}
@@ -158,20 +161,20 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """Step parameters, `lists` being gradients, parameters, the momentum, and perhaps 16-bit weights.
+    """Update parameters by SGD with momentum.
 
     Args:
-        chunk_size: not looked at.
-        flag: where it is not 0, nothing is stepped.
-        lists: as above.
+        chunk_size: has no effect.
+        flag: if it is not 0, the step is skipped.
+        lists: gradients, parameters, momentum buffers, and optionally 16-bit model weights to write.
         weight_decay: the weight decay.
-        momentum: how much of the momentum is kept.
-        dampening: how much of a gradient does not enter it.
-        lr: the rate.
-        nesterov: whether to look ahead.
-        first_run: whether the momentum begins with these gradients.
-        wd_after_momentum: whether the weight decay stays out of the momentum.
-        scale: what to multiply the gradients by.
+        momentum: the momentum factor.
+        dampening: the dampening of the momentum.
+        lr: the learning rate.
+        nesterov: whether to use Nesterov momentum.
+        first_run: whether the momentum buffers start with these gradients.
+        wd_after_momentum: whether weight decay is applied after the momentum, and not in it.
+        scale: the number that gradients are multiplied by.
     """
     group = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     group |= {"weight_decay": weight_decay, "wd_after_momentum": wd_after_momentum}
@@ -189,9 +192,9 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Move a scale and its counts, each a tensor of one element, and return the scale.
+    """Update a scale and its counters in place, each a tensor of one element, and return the scale.
 
-    As apex's it does not grow to inf, and it falls to 0 instead of a denormal number.
+    As in apex, the scale does not grow to inf, and falls to 0 instead of a subnormal number.
     """
     parts = {SCALE: current_scale, GOOD_STEPS: growth_tracker, HYSTERESIS: hysteresis_tracker}
     state = torch.zeros(STATE_SIZE, dtype=torch.float32, device=current_scale.device)
@@ -227,12 +230,12 @@ def _step(
 
 
 def _one(value: float | Tensor, like: Tensor) -> Tensor:
-    """Return a number as float32 `[1]`, on the device of a tensor if it is on none."""
+    """Return a number or tensor as float32 `[1]`; a number goes to the device of `like`."""
     if isinstance(value, Tensor):
         return value.reshape(1).float()
     return torch.full((1,), value, dtype=torch.float32, device=like.device)
 
 
 def _raise_flag(flag: Tensor, found_inf: Tensor) -> None:
-    """Set a flag where something was found; it is never cleared."""
+    """Set the flag if an inf or NaN was found; never clear it."""
     flag.copy_(torch.maximum(flag, found_inf.to(flag.dtype)))

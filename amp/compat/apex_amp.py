@@ -1,4 +1,4 @@
-"""What `apex.amp` had, as it spelled it."""
+"""The names of `apex.amp`."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Do `amp.initialize`, and give optimizers the private names that apex gave them."""
+    """Call `amp.initialize`, and set the private attributes that apex sets on optimizers."""
     lists.heed()
     kwargs.setdefault("allow_incoming_model_not_fp32", _amp_state.allow_incoming_model_not_fp32)
     result = frontend.initialize(models, optimizers, *args, **kwargs)
@@ -60,9 +60,9 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
 
 
 def state_dict(destination: Any = None) -> Any:
-    """Do `amp.state_dict`, with an entry for each loss scaler alone, as scripts expect it.
+    """Return `amp.state_dict()` without the level, so that scripts find only entries of loss scalers.
 
-    It is written to `destination`, if that is given.
+    The entries are written to `destination`, if it is given.
     """
     state = frontend.state_dict()
     state.pop("opt_level", None)
@@ -73,4 +73,4 @@ def state_dict(destination: Any = None) -> Any:
 
 
 def _nothing() -> None:
-    """Do nothing: masters are there as soon as `initialize` returns."""
+    """Do nothing: `initialize` makes the masters."""

@@ -1,4 +1,4 @@
-"""apex's first API: `amp.init`, the handle that it returns, and optimizers that it wraps."""
+"""apex's first API: `amp.init`, the handle that it returns, and `wrap_optimizer`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def init(
     *,
     patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
-    """Let torch's functions cast their arguments in this process, without a model.
+    """Make torch's functions cast their arguments in this process, without a model.
 
     Args:
         enabled: False does nothing.
         loss_scale: the scale of the optimizers that the handle wraps.
-        enable_caching: not looked at: casts of weights are kept for one forward, where there is one.
-        verbose: kept, and not looked at.
+        enable_caching: has no effect: casts of weights are cached for each forward of a model.
+        verbose: has no effect.
         allow_banned: whether functions that refuse half arguments run in FP32 instead.
-        patch_type: what is cast to, float16 or bfloat16, as in ROCm's apex.
+        patch_type: the dtype to cast to, float16 or bfloat16, as in ROCm's apex.
 
     Returns:
-        What gives the functions back, by `_deactivate()`. `_amp_state.handle` is it too.
+        A handle, whose `_deactivate()` restores the functions. It is also in `_amp_state.handle`.
 
     Raises:
-        AmpRuntimeError: another `patch_type`.
+        AmpRuntimeError: `patch_type` is another dtype.
     """
     if not enabled:
         return NoOpHandle()
@@ -59,12 +59,12 @@ def init(
 
 
 class _Handle:
-    """What both handles have.
+    """The base class of both handles.
 
     Args:
-        session: whose functions they are.
-        enable_caching: what `has_cache` says.
-        verbose: what `verbose` says.
+        session: the session whose functions cast.
+        enable_caching: the value of `has_cache`.
+        verbose: the value of `verbose`.
     """
 
     def __init__(self, session: Session, enable_caching: bool = True, verbose: bool = False) -> None:
@@ -73,11 +73,11 @@ class _Handle:
         self.verbose = verbose
 
     def is_active(self) -> bool:
-        """Whether functions cast, here and now."""
+        """Whether functions cast at this point, in this thread."""
         return self._session.casts_ops
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Return the optimizer with a `scale_loss` of its own, and a scale for each of `num_loss`."""
+        """Return the optimizer with its own `scale_loss`, and a scale for each of `num_loss` losses."""
         return OptimWrapper(optimizer, self, num_loss)
 
     _disable_casts = staticmethod(disable_casts)
@@ -88,10 +88,10 @@ class _Handle:
 
 
 class AmpHandle(_Handle):
-    """apex's handle on the functions that cast."""
+    """The handle that `init` returns, and that `apex.amp.initialize` sets."""
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
-        """Raise: apex took this away in 2019."""
+        """Raise AmpRuntimeError: apex removed this method in 2019."""
         raise AmpRuntimeError(
             "amp_handle.scale_loss is of apex's first API. Use amp.initialize and amp.scale_loss, or "
             "optimizer = amp_handle.wrap_optimizer(optimizer) and optimizer.scale_loss(loss)"
@@ -99,16 +99,16 @@ class AmpHandle(_Handle):
 
     @property
     def cache(self) -> dict[Tensor, Tensor]:
-        """Nothing: torch keeps the casts of weights, for the forward that they are made in."""
+        """An empty dict: casts of weights are cached elsewhere, for one forward."""
         return {}
 
     def remove_cache(self, param: Tensor) -> None:
-        """Forget the casts of weights."""
+        """Clear torch's cache of casts of weights."""
         torch.clear_autocast_cache()
 
 
 class NoOpHandle(_Handle):
-    """What `init(enabled=False)` returns: nothing is cast, and nothing is scaled."""
+    """The handle that `init(enabled=False)` returns: it casts and scales nothing."""
 
     def __init__(self) -> None:
         super().__init__(Session(enabled=False), enable_caching=False)
@@ -119,14 +119,15 @@ class NoOpHandle(_Handle):
 
 
 class OptimWrapper:
-    """An optimizer with a `scale_loss` of its own.
+    """An optimizer with its own `scale_loss`.
 
-    Each call of it between two steps is for the next loss. Everything else is the optimizer's.
+    Between two steps, the first call of `scale_loss` is for the first loss, and so on. All other
+    attributes are the optimizer's.
 
     Args:
         optimizer: the optimizer.
-        amp_handle: what `init` returned.
-        num_loss: how many losses have a scale of their own.
+        amp_handle: the handle that `init` returned.
+        num_loss: how many losses have their own scale.
     """
 
     def __init__(self, optimizer: Any, amp_handle: _Handle, num_loss: int) -> None:
@@ -148,10 +149,10 @@ class OptimWrapper:
         self._next_loss += 1
 
     def step(self, closure: Any = None) -> Any:
-        """Step, or skip after an overflow.
+        """Step, or skip the step after an overflow.
 
         Raises:
-            AmpNotImplementedError: there is a closure.
+            AmpNotImplementedError: a closure is given.
         """
         if closure is not None:
             raise AmpNotImplementedError(

@@ -1,4 +1,4 @@
-"""What `apex.normalization` had: torch's norms, which are fused, by apex's names."""
+"""The names of `apex.normalization`, for torch's norms, which are fused too."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from amp.errors import AmpRuntimeError
 
 
 class _Arguments:
-    """apex's arguments of a norm; `memory_efficient` is accepted for its sake."""
+    """A mixin with apex's arguments of a norm. `memory_efficient` has no effect."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class FusedRMSNorm(_Arguments, nn.RMSNorm):
 
 
 class _Mixed:
-    """A norm whose output has the dtype of its weight, whatever its input's is: it needs a weight."""
+    """A mixin for norms whose output has the dtype of their weight. They need a weight."""
 
     elementwise_affine: bool
 
@@ -46,7 +46,7 @@ class _Mixed:
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """A layer norm whose output has the dtype of its weight, whatever its input's is."""
+    """A layer norm whose output has the dtype of its weight, not of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the norm of the input, in the weight's dtype."""
@@ -56,7 +56,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """An RMS norm whose output has the dtype of its weight, whatever its input's is."""
+    """An RMS norm whose output has the dtype of its weight, not of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of the input, in the weight's dtype."""

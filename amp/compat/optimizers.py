@@ -1,4 +1,4 @@
-"""What `apex.optimizers` and `apex.contrib.optimizers` had."""
+"""The names of `apex.optimizers` and `apex.contrib.optimizers`."""
 
 from amp.fp16_utils import FP16_Optimizer
 from amp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD

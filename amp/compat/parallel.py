@@ -1,4 +1,4 @@
-"""What `apex.parallel` had: torch's distributed training by apex's names, and LARC."""
+"""The names of `apex.parallel`: torch's distributed training with apex's arguments, and LARC."""
 
 from typing import Any
 
@@ -11,25 +11,26 @@ from amp.kernels.grad_mode import without_grad
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's, with apex's arguments; those about when and in what pieces to reduce are not looked at.
+    """torch's DistributedDataParallel with apex's arguments.
 
     The gradients of the ranks are divided by `gradient_predivide_factor`, summed, and multiplied by
-    that factor over the number of ranks.
+    `gradient_predivide_factor / world_size`. The arguments about when and in what pieces to reduce have
+    no effect.
 
     Args:
         module: the model, on its device.
-        message_size: not looked at.
+        message_size: has no effect.
         delay_allreduce: whether there may be parameters without a gradient.
-        shared_param: not looked at.
-        allreduce_trigger_params: not looked at.
-        retain_allreduce_buffers: not looked at.
+        shared_param: has no effect.
+        allreduce_trigger_params: has no effect.
+        retain_allreduce_buffers: has no effect.
         allreduce_always_fp32: whether gradients are reduced in float32, whatever their dtype is.
-        num_allreduce_streams: not looked at.
-        allreduce_communicators: likewise.
-        gradient_average: whether the sum is multiplied so.
-        gradient_predivide_factor: what gradients are divided by before they are summed.
-        gradient_average_split_factor: not looked at.
-        prof: likewise.
+        num_allreduce_streams: has no effect.
+        allreduce_communicators: has no effect.
+        gradient_average: whether the sum is multiplied; False leaves it as it is.
+        gradient_predivide_factor: the divisor of gradients before they are summed.
+        gradient_average_split_factor: has no effect.
+        prof: has no effect.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             before = 1 / gradient_predivide_factor
             world = distributed.get_world_size()
             after = gradient_predivide_factor / world if gradient_average else 1.0
-            # torch asks a hook for its name, which a partial has not.
+            # A lambda, because torch reads the hook's `__name__`, which a partial lacks.
             self.register_comm_hook(
                 None, lambda _, bucket: _reduce(bucket, before, after, allreduce_always_fp32)
             )
@@ -68,10 +69,11 @@ def _reduce(bucket: Any, before: float, after: float, in_fp32: bool) -> torch.fu
 
 
 class Reducer:
-    """Averages over the ranks when it is told to; parameters once, when it is made.
+    """Averages gradients over the ranks on each call of `reduce`.
 
     Args:
-        module_or_grads_list: a model, or a list of gradients.
+        module_or_grads_list: a model, or a list of gradients. The parameters of a model are set to
+            those of rank 0 first.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | list[Tensor]) -> None:
@@ -95,17 +97,17 @@ class Reducer:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's, with apex's arguments.
+    """torch's SyncBatchNorm with apex's arguments.
 
     Args:
-        num_features: channels.
+        num_features: the number of channels.
         eps: added to the variance.
-        momentum: of the running statistics.
+        momentum: the momentum of the running statistics.
         affine: whether there are a weight and a bias.
         track_running_stats: whether there are running statistics.
-        process_group: whose ranks share their statistics.
-        channel_last: accepted for apex's sake; channels are the second dimension.
-        fuse_relu: whether a ReLU comes after it.
+        process_group: the ranks that share statistics; None is all ranks.
+        channel_last: has no effect: channels are the second dimension.
+        fuse_relu: whether to apply a ReLU to the output.
     """
 
     def __init__(
@@ -131,22 +133,22 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Return a model whose batch norms share their statistics over the ranks."""
+    """Replace a model's batch norms by ones that share statistics over the ranks; return the model."""
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
     for norm in converted.modules():
-        if type(norm) is nn.SyncBatchNorm:  # scripts ask whether it is apex's
+        if type(norm) is nn.SyncBatchNorm:  # scripts check for apex's class
             norm.__class__ = SyncBatchNorm
             norm.fuse_relu = False  # type: ignore[assignment]
     return converted
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Return the process group of this rank and its neighbours, `group_size` of them; None for 0.
+    """Return the process group of `group_size` neighbouring ranks with this one, or None for size 0.
 
     Every rank has to call it.
 
     Raises:
-        AmpValueError: the ranks cannot be cut up so.
+        AmpValueError: `group_size` does not divide the number of ranks.
     """
     if group_size == 0:
         return None
@@ -157,17 +159,17 @@ def create_syncbn_process_group(group_size: int) -> Any:
 
 
 class LARC:
-    """Layer-wise adaptive rate control: an optimizer around an optimizer.
+    """Layer-wise adaptive rate control: a wrapper of an optimizer.
 
-    The gradient of each parameter, its weight decay included, is multiplied by
-    `trust_coefficient * norm(p) / (norm(gradient) + weight_decay * norm(p) + eps)`, or by that over the
-    rate and at most 1. Source: You, Gitman, Ginsburg 2017.
+    The gradient of each parameter, weight decay included, is multiplied by the adaptive rate
+    `trust_coefficient * norm(p) / (norm(gradient) + weight_decay * norm(p) + eps)`, or with `clip` by
+    `min(adaptive_rate / lr, 1)`. Source: You, Gitman, Ginsburg 2017.
 
     Args:
         optimizer: the optimizer.
-        trust_coefficient: how much of a parameter's norm a step may be.
-        clip: whether the rate is a bound of the adapted one, or is multiplied by it.
-        eps: added to the divisor.
+        trust_coefficient: the norm of a step relative to the norm of its parameter.
+        clip: whether the learning rate is an upper bound of the adaptive rate, or is multiplied by it.
+        eps: added to the denominator.
     """
 
     def __init__(

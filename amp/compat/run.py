@@ -1,4 +1,4 @@
-"""`python -m amp run`: a script that imports apex, unchanged."""
+"""`python -m amp run`: running an unmodified script that imports apex."""
 
 import builtins
 import functools
@@ -16,22 +16,22 @@ from amp.compat.alias import install
 from amp.errors import AmpValueError
 
 _STANDIN = Path(__file__).with_name("standin")
-"""Where the processes that a script spawns find apex."""
+"""The folder in which processes that a script spawns find apex."""
 
 _run_module: Callable[..., object] = vars(runpy)["_run_module_as_main"]
-"""What `python` itself calls, for `-m` and for a folder."""
+"""The function that `python` itself calls, for `-m` and for a folder."""
 
 
 def runner(arguments: Sequence[str]) -> Callable[[], object]:
-    """Return what runs a script or a module as `python` would, with `import apex` finding this library.
+    """Return a function that runs a script or module like `python`, with `import apex` finding amp.
 
     It runs in this process, as its `__main__`, so that exit codes and signals are the script's own.
 
     Args:
-        arguments: what `python` would be given: `script.py ...` or `-m package.module ...`.
+        arguments: the arguments of `python`: `script.py ...` or `-m package.module ...`.
 
     Raises:
-        AmpValueError: there is nothing to run, or no such file. Nothing has been changed then.
+        AmpValueError: there is nothing to run, or no such file. Nothing is changed.
         OSError: the file cannot be read.
     """
     given = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
@@ -52,12 +52,12 @@ def runner(arguments: Sequence[str]) -> Callable[[], object]:
 
 
 def _start(run: Callable[[], object], argv: list[str], folder: Path) -> object:
-    install(replace=True)  # whoever types this asks for it
+    install(replace=True)  # the user of this command asks for it
     sys.argv = argv
     if not sys.flags.safe_path:
         sys.path[0] = os.fspath(folder)
     sys.path.insert(1, str(_STANDIN))
-    # It stays there to the end: exit functions and threads of the script may pickle what is in it.
+    # It is not removed afterwards: exit functions and threads of the script may pickle its objects.
     sys.modules["__main__"] = main = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     try:
@@ -75,7 +75,7 @@ def _run_script(script: Path, content: bytes) -> None:
 
 
 def _show_without_own_frames(error: BaseException) -> None:
-    """Let the traceback of an error that ends the script begin in the script."""
+    """Make the traceback of an error that ends the script begin in the script."""
     inner = error.__traceback__
     while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
         inner = inner.tb_next

@@ -1,4 +1,4 @@
-"""What scripts read of apex's insides: `_amp_state`, its loss scalers, and an optimizer's stash."""
+"""apex internals that scripts read: `_amp_state`, its loss scalers, and an optimizer's `_amp_stash`."""
 
 import dataclasses
 import operator
@@ -24,11 +24,12 @@ _ARGUMENTS = {
     "_min_loss_scale": "min_loss_scale",
     "_max_loss_scale": "max_loss_scale",
 }
-"""What a pickle of a scaler has besides its state; apex's has no factor, which was 2."""
+"""The pickled attributes of a scaler besides its state, and the arguments they set. apex's pickles have
+no factor, which was always 2."""
 
 
 def _setting(field: str) -> Any:
-    """Return a property of `LossScaler`: a field of the configuration, which may be set."""
+    """Return a settable property of `LossScaler`: a field of its configuration."""
 
     def set_field(face: Any, value: Any) -> None:
         face._ours.config = dataclasses.replace(face._ours.config, **{field: value})
@@ -37,18 +38,18 @@ def _setting(field: str) -> Any:
 
 
 class LossScaler:
-    """apex's `amp.scaler.LossScaler`, a face of ours: alone, or one of the session's.
+    """apex's `amp.scaler.LossScaler`, an adapter of this library's: one of its own, or a session's.
 
     Args:
         loss_scale: "dynamic", or the scale.
-        init_scale: the first scale of a dynamic one.
-        scale_factor: what the scale is multiplied or divided by.
+        init_scale: the first scale, if it is dynamic.
+        scale_factor: the factor by which the scale grows and backs off.
         scale_window: good updates in a row before the scale grows.
         min_loss_scale: the floor.
         max_loss_scale: the ceiling.
 
     Raises:
-        AmpValueError: a number that is not in its range.
+        AmpValueError: a number is out of its range.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, ours: scaler.LossScaler) -> Self:
-        """Return the face of a scaler."""
+        """Return an adapter of one of this library's scalers."""
         face = cls.__new__(cls)
         face._ours = ours
         return face
@@ -93,7 +94,7 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads / scale` to `master_grads`, and look for overflows. No host sync."""
+        """Write `model_grads / scale` to `master_grads`, and check for overflow. No host sync."""
         scale = self._ours.scale_now().inv_scale
         if scale_override is not None:
             scale = torch.full_like(scale, 1 / scale_override)
@@ -106,10 +107,10 @@ class LossScaler:
         master_grads: Sequence[Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Write `model_grads / scale + stashed_master_grads` to `master_grads`. No host sync.
+        """Write `model_grads / scale + stashed_master_grads` to `master_grads`. The host does not wait.
 
-        `scale_override` has the scales of the first two and of the result; overflows are looked for in
-        `model_grads`.
+        `scale_override` has the scales of the model's gradients, the stashed ones and the result. Only
+        `model_grads` are checked for overflow.
         """
         a: float | Tensor = self._ours.scale_now().inv_scale
         b = 1.0
@@ -124,9 +125,9 @@ class LossScaler:
             self._has_overflow = False
 
     def update_scale(self) -> bool:
-        """Move the scale, and return whether to skip the step. The host waits for the device.
+        """Update the scale, and return whether to skip the step. The host waits for the device.
 
-        It goes by `_overflow_buf`, int32 `[1]`, where a script has put one of its own there.
+        If a script has set `_overflow_buf`, int32 `[1]`, that says whether there was an overflow.
         """
         found_inf = self._ours.found_inf
         if self._given_buf is not None and found_inf is not None:
@@ -154,7 +155,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale follows overflows."""
+        """Whether the scale is dynamic."""
         return self._ours.config.dynamic
 
     @dynamic.setter
@@ -198,17 +199,17 @@ class LossScaler:
 
 
 class _NotInitializedError(AmpRuntimeError, AttributeError):
-    """What makes `hasattr(_amp_state, "loss_scalers")` False before `initialize`, as apex's did."""
+    """Makes `hasattr(_amp_state, "loss_scalers")` False before `initialize`, as in apex."""
 
 
 class AmpState:
-    """apex's `_amp_state`: the default session's.
+    """apex's `_amp_state`, for the default session.
 
     Attributes:
-        hard_override: kept, and not looked at.
-        allow_incoming_model_not_fp32: whether models may hold 16-bit weights already.
-        verbosity: kept, and not looked at.
-        handle: on the functions that the last `initialize` or `init` let cast, if one did.
+        hard_override: has no effect.
+        allow_incoming_model_not_fp32: whether models may have 16-bit weights before `initialize`.
+        verbosity: has no effect.
+        handle: the handle of the last `initialize` or `init` that made functions cast; else not set.
     """
 
     handle: Any
@@ -228,12 +229,12 @@ class AmpState:
 
     @property
     def min_loss_scale(self) -> float | None:
-        """The floor of the first scale."""
+        """The floor of the first loss's scale."""
         return self.loss_scalers[0]._min_loss_scale
 
     @property
     def max_loss_scale(self) -> float:
-        """The ceiling of the first scale."""
+        """The ceiling of the first loss's scale."""
         return self.loss_scalers[0]._max_loss_scale
 
     def _session(self) -> Any:
@@ -247,10 +248,10 @@ _amp_state = AmpState()
 
 
 class Stash(MasterGroups):
-    """apex's `optimizer._amp_stash`: which parameters of an optimizer are masters of which.
+    """apex's `optimizer._amp_stash`: the parameters of an optimizer, and their masters.
 
     Args:
-        optimizer: that `initialize` has prepared.
+        optimizer: an optimizer that `initialize` has prepared.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -260,9 +261,9 @@ class Stash(MasterGroups):
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether there are gradients that wait for unscaling."""
+        """Whether there are gradients still to be unscaled."""
         attached = AttachedOptimizer.of(self.optimizer)
         return attached is not None and attached.gradients.delayed is not None
 
     all_fp32_params = MasterGroups.all_fp32_from_fp32_params
-    """The parameters without a master, by the name that they have where none has one."""
+    """The parameters without a master, by the name that apex uses if no parameter has one."""

@@ -1,4 +1,4 @@
-"""What went wrong in a step, where and why: every op of it is looked at."""
+"""Finding which op of a step made an inf or NaN, where and why, by watching every op."""
 
 from amp.diagnosis.findings import Finding as Finding
 from amp.diagnosis.findings import Report as Report

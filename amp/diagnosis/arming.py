@@ -1,4 +1,4 @@
-"""`diagnose="on_overflow"`: after a streak of overflows a step is watched, the loop being as it was."""
+"""`diagnose="on_overflow"`: watching a step after a streak of overflows, with an unchanged loop."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from amp.observers import Observer, watch_forwards
 from amp.training.scaler import LossScaler
 
 LAG = 8
-"""How many steps after a streak the host is sure to know of it, on every rank."""
+"""After so many steps the host of every rank is sure to know of a streak."""
 
 
 class Armed(Observer):
     """Watches a step of a session's models, from a forward to the end of the next `scale_loss`.
 
-    Ranks watch the same step: what a device has decided, each learns after so many steps.
+    All ranks watch the same step, because each waits `LAG` steps before it acts on a streak that the
+    device has found.
 
     Args:
         session: the session.
-        tell: is given the report; None keeps and logs it.
+        tell: called with the report; None keeps and logs the report.
     """
 
     def __init__(self, session: Any, tell: Callable[[Report], None] | None = None) -> None:
@@ -42,7 +43,7 @@ class Armed(Observer):
         self._scale: Tensor | None = None
 
     def must_know(self, scaler: LossScaler) -> int:
-        """Return up to which update the host must have learnt of a scaler by now."""
+        """Return the latest update of a scaler that the host of every rank must know of by now."""
         return scaler.updates - 1 - (0 if scaler.is_on_host else LAG)
 
     def verdicts(self, session: Any, scaler: LossScaler, rows: Sequence[Any]) -> None:
@@ -59,11 +60,11 @@ class Armed(Observer):
             self._stop = watch_forwards(self, session, session.live_models())
 
     def forward_begins(self, session: Any, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Start to watch, in a forward of a model."""
+        """Start to watch, at the beginning of a forward."""
         if not torch.is_grad_enabled() or _get_current_dispatch_mode_stack():
             return
         modes: Any = _get_current_function_mode_stack
-        if modes():  # what is entered last has to be left first
+        if modes():  # the trace's mode would be on top, but modes must be left in reverse order
             return
         self._disarm()
         self._trace = Trace(named_models(session.live_models(), "diagnose"), lambda: self._scale)
@@ -71,18 +72,18 @@ class Armed(Observer):
         self._trace.note_arguments(model, args, kwargs)
 
     def block_entered(self, session: Any, block: Any, loss: Tensor, attached: Sequence[Any]) -> None:
-        """Note the loss scale of a block that is entered."""
+        """Note the loss scale of the block."""
         self._scale = block.scale.scale
 
     def block_left(self, session: Any, block: Any) -> None:
-        """Say what was seen. The host waits for the device."""
+        """Report the findings. The host waits for the device."""
         trace = self._end()
         if trace is not None:
             findings = gathered(findings_of(trace))
             self._tell(Report(findings, trace.ops, distributed.world_size()))
 
     def session_ends(self, session: Any) -> None:
-        """Watch nothing more."""
+        """Stop watching."""
         self._disarm()
         self._end()
 

@@ -1,9 +1,9 @@
-"""From a trace to its causes.
+"""Finding the causes of a trace's non-finite gradients.
 
-A gradient that is not finite is walked back, from event to event, to those that no other event made:
-the earliest of these is the cause. An -inf that was asked for, as in a mask, is none; where all are,
-the first NaN on the way is. Events from which no way leads to a gradient are absorbed: the step looks
-well, and is not.
+From a gradient that is not finite, the search goes back over the events to those without a parent
+event; the earliest of them is the cause. An intended -inf, as in a mask, is not a cause; if all are
+intended, the first event with a NaN is the cause. Events that reach no gradient are absorbed: the step
+looks healthy, and is not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIVISIONS = {
 
 
 def findings_of(trace: Trace) -> list[Finding]:
-    """Return what went wrong, the cause first."""
+    """Return the findings of a trace, the cause first."""
     found: list[Finding] = []
     causes = _causes(trace)
     reached = tuple(trace.bad_grads or trace.bad_weights)
@@ -79,7 +79,7 @@ def _ancestors(trace: Trace, numbers: Iterable[int]) -> set[int]:
 
 
 def _causes(trace: Trace) -> list[Event]:
-    """Return the events that the gradients are not finite of, the earliest first."""
+    """Return the events that made the gradients inf or NaN, the earliest first."""
     starts = (trace.loss, *trace.bad_grads.values(), *trace.bad_weights.values())
     made = [number for number in starts if number is not None]
     ancestors = [trace.events[number] for number in sorted(_ancestors(trace, made))]
@@ -99,8 +99,8 @@ def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
         return _finding(
             event,
             "mathematics",
-            "a row of the input is -inf throughout, as where all is masked: 0 / 0 in any precision",
-            "Mask no row entirely, or set such rows to 0 afterwards. No rule cures it.",
+            "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision",
+            "Do not mask whole rows, or set these rows to 0 afterwards. No rule cures it.",
             reached,
         )
     if value is None or not math.isfinite(value) or value <= limit:
@@ -173,7 +173,7 @@ def _of_source(event: Event, reached: tuple[str, ...]) -> Finding:
 
 
 def _of_sources(trace: Trace, known: set[int]) -> list[Finding]:
-    """Return weights and buffers that are not finite, though no gradient shows it."""
+    """Return a finding for a weight or buffer that is not finite, if no gradient shows it."""
     if known:
         return []
     events = [x for x in trace.events.values() if any(s.kind != "data" for s in x.sources)]
@@ -189,7 +189,7 @@ def _absorbed(trace: Trace, known: set[int]) -> list[Finding]:
             cause = "absorbed range" if explained.cause == "range" else explained.cause
             found.append(
                 _finding(
-                    event, cause, f"{explained.what}; nothing after it shows that", explained.advice, ()
+                    event, cause, f"{explained.what}; no later result shows it", explained.advice, ()
                 )
             )
     return found[:3]

@@ -1,4 +1,4 @@
-"""`amp.diagnose`: a step is watched, and what went wrong in it is said."""
+"""`amp.diagnose`: watching every op of a step, and reporting what made an inf or NaN."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
             optimizer.step()
         print(report)
 
-    The results of the step are the same, bit for bit, as without it. A compiled model runs op by op,
-    which may overflow where fused kernels do not. The host waits for the device after each op, so use
-    it for single steps: they take about ten times as long. With several processes, every process must
-    enter and leave the block, and every report has the findings of all of them.
+    The results of the step are bitwise the same as without it. A compiled model runs op by op, which
+    may overflow where fused kernels do not. The host waits for the device after each op, so use it for
+    single steps: they take about ten times as long. With several processes, every process must enter
+    and leave the block, and every report has the findings of all processes.
 
     Args:
         model: the model, or a list of models, wrapped and compiled or not.
-        optimizer: the optimizer of `amp.initialize`, or a list of them. With it the loss scale is
-            known, so that a gradient that only the scale makes too large is reported as such.
+        optimizer: an optimizer from `amp.initialize`, or a list of them. From it the loss scale is
+            known, so that a gradient that is too large only because of the scale is reported so.
 
     Yields:
         An `amp.diagnosis.Report`, which is filled when the block ends.
@@ -67,20 +67,20 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
 
 
 def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:
-    """Return the loss scale of the block that one of these optimizers is in, on the device, or None."""
+    """Return the loss scale, on the device, of a block that one of these optimizers is in, or None."""
     scales = [one.gradients.open_scale for one in attached]
     return next((scale for scale in scales if scale is not None), None)
 
 
 def is_checked(attached: Sequence[AttachedOptimizer]) -> bool:
-    """Whether gradients of these optimizers, all of one session, are looked at before a step."""
+    """Whether the gradients of these optimizers, all of one session, are checked before a step."""
     return all(
         scaler.checks(one.gradients.skips_on_device) for one in attached for scaler in one.owner.scalers
     )
 
 
 def unchecked(properties: Properties, is_checked: bool) -> list[Finding]:
-    """Return the finding that a level in half precision has unchecked gradients, if it has."""
+    """Return a finding if a level in half precision does not check its gradients."""
     is_half = properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
     if is_checked or not properties.enabled or not is_half:
         return []
@@ -88,18 +88,18 @@ def unchecked(properties: Properties, is_checked: bool) -> list[Finding]:
     return [
         Finding(
             "unchecked",
-            f"loss_scale={init:g} is static, and nothing looks at the gradients: one NaN in a batch "
-            "ruins the weights",
+            f"loss_scale={init:g} is static, and gradients are not checked: one NaN in a batch ruins "
+            "the weights",
             f"loss_scale: {{mode: static, init: {init:g}, check: true}}",
         )
     ]
 
 
 def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
-    """Return models without what is around them, by what the names of their modules begin with.
+    """Return models without their wrappers, by the prefix of the names of their modules.
 
     Raises:
-        AmpTypeError: one is no module.
+        AmpTypeError: one is not a module.
     """
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     for each in models:
@@ -112,7 +112,7 @@ def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
+    """Return the model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -130,5 +130,5 @@ def gathered(findings: list[Finding]) -> list[Finding]:
     every: list[Any] = [None] * distributed.world_size()
     torch.distributed.all_gather_object(every, mine)
     found = [finding for of_rank in every for finding in of_rank]
-    # Where gradients are summed over the ranks, those of one ruin those of all.
+    # Gradients are summed over the ranks: a rank without an op of its own got the inf from another.
     return [finding for finding in found if finding.op] or found

@@ -1,4 +1,4 @@
-"""What a trace has seen."""
+"""The records of a trace: non-finite results and their sources, lost scalars, and lossy casts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from amp.diagnosis.places import Place
 
 
 class Source(NamedTuple):
-    """A tensor that is not finite and that no op of the step has made.
+    """A tensor that was inf or NaN before the step, and not made so by one of its ops.
 
     Attributes:
         kind: `data`, `weight` or `buffer`.
-        name: of the argument of the model, the parameter or the buffer; empty if it is none of these.
-        at: the indices of its first element that is not finite.
-        value: of a weight whose FP32 master is finite, the largest magnitude of that.
+        name: the name of the model's argument, the parameter or the buffer; else empty.
+        at: the index of its first element that is not finite.
+        value: for a weight with a finite FP32 master, the largest magnitude of the master.
     """
 
     kind: str
@@ -31,20 +31,20 @@ class Event:
     """An op whose result is not finite.
 
     Attributes:
-        number: of the op in the step.
-        place: where it was called; of a backward op, where its forward op was.
+        number: the number of the op in the step.
+        place: where it was called; for a backward op, where its forward op was called.
         phase: `forward`, `backward` or `recompute`.
-        aten: the op's own name.
+        aten: the op's name in ATen.
         takes: the dtypes of its floating inputs.
-        gives: the dtype of the result.
-        parents: numbers of the events that its inputs come from.
-        sources: inputs that were so when the step began.
-        value: the largest magnitude of its result in FP64; None where that is not known.
+        gives: the dtype of its result.
+        parents: numbers of the events that made its non-finite inputs.
+        sources: inputs that were inf or NaN before the step.
+        value: the largest magnitude of its result in FP64; None if that is not known.
         is_constant: whether it wrote a constant that is not finite.
         has_nan: whether there is a NaN in its result.
-        rows_of_minus_inf: a softmax: whether a row of its input is -inf throughout.
-        is_minus_inf: whether there is nothing but -inf that is not finite.
-        loss_scale: of the backward that it is of.
+        rows_of_minus_inf: for a softmax, whether all of a row of its input is -inf.
+        is_minus_inf: whether all its non-finite results are -inf.
+        loss_scale: the loss scale of its backward; 1 in a forward.
     """
 
     number: int
@@ -64,17 +64,17 @@ class Event:
 
     @property
     def is_root(self) -> bool:
-        """Whether it made an inf or NaN of finite numbers."""
+        """Whether it made an inf or NaN from finite inputs."""
         return not self.parents and not self.sources
 
     @property
     def is_benign(self) -> bool:
-        """Whether it wrote -inf because it was asked for, as into a mask."""
+        """Whether it wrote an intended -inf, as in a mask."""
         return self.is_constant and self.is_minus_inf
 
 
 class LostScalar(NamedTuple):
-    """A Python number other than 0 that is 0 in the dtype of the op that takes it."""
+    """A Python number other than 0 that becomes 0 in the dtype of the op that takes it."""
 
     place: Place
     value: float

@@ -1,4 +1,4 @@
-"""What is said about a step that went wrong."""
+"""`Finding` and `Report`: what the diagnosis of a step returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 CAUSES = {
     "range": "a number is too large for the format",
-    "absorbed range": "a number is too large for the format, and nothing after it shows that",
+    "absorbed range": "a number is too large for the format, and no later result shows it",
     "underflow": "gradients are too small for the format, and became 0",
     "eps": "a small constant is 0 in the format",
     "cast": "a cast has changed integers, or a mask",
@@ -21,18 +21,19 @@ CAUSES = {
     "headroom": "a number is close to the largest of the format",
     "mask": "a constant is too large for the format",
     "fails": "what runs in FP32 raises at this level",
-    "unchecked": "nothing looks at gradients before a step",
+    "unchecked": "gradients are not checked before a step",
     "tied": "modules share a weight, and rules do not treat them alike",
     "cast before initialize": "weights were rounded to 16 bits before there were masters",
 }
-"""The classes of cause, by their stable names. The last six are of `amp.check`."""
+"""The kinds of cause, by their stable names. The last six are from `amp.check`; `amp.diagnose` reports
+only `unchecked` of them."""
 
 REMARKS = {
     "alignment": "a size that tensor cores do not like",
     "round trip": "casts that undo each other",
     "share": "most of the work is not in half precision",
 }
-"""What `amp.check` says of speed."""
+"""The kinds of remark about speed in `amp.check`."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,20 @@ class Finding:
     """One thing that went wrong.
 
     Attributes:
-        cause: one of `CAUSES`.
+        cause: one of `CAUSES`, or one of `REMARKS`.
         what: one sentence with the numbers.
         advice: what to do.
-        phase: `forward`, `backward`, or `recompute` of a checkpoint.
+        phase: `forward`, `backward`, or `recompute` of an activation checkpoint.
         op: the function that was called.
-        module: the name of the innermost module; empty outside of any.
-        file, line: where it was called.
-        takes, gives: dtypes of its floating inputs, and of its result.
-        value: the largest magnitude in FP64; None where that is not known.
-        limit: the largest number of the format; None where that says nothing.
-        reached: names of the parameters whose gradients it has ruined.
-        rank: of the process.
+        module: the name of the innermost module; empty outside of any module.
+        file: the file of the line that called it.
+        line: the number of that line.
+        takes: dtypes of its floating inputs.
+        gives: dtype of its result.
+        value: the magnitude or constant that matters, computed in FP64 where possible; None if unknown.
+        limit: the largest number of the format; None if it is not relevant.
+        reached: names of the parameters whose gradients became inf or NaN from it.
+        rank: the rank of the process.
     """
 
     cause: str
@@ -84,7 +87,7 @@ class Finding:
 def rule_for(module: str) -> str:
     """Return the rule that keeps a module in FP32, to paste into YAML; empty for a whole model.
 
-    A rule knows no number of a model, as `model 1: head` has it: it is for each model with that name.
+    The number of the model, as in `model 1: head`, is left out: rules apply to all models.
     """
     import yaml  # here, so that `import amp` does not load it
 
@@ -94,19 +97,19 @@ def rule_for(module: str) -> str:
 
 
 def short_path(file: str) -> str:
-    """Return a path as seen from the current directory, if it is inside of that."""
+    """Return a path relative to the current directory, if the file is inside it."""
     relative = os.path.relpath(file)
     return file if relative.startswith("..") else relative
 
 
 @dataclass
 class Report:
-    """What `amp.diagnose` has found; it is filled when the block ends.
+    """The result of `amp.diagnose`, which is filled when the block ends.
 
     Attributes:
-        findings: the cause first; empty if all was well.
-        ops: how many ops were looked at.
-        ranks: how many processes have told theirs.
+        findings: what was found, the cause first; empty if nothing was wrong.
+        ops: how many ops were watched.
+        ranks: how many processes the findings come from.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -120,7 +123,7 @@ class Report:
 
     @property
     def cause(self) -> str | None:
-        """The class of the first finding, or None."""
+        """The cause of the first finding, or None."""
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
@@ -132,7 +135,7 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what `json.dumps` takes."""
+        """Return the report as a dict for `json.dumps`."""
         return {
             "healthy": self.is_healthy,
             "ops": self.ops,

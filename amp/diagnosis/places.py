@@ -1,7 +1,7 @@
-"""Where the op that runs now was called: the function of torch, the module, and the user's line.
+"""Finding where the current op was called: the torch function, the module, and the user's line.
 
-A backward op is where its forward op was: autograd numbers its nodes, and an op is made right after its
-node.
+The place of a backward op is that of its forward op, found by the sequence number of the autograd node:
+a forward op runs right after its node is made.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Place(NamedTuple):
 
     Attributes:
         op: the name of the function that was called, such as `softmax`.
-        module: the name of the innermost module; empty outside of any.
-        file, line: the innermost line that is neither torch's nor the library's.
+        module: the name of the innermost module; empty outside of any module.
+        file: the file of the innermost line outside of torch and this library.
+        line: the number of that line.
     """
 
     op: str
@@ -44,13 +45,13 @@ class Place(NamedTuple):
 
 
 class Places(AbstractContextManager["Places"]):
-    """Knows where ops are called while it is open.
+    """Tracks where ops are called, while it is open.
 
     Args:
-        models: whose modules have names, by what these begin with.
-        note_loss: is given what each backward starts from.
-        note_call: is given each function of torch that has been called: the place, the function, its
-            arguments and its result.
+        models: the models whose modules are named, by the prefix of the names.
+        note_loss: called with the tensor that each backward starts from.
+        note_call: called after each call of a torch function, with the place, the function, its
+            arguments, its keyword arguments and its result.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Places(AbstractContextManager["Places"]):
         self._open.close()
 
     def here(self, aten: str) -> tuple[Place, str]:
-        """Return where the op that runs now was called, and the phase."""
+        """Return where the current op was called, and the phase; `aten` is the op's name."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not self._stack:
             node = torch._C._current_autograd_node()
@@ -113,7 +114,7 @@ class Places(AbstractContextManager["Places"]):
             self._stack.pop()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch; ops inside of it are called as it is."""
+        """Call a torch function; the ops inside it get its name."""
         outer = getattr(self._api, "name", None)
         if outer is not None:
             return function(*args, **kwargs)
@@ -128,13 +129,13 @@ class Places(AbstractContextManager["Places"]):
         return result
 
     def note_loss(self, loss: Tensor) -> None:
-        """Tell what a backward starts from."""
+        """Pass on the tensor that a backward starts from."""
         with torch.no_grad(), _disable_current_modes():
             self._note_loss(loss)
 
 
 class _Calls(TorchFunctionMode):
-    """Tells the functions of torch that are called."""
+    """Reports calls of torch functions to a `Places`."""
 
     def __init__(self, places: Places) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.backward:
             self._places.note_loss(args[0])
-            with self:  # what is computed anew inside of it has names too
+            with self:  # so that calls in recomputed forwards are seen too
                 return _backward(*args, **kwargs)
         return self._places.call(func, args, kwargs)
 
@@ -158,7 +159,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Do what `Tensor.backward` does, past function modes."""
+    """Do what `Tensor.backward` does, bypassing function modes."""
     torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -188,14 +189,14 @@ def _user_line() -> tuple[str, int]:
 
 
 def file_of_caller() -> str:
-    """Return the file that has called the function of torch that a `note_call` is told of."""
+    """Return the file that called the torch function, in a `note_call`."""
     told_by = ("places.py", "recording.py", "overrides.py")
     return next(x for frame in _frames() if not (x := frame.f_code.co_filename).endswith(told_by))
 
 
 def is_called_by_amp() -> bool:
-    """Whether this library, and no user's line, has called torch for the op that runs now."""
-    own = ("trace.py", "places.py", "wide.py", "clipping.py", "patching.py")  # called in a user's name
+    """Whether this library, and not the user's code, called torch for the current op."""
+    own = ("trace.py", "places.py", "wide.py", "clipping.py", "patching.py")  # act for the user's code
     files = [frame.f_code.co_filename for frame in _frames()]
     files = [x for x in files if not (x.startswith(_AMP) and x.endswith(own))]
     return next((x.startswith(_AMP) for x in files if not x.startswith(_TORCH)), False)

@@ -1,9 +1,9 @@
-"""Every op of a step, forward and backward, and which of them made an inf or NaN, of what.
+"""Watching every op of a step, forward and backward, for results that are inf or NaN.
 
-A dispatch mode sees the ops below autocast and autograd: casts are ops like others. It computes what it
-wants to know on the side, so that the step has the bits that it has without it. Each result that is not
-finite is an event; its parents are the events that made its inputs what they are. Tensors are told
-apart by their memory, which is forgotten once it holds finite numbers.
+A dispatch mode sees the ops below autocast and autograd, so casts are ops like others. It only reads
+the step's tensors, so the step's results are bitwise the same as without it. Each result that is not
+finite is an event; its parents are the events that made its non-finite inputs. Tensors are identified
+by their memory, which is forgotten once it holds finite numbers.
 """
 
 from __future__ import annotations
@@ -35,32 +35,34 @@ _CONSTANTS = {
     *("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where"),
     *("scalar_tensor", "lift_fresh", "lift_fresh_copy", "constant_pad_nd"),
 }
-"""Ops that write a constant: an inf of theirs was asked for."""
+"""Ops that write a constant, so that an inf may be intended."""
 
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
-"""Ops whose results hold whatever was there."""
+"""Ops whose results have uninitialized memory."""
 
 CASTS = frozenset(["_to_copy", "copy_", "to"])
 
 
 class Trace(Observer):
-    """What happened in the ops that run while it is open.
+    """Records non-finite results, and other losses of precision, of the ops that run while it is open.
+
+    The host waits for the device after each op.
 
     Args:
-        models: whose modules, parameters and buffers have names.
-        open_scale: returns the loss scale while the gradients in `.grad` are scaled, or None.
+        models: the models whose modules, parameters and buffers are named, by the prefix of the names.
+        open_scale: returns the loss scale while the gradients in `.grad` are scaled, else None.
 
     Attributes:
         events: results that are not finite, by the number of the op.
         lost: scalars that became 0.
-        casts: those that changed integers or masks.
+        casts: casts that changed integers or masks.
         bad_grads: for each parameter whose gradient is not finite, the event that made it, or None.
-        bad_weights: for each parameter that the step has ruined, the event that did.
+        bad_weights: for each parameter that the step made inf or NaN, the event that did.
         grads_in_place: parameters whose gradients were written to while they were scaled, and where.
-        zero_grads: the share of zeros in 16-bit gradients that backward has left.
-        loss: the event that made the loss, or what `note_output` was given, if it is not finite.
+        zero_grads: for each parameter with a finite float16 gradient, the fraction of it that is 0.
+        loss: the event that made the loss, or the argument of `note_output`, if it is not finite.
         scales: the loss scales of the backwards that were seen.
-        ops: how many there were.
+        ops: how many ops ran.
     """
 
     def __init__(
@@ -79,9 +81,9 @@ class Trace(Observer):
         self._models = models
         self._open_scale = open_scale
         self._scale = 1.0
-        self._written: dict[str, Place] = {}  # gradients that somebody has written to
+        self._written: dict[str, Place] = {}  # gradients written to after backward, and where
         self._places = Places(models, self._note_loss)
-        self._made: dict[int, int] = {}  # memory that is not finite: the event
+        self._made: dict[int, int] = {}  # the event that made the values of non-finite memory
         self._owned: dict[int, tuple[str, str, Tensor]] = {}
         self._arguments: dict[int, str] = {}
         self._grads: dict[int, str] = {}
@@ -117,10 +119,10 @@ class Trace(Observer):
         handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)
 
-    # What the hooks and modes tell.
+    # Called by hooks and modes.
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Look at what a backward starts from."""
+        """Note the loss that a backward starts from."""
         scale = self._open_scale()
         self._scale = 1.0 if scale is None else float(scale)
         self.scales.add(self._scale)
@@ -131,12 +133,12 @@ class Trace(Observer):
             self.loss = self._made.get(memory_of(x), self.loss)
 
     def unscaling(self, grads: Sequence[Tensor], inv_scale: Tensor) -> None:
-        """Look at gradients that an `amp.GradScaler` unscales."""
+        """Note gradients that an `amp.GradScaler` unscales."""
         with torch.no_grad(), _disable_current_modes():
             self.note_unscale(grads, float(inv_scale))
 
     def note_unscale(self, grads: Sequence[Tensor], inv_scale: float) -> None:
-        """Look at gradients that a gradient scaler unscales: they were scaled until now."""
+        """Note gradients that a gradient scaler unscales: they were scaled until now."""
         if inv_scale in (0.0, 1.0):
             return
         self._scale = 1 / inv_scale
@@ -150,7 +152,7 @@ class Trace(Observer):
                 self.grads_in_place.setdefault(name, self._written[name])
 
     def note_output(self, output: Any) -> None:
-        """Look at what a forward returns, where no backward follows."""
+        """Note the output of a forward that no backward follows."""
         with torch.no_grad(), _disable_current_modes():
             for x in floats_in(output):
                 self._note_result(x)
@@ -163,7 +165,7 @@ class Trace(Observer):
         result: Any,
         before: tuple[Any, Any] | None,
     ) -> None:
-        """Look at an op that has run; `before` has copies of its arguments, if it wrote to some."""
+        """Check an op that has run; `before` has copies of its arguments, if it can write to some."""
         self.ops += 1
         aten = func.overloadpacket.__name__
         place, phase = self._places.here(aten)
@@ -224,9 +226,9 @@ class Trace(Observer):
         return Source("data", self._arguments.get(memory, ""), index)
 
     def _note_scalars(self, func: Any, args: Any, outputs: list[Tensor], place: Place) -> None:
-        """Note numbers of the arguments that are 0 in the dtype of the result.
+        """Note Python numbers among the arguments that become 0 in the dtype of the result.
 
-        Norms take an eps too, and compute with it in FP32.
+        Only pointwise ops are checked: norms take an eps too, but compute with it in FP32.
         """
         if not outputs or outputs[0].dtype is not torch.float16 or torch.Tag.pointwise not in func.tags:
             return
@@ -254,7 +256,7 @@ class Trace(Observer):
             self.casts.append(LossyCast(place, "integers", x.dtype, y.dtype, argument, largest))
 
     def _note_write(self, args: tuple[Any, ...], place: Place) -> None:
-        """Note a gradient that somebody writes to after its backward."""
+        """Note a gradient that is written to after its backward."""
         names = list(filter(None, [self._grads.get(memory_of(x)) for x in floats_in(args[:1])]))
         if names and not is_called_by_amp():
             self._written |= dict.fromkeys(names, place)
@@ -262,7 +264,7 @@ class Trace(Observer):
                 self.grads_in_place |= dict.fromkeys(names, place) | self.grads_in_place
 
     def accumulated(self, name: str, parameter: Tensor) -> None:
-        """Look at the gradient that a backward has left in a parameter."""
+        """Note the gradient that a backward has accumulated in a parameter."""
         grad = parameter.grad
         if grad is None or grad.is_sparse or not grad.numel():
             return
@@ -274,7 +276,7 @@ class Trace(Observer):
             self.zero_grads[name] = 1 - grad.count_nonzero().item() / grad.numel()
 
     def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note what the tensors that a model is given are called."""
+        """Record the names of the arguments that a model's tensors come in by."""
         names = [f"argument '{name}'" for name in positional_names(model)]
         names += [f"argument {i}" for i in range(len(names), len(args))]
         named = [(f"argument '{name}'", value) for name, value in kwargs.items()]
@@ -284,7 +286,7 @@ class Trace(Observer):
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a trace see each op."""
+    """Shows each op to a trace."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -295,9 +297,9 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(each, FakeTensor) for each in types):
-            return func(*args, **kwargs)  # no numbers
+            return func(*args, **kwargs)  # fake tensors have no values
         if any(is_traceable_wrapper_subclass_type(each) for each in types):
-            return NotImplemented  # it calls the op on what it holds, which is seen
+            return NotImplemented  # the subclass calls the op on its inner tensors, which is seen
         before = None
         if func._schema.is_mutable:
             before = tree_map_only(
@@ -337,8 +339,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def memory_of(x: Tensor) -> int:
-    """Return what tells the memory of a tensor from others, for as long as the tensor lives."""
+    """Return an identifier of a tensor's memory, valid as long as the tensor lives."""
     try:
         return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # of a wrapper: what it holds is seen by itself
+    except (RuntimeError, NotImplementedError):  # of a wrapper subclass without memory of its own
         return id(x)

@@ -1,4 +1,4 @@
-"""The same op in FP64: would its result be finite if the format had the range?"""
+"""Running an op again in FP64, to see whether its result is finite with a wider range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def floats_in(value: Any) -> list[Tensor]:
-    """Return the floating tensors that have numbers, in arguments or results of any kind."""
+    """Return the dense floating tensors with values, in nested arguments or results."""
     leaves, _ = tree_flatten(value)
     tensors = [x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided]
     return [x for x in tensors if x.is_floating_point() and x.numel() and not x.is_meta]
@@ -30,9 +30,11 @@ def is_finite(x: Tensor) -> bool:
 def largest_in_float64(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
     """Run an op of aten in FP64, and return the largest magnitude of its results.
 
+    The host waits for the device.
+
     Returns:
-        It, inf or NaN where FP64 has none either; None for an op that cannot be run again: a random
-        one, a collective, or one that takes no FP64.
+        The magnitude, which is inf or NaN if the result is not finite in FP64 either. None for an op
+        that cannot be run again: a random op, a collective, or one that does not support FP64.
     """
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return None

@@ -1,4 +1,4 @@
-"""What `apex.fp16_utils` had: half precision by hand, on this library's scaler and masters."""
+"""The names of `apex.fp16_utils`: manual half precision, on this library's scaler and masters."""
 
 from amp.fp16_utils.loss_scaler import SAFE_GLOBALS as SAFE_GLOBALS
 from amp.fp16_utils.loss_scaler import DynamicLossScaler as DynamicLossScaler

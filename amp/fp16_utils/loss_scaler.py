@@ -1,4 +1,4 @@
-"""Static and dynamic loss scalers with the names of `apex.fp16_utils`, made of this library's own."""
+"""Static and dynamic loss scalers with the names of `apex.fp16_utils`, on this library's scaler."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,13 +13,13 @@ from amp.training import scaler
 
 
 class LossScaler:
-    """A scale that does not move.
+    """A static loss scale.
 
     Args:
-        scale: what losses are multiplied by.
+        scale: the loss scale.
 
     Raises:
-        AmpValueError: it is no number that a scale can be.
+        AmpValueError: `scale` is not a finite number above 0.
     """
 
     def __init__(self, scale: float = 1) -> None:
@@ -40,7 +40,7 @@ class LossScaler:
         self._scaler.set_scale(value)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether gradients overflowed: a static scaler does not look."""
+        """Return False: a static scaler does not check gradients."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
@@ -53,7 +53,7 @@ class LossScaler:
         return tuple(None if grad is None else self._scaler.scale(grad) for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run backward of a loss times the scale. The host does not wait."""
+        """Run backward of a loss times the scale. The host does not wait for the device."""
         self._scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,21 +64,21 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that halves on overflow and doubles after a while without, and never falls below 1.
+    """A loss scale that backs off after an overflow, grows after good updates, and stays at least 1.
 
     Args:
         init_scale: the first scale.
-        scale_factor: what the scale is multiplied or divided by.
+        scale_factor: the factor by which the scale grows and backs off.
         scale_window: good updates in a row before the scale grows.
 
     Attributes:
-        scale_factor: likewise.
-        scale_window: likewise.
+        scale_factor: the argument.
+        scale_window: the argument.
         cur_iter: how many updates there were.
-        last_overflow_iter: the last of them with an overflow, counted from 0; -1 if there was none.
+        last_overflow_iter: the last update with an overflow, counted from 0; -1 if there was none.
 
     Raises:
-        AmpValueError: a number that is not in its range.
+        AmpValueError: a number is out of its range.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DynamicLossScaler(LossScaler):
         return _is_not_finite([x])
 
     def update_scale(self, overflow: bool) -> None:
-        """Move the scale by whether there was an overflow. The host does not wait."""
+        """Update the scale after an iteration with or without overflow. The host does not wait."""
         self._scaler.found_inf.fill_(float(overflow))  # type: ignore[union-attr]
         self._scaler.update()
         self._scaler.recorder.learn()
@@ -128,12 +128,12 @@ class DynamicLossScaler(LossScaler):
 
 
 def backoff_of(scale_factor: Any) -> float:
-    """Return what a scale is multiplied by after an overflow; raise AmpValueError if nothing can be."""
+    """Return the backoff factor, the inverse of `scale_factor`; raise AmpValueError if it has none."""
     return 1 / parse_positive("scale_factor", scale_factor)
 
 
 class SavedLossScaler:
-    """The scaler that `FP16_Optimizer.state_dict()` of apex held: what it was, and nothing it did.
+    """A scaler unpickled from a checkpoint of apex's `FP16_Optimizer`, with data but without methods.
 
     It has `_loss_scale` and `_unskipped`.
     """
@@ -144,7 +144,7 @@ SAFE_GLOBALS: list[Any] = [
     (LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
     (DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
 ]
-"""What `torch.load` has to know to read old checkpoints of `FP16_Optimizer` safely:
+"""The classes that `torch.load` must allow to read old checkpoints of `FP16_Optimizer` safely:
 
     with torch.serialization.safe_globals(amp.fp16_utils.SAFE_GLOBALS):
         checkpoint = torch.load(path, weights_only=True)

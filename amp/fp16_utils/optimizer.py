@@ -1,7 +1,7 @@
-"""`FP16_Optimizer`: an optimizer around an optimizer, with masters and loss scaling inside.
+"""`FP16_Optimizer`: a wrapper of an optimizer that adds master weights and loss scaling.
 
-It is a session with one optimizer and no model: `backward` is a `scale_loss` block, and the rest looks
-at what is attached to the optimizer.
+It has a session with one optimizer and no model: `backward` is a `scale_loss` block, and the other
+methods use what the session has attached to the optimizer.
 """
 
 import itertools
@@ -27,12 +27,12 @@ _DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window", "min_loss_sc
 
 
 def _flat(groups: str) -> Any:
-    """Return a property of `MasterGroups`: the parameters of all groups."""
+    """Return a property of `MasterGroups`: the parameters of all groups in one list."""
     return property(lambda self: list(itertools.chain.from_iterable(getattr(self, groups))))
 
 
 class MasterGroups:
-    """The trainable parameters of an optimizer that a session has, group by group.
+    """The trainable parameters of a session's optimizer, group by group.
 
     Attributes:
         optimizer: the optimizer.
@@ -41,7 +41,7 @@ class MasterGroups:
     optimizer: Any
 
     def _groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        """Return what is stepped of each group, with the model's parameter of each master."""
+        """Return each group's parameters, each with the model's parameter that it is a master of."""
         attached = AttachedOptimizer.of(self.optimizer)
         if attached is None:
             return []
@@ -56,7 +56,7 @@ class MasterGroups:
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters of those."""
+        """The masters of the 16-bit parameters of each group."""
         return [[stepped for stepped, model in group if model is not None] for group in self._groups()]
 
     @property
@@ -73,7 +73,7 @@ class MasterGroups:
 
 
 def _shown(name: str) -> Any:
-    """Return a property of `FP16_Optimizer`: an attribute of the optimizer inside, which may be set."""
+    """Return a settable property of `FP16_Optimizer`: an attribute of the inner optimizer."""
 
     def set_inside(outer: Any, value: Any) -> None:
         setattr(outer.optimizer, name, value)
@@ -82,26 +82,26 @@ def _shown(name: str) -> Any:
 
 
 class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's name)
-    """An optimizer of 16-bit parameters, which steps FP32 masters of them on scaled gradients.
+    """A wrapper of an optimizer of 16-bit parameters, which updates FP32 masters and scales the loss.
 
-    The model is the caller's to cast; see `network_to_half`. Gradients of several backwards add up,
-    whether each is followed by `update_master_grads` or the last. A step with inf or NaN gradients is
-    skipped under a dynamic scale, with a log message.
+    The caller casts the model; see `network_to_half`. Gradients of several backwards accumulate,
+    whether `update_master_grads` is called after each or only after the last. With a dynamic scale, a
+    step with inf or NaN gradients is skipped, with a log message.
 
     Args:
-        init_optimizer: the optimizer; its groups then hold the masters.
-        static_loss_scale: what losses are multiplied by.
-        dynamic_loss_scale: whether the scale follows overflows instead.
+        init_optimizer: the optimizer; the masters replace the parameters in its groups.
+        static_loss_scale: the loss scale, if it is static.
+        dynamic_loss_scale: whether the scale is dynamic instead.
         dynamic_loss_args: `init_scale`, `scale_factor`, `scale_window`, `min_loss_scale` and
             `max_loss_scale` of a dynamic scale.
         verbose: whether skipped steps are logged.
 
     Attributes:
-        optimizer: the optimizer that was given.
+        optimizer: the wrapped optimizer.
 
     Raises:
-        AmpValueError: a scale that cannot be.
-        AmpTypeError: no optimizer, or an argument that a dynamic scale does not have.
+        AmpValueError: a scale is not valid.
+        AmpTypeError: `init_optimizer` is not an optimizer, or `dynamic_loss_args` is not valid.
     """
 
     _scales_losses_itself = True
@@ -171,19 +171,19 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         """Clear the gradients of masters and model.
 
         Args:
-            set_grads_to_None: whether to remove them, or to write zeros.
-            set_to_none: the same by torch's name.
+            set_grads_to_None: whether to set gradients to None, or to zeros.
+            set_to_none: torch's name of the same argument, which takes precedence.
         """
         self.optimizer.zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
 
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Run backward of the scaled loss. The host does not wait.
+        """Run backward of the scaled loss. The host does not wait for the device.
 
         Args:
             loss: the loss.
-            update_master_grads: whether to bring the gradients, unscaled, to the masters; else call
+            update_master_grads: whether to unscale the gradients into those of the masters; else call
                 `update_master_grads` after the last backward.
             retain_graph: as for `torch.Tensor.backward`.
         """
@@ -192,10 +192,10 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def update_master_grads(self) -> None:
-        """Bring scaled gradients, unscaled, to the masters, and move the scale. No host sync.
+        """Unscale gradients into those of the masters, and update the scale.
 
-        Gradients are those of `backward(..., update_master_grads=False)`, or of a loss that the caller
-        has multiplied by `loss_scale`.
+        The gradients come from `backward(..., update_master_grads=False)`, or from a loss that the
+        caller has multiplied by `loss_scale`. The host does not wait for the device.
         """
         gradients = self._attached.gradients
         if gradients.delayed is None and any(p.grad is not None for p in self.all_fp16_params):
@@ -206,28 +206,31 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     @property
     def overflow(self) -> bool:
-        """Whether the gradients overflowed, those of the last step or newer. The host waits."""
+        """Whether the newest gradients overflowed: those since the last step, or else the last step's.
+
+        The host waits for the device.
+        """
         verdicts = self._attached.gradients.verdicts or self._attached.step.verdicts
         return any(verdict.overflowed for verdict in verdicts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters, and write them to the model; or skip after an overflow.
+        """Update the masters and write them to the model, or skip the step after an overflow.
 
         Args:
-            closure: computes a loss, calls this object's `backward` on it, and returns it. Evaluated
-                again, at a lower scale, after an overflow.
+            closure: computes a loss, calls this object's `backward` on it, and returns the loss. After
+                an overflow it is evaluated again, at a lower scale.
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float | Tensor:
-        """Clip the unscaled gradients, and return their norm; -1 after an overflow. The host waits."""
+        """Clip the unscaled gradients, and return their norm; after an overflow -1. The host waits."""
         if self.overflow:
             return -1
         params = [parameter for group in self.param_groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Return the gradients that the step will see, group by group; None after an overflow."""
+        """Return the step's gradients, group by group, or None after an overflow. The host waits."""
         if self.overflow:
             return None
         return [
@@ -248,7 +251,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     @property
     def cur_scale(self) -> float:
-        """The scale, by its name of 2018. The host waits for the device."""
+        """The scale, by an older name of apex's. The host waits for the device."""
         return self.loss_scale
 
     @property
@@ -256,10 +259,13 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         """The scaler of the session."""
         return self._session.scalers[0]
 
-    # Saving.
+    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer and scale, and the masters; read under `weights_only=True`."""
+        """Return the state of optimizer and scale, and the masters. The host waits for the device.
+
+        `torch.load` reads it with `weights_only=True`.
+        """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.loss_scaler.config.dynamic,
@@ -270,13 +276,12 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of this class or apex's, masters bit for bit; the model gets them rounded.
+        """Load a state of this class or apex's. Masters are restored exactly, and rounded to the model.
 
-        The host waits once for each device, to look at the values.
+        The host waits once for each device, to check the values.
 
         Raises:
-            AmpError: an entry is not what it should be, or of another optimizer. Nothing has been
-                changed then.
+            AmpError: an entry is not valid, or belongs to another optimizer. Nothing is changed.
         """
         state_dict = as_dict(state_dict, "what FP16_Optimizer.state_dict() returns")
         checks, own = StateChecks(), self.loss_scaler

@@ -1,4 +1,4 @@
-"""Half precision by hand: models, lists of masters, and the ways between them."""
+"""Manual half precision: casting models, making masters, and copying between both."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class tofp16(nn.Module):  # noqa: N801 (apex's name)
 
 
 def BN_convert_float(module: Module) -> Module:  # noqa: N802 (apex's name)
-    """Cast the batch norms in a module that have weights to float32, and return the module."""
+    """Cast the batch norms with weights in a module to float32, and return the module."""
     for child in module.modules():
         if isinstance(child, _BatchNorm) and child.affine:
             child.float()
@@ -35,7 +35,7 @@ def BN_convert_float(module: Module) -> Module:  # noqa: N802 (apex's name)
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Return a float16 model with float32 batch norms, behind a cast of its input."""
+    """Return a model cast to float16, apart from batch norms with weights, that casts its input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
@@ -47,7 +47,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
-    """Cast a model in place, but for batch norms that have weights, and return it."""
+    """Cast a model in place, apart from batch norms with weights, and return it."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -69,14 +69,14 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return what the network makes of the inputs in float16."""
+        """Return the network's output for the inputs, cast to float16."""
         return self.network(*[x.half() for x in inputs])
 
 
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trainable parameters of a model, and float32 masters of them.
+    """Return the trainable parameters of a model, and their float32 masters.
 
     Args:
         model: the model.
@@ -84,7 +84,7 @@ def prep_param_lists(
 
     Raises:
         AmpValueError: no parameter is trainable.
-        AmpTypeError: a flat master of parameters of several dtypes.
+        AmpTypeError: `flat_master` is True, and the parameters have several dtypes.
     """
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not params:
@@ -106,10 +106,10 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients from a model to its masters, in float32. The host does not wait.
+    """Copy gradients from a model to its masters, in float32. The host does not wait for the device.
 
     Raises:
-        AmpValueError: the lists do not match; or the master is flat and a gradient is missing.
+        AmpValueError: the lists do not match, or `flat_master` is True and a gradient is missing.
     """
     _check_lists(model_params, master_params, flat_master)
     grads = [parameter.grad for parameter in model_params]
@@ -134,7 +134,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy masters to a model, rounded. The host does not wait.
+    """Copy masters to a model, rounded. The host does not wait for the device.
 
     Raises:
         AmpValueError: the lists do not match.
@@ -147,7 +147,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """Return a tensor of one element, or the first of a list, as a number. The host waits."""
+    """Return a tensor of one element, or the first element of a list, as a float. The host waits."""
     return float(t.item() if hasattr(t, "item") else t[0])
 
 

@@ -1,4 +1,4 @@
-"""Other people's training loops: a module for each, imported by name, so that none is a dependency."""
+"""Integrations with training frameworks, one module each, imported by name: none is a dependency."""
 
 
 def missing(module: str, framework: str, extra: str) -> ImportError:
@@ -6,8 +6,8 @@ def missing(module: str, framework: str, extra: str) -> ImportError:
 
     Args:
         module: the name of the module.
-        framework: what it needs.
-        extra: what of reamp to install with it.
+        framework: the framework that it needs.
+        extra: the extra of the package `reamp` that installs it.
     """
     package = f"reamp[{extra}] @ git+https://github.com/reamp/reamp"
     return ImportError(f"{module} needs {framework}: pip install '{package}'")

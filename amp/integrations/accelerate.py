@@ -1,8 +1,8 @@
 """Hugging Face Accelerate: `prepare(accelerator, model, optimizer, loader, opt_level="O2")`.
 
-Accelerate asks `accelerator.scaler`, an object like torch's GradScaler, to scale losses, to step, and
-for what a checkpoint needs. `Scaler` does that with a session, so `accelerator.backward`,
-`accumulate`, `save_state` and `load_state` need no change.
+Accelerate uses `accelerator.scaler`, an object like torch's GradScaler, to scale losses, to step, and
+for the state in a checkpoint. `Scaler` does this with a session, so `accelerator.backward`,
+`accumulate`, `save_state` and `load_state` work unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from amp.integrations.late_optimizers import LateOptimizers
 from amp.training.optimizer_wrappers import is_optimizer
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU")
-"""The kinds of Accelerate's processes that hold whole models."""
+"""The distributed types of Accelerate in which each process has the whole model."""
 
 
 def prepare(
@@ -42,26 +42,26 @@ def prepare(
     device_placement: list[bool] | None = None,
     **options: Any,
 ) -> Any:
-    """Do what `accelerator.prepare` does, and train the model among the objects at an opt level.
+    """Do what `accelerator.prepare` does, and prepare models and optimizers for an opt level.
 
-    It takes the same objects in the same order. In one process they may have been prepared by
-    `accelerator.prepare` already. A model and its optimizer may come in two calls, the model first;
-    then the options of the first call count.
+    It takes the same objects, and returns them in the same order. In a single process they may have
+    been prepared by `accelerator.prepare` already. A model and its optimizer may be prepared in two
+    calls, the model first; the options of the first call are used.
 
     Args:
-        accelerator: with `mixed_precision="no"`.
+        accelerator: an accelerator with `mixed_precision="no"`.
         *objects: models, optimizers, data loaders, schedulers.
         opt_level: a level, an alias, or a path to a YAML profile.
         device_placement: as in `accelerator.prepare`.
         **options: as in `amp.initialize`.
 
     Returns:
-        What `accelerator.prepare` returns.
+        The result of `accelerator.prepare`.
 
     Raises:
         AmpRuntimeError: the accelerator casts or shards models itself, a model is in DDP already, or an
             optimizer comes before its model.
-        AmpError: as `amp.initialize`.
+        AmpError: as in `amp.initialize`.
     """
     models = [each for each in objects if isinstance(each, nn.Module)]
     optimizers = [each for each in objects if is_optimizer(each) and not isinstance(each, nn.Module)]
@@ -93,11 +93,11 @@ def prepare(
 def configure(
     accelerator: Accelerator, opt_level: str | os.PathLike[str] = "O1", **options: Any
 ) -> Scaler:
-    """Give an accelerator its scaler, which `prepare` uses; see there.
+    """Set the scaler of an accelerator, and return it; see `prepare`.
 
     Raises:
         AmpRuntimeError: the accelerator casts or shards models itself.
-        AmpError: whatever is wrong with the level or the options.
+        AmpError: the level or an option is not valid.
     """
     _check(accelerator)
     accelerator.scaler = scaler = Scaler(LateOptimizers(opt_level, **options))
@@ -105,13 +105,13 @@ def configure(
 
 
 def end(accelerator: Accelerator) -> None:
-    """Close the session that `prepare` made: the model is FP32 again. Idempotent. The host waits."""
+    """Close the session of `prepare`: the model is FP32 again. Idempotent. The host waits."""
     if isinstance(accelerator.scaler, Scaler):
         accelerator.scaler.late.end()
 
 
 class Scaler:
-    """What `accelerator.scaler` is; its methods are those of torch's GradScaler that Accelerate calls.
+    """The `accelerator.scaler`, with the methods of torch's GradScaler that Accelerate calls.
 
     Args:
         late: the session.
@@ -122,27 +122,27 @@ class Scaler:
         self._wrappers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
 
     def take(self, wrappers: list[AcceleratedOptimizer], model: nn.Module | None) -> None:
-        """Prepare the optimizers in these wrappers, and let the wrappers step by this scaler."""
+        """Prepare the optimizers in these wrappers, and make the wrappers use this scaler."""
         self.late.attach([each.optimizer for each in wrappers], model)
         for each in wrappers:
-            # It takes `optimizer.step` when it is made, so it is made again with the one of amp.
+            # The constructor stores `optimizer.step`, so call it again now that amp has replaced it.
             AcceleratedOptimizer.__init__(each, each.optimizer, device_placement=False, scaler=self)
         self._wrappers.update(wrappers)
 
     def scale(self, loss: Tensor) -> SimpleNamespace:
-        """Return what has the `backward` of a scaled loss."""
+        """Return an object whose `backward` runs the backward of the scaled loss."""
         return SimpleNamespace(backward=partial(self._backward, loss))
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Leave unscaled gradients. No host sync."""
+        """Run backward of the scaled loss, and unscale the gradients. The host does not wait."""
         with self.late.running().scale_loss(loss, self.late.optimizers) as scaled_loss:
             scaled_loss.backward(**kwargs)
 
     def unscale_(self, optimizer: Any) -> None:
-        """Do nothing: gradients are unscaled when `backward` returns."""
+        """Do nothing: `backward` has unscaled the gradients."""
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and tell Accelerate if the step was skipped. The host may wait for 4 bytes."""
+        """Step, and tell Accelerate whether the step was skipped. The host may wait for 4 bytes."""
         result = optimizer.step() if closure is None else optimizer.step(closure)
         if amp.step_was_skipped(optimizer):
             for each in self._wrappers:
@@ -151,10 +151,10 @@ class Scaler:
         return result
 
     def update(self) -> None:
-        """Do nothing: the scale moves when `backward` returns."""
+        """Do nothing: `backward` has updated the scale."""
 
     def is_enabled(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def get_scale(self) -> float:
@@ -162,11 +162,11 @@ class Scaler:
         return self.late.running().loss_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `amp.state_dict` does. The host waits for the device."""
+        """Return the state as from `amp.state_dict`. The host waits for the device."""
         return self.late.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load a state from `state_dict`."""
         self.late.load_state_dict(state)
 
 

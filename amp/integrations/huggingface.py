@@ -1,6 +1,6 @@
 """Hugging Face transformers: `AmpTrainer(model, args, train_dataset=data, opt_level="O2")`.
 
-`AmpMixin` does the same for other classes that derive from `Trainer`.
+`AmpMixin` does the same for other subclasses of `Trainer`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from amp.integrations.accelerate import configure, end, prepare
 
 @dataclass
 class AmpTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with an opt level; `--opt_level O2` on a command line.
+    """`TrainingArguments` with an opt level, `--opt_level O2` on a command line.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile. The other arguments are those of
@@ -32,18 +32,18 @@ class AmpTrainingArguments(TrainingArguments):
 
 
 class AmpMixin:
-    """What comes before `Trainer`, or before a class that derives from it, to train at an opt level.
+    """A mixin to put before `Trainer` or a subclass of it, to train at an opt level.
 
-    The model is cast when `train` begins, and FP32 again, with all bits of its masters, when it ends;
-    evaluation in between runs at the level, and later evaluation in FP32. Checkpoints hold FP32 weights
-    and the scaler, and a resumed run is the uninterrupted one bit for bit.
+    The model is cast when `train` begins, and becomes FP32, with the full values of its masters, when
+    it ends. Evaluation in between runs at the level, and later evaluation in FP32. Checkpoints have
+    FP32 weights and the scaler, and a resumed run is bitwise the same as an uninterrupted one.
 
     Args:
-        opt_level: a level, an alias, or a path to a YAML profile; None is that of the arguments, or O1.
-        amp_options: what else `amp.initialize` takes, such as `{"loss_scale": 1024.0}`.
+        opt_level: a level, an alias, or a path to a YAML profile; None uses `args.opt_level`, or O1.
+        amp_options: other arguments of `amp.initialize`, such as `{"loss_scale": 1024.0}`.
 
     Raises:
-        AmpRuntimeError: the arguments have `fp16=True` or `bf16=True`, which cast themselves.
+        AmpRuntimeError: `args` has `fp16=True` or `bf16=True`, with which the Trainer casts itself.
     """
 
     args: Any
@@ -60,7 +60,7 @@ class AmpMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let the Trainer's accelerator prepare models at the opt level."""
+        """Make the Trainer's accelerator prepare models at the opt level."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         level: Any = self._opt_level or getattr(self.args, "opt_level", "O1")
         configure(self.accelerator, level, **self._amp_options)
@@ -77,13 +77,13 @@ class AmpMixin:
 class AmpTrainer(AmpMixin, Trainer):
     """transformers' `Trainer` at an opt level: `AmpTrainer(model, args, opt_level="O2", ...)`.
 
-    The model is cast when `train` begins, and FP32 again when it ends; see `AmpMixin`.
+    The model is cast when `train` begins, and becomes FP32 when it ends; see `AmpMixin`.
 
     Args:
-        opt_level: a level, an alias, or a path to a YAML profile; None is that of the arguments, or O1.
-        amp_options: what else `amp.initialize` takes, such as `{"loss_scale": 1024.0}`. The other
+        opt_level: a level, an alias, or a path to a YAML profile; None uses `args.opt_level`, or O1.
+        amp_options: other arguments of `amp.initialize`, such as `{"loss_scale": 1024.0}`. The other
             arguments are those of `transformers.Trainer`.
 
     Raises:
-        AmpRuntimeError: the arguments have `fp16=True` or `bf16=True`, which cast themselves.
+        AmpRuntimeError: `args` has `fp16=True` or `bf16=True`, with which the Trainer casts itself.
     """

@@ -1,4 +1,4 @@
-"""PyTorch Ignite: the update function of a supervised trainer, after `amp.initialize`."""
+"""PyTorch Ignite: the update function of a supervised trainer, for use after `amp.initialize`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,30 +31,30 @@ def supervised_training_step(  # noqa: D417 (several arguments in one line)
     *,
     max_norm: float | None = None,
 ) -> Callable[[Engine, Any], Any]:
-    """Return an update function for `ignite.engine.Engine`, as Ignite's factories of this name do.
+    """Return an update function for `ignite.engine.Engine`, like Ignite's functions of this name.
 
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
         trainer = Engine(supervised_training_step(model, optimizer, loss_fn))
 
-    The scaler goes into Ignite's `Checkpoint` as `to_save={..., "amp": amp.Stateful()}`.
+    To save the scaler, pass `to_save={..., "amp": amp.Stateful()}` to Ignite's `Checkpoint`.
 
     Args:
-        model: what `amp.initialize` returned, perhaps in DDP.
-        optimizer: what `amp.initialize` returned.
+        model: the model from `amp.initialize`, perhaps in DDP.
+        optimizer: the optimizer from `amp.initialize`.
         loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn: as in
             `ignite.engine.supervised_training_step`. The default `output_transform` makes the host wait
             for the loss, as Ignite's does.
         gradient_accumulation_steps: over how many batches gradients are averaged for a step.
-        max_norm: to clip the norm of unscaled gradients to; None does not clip.
+        max_norm: the norm to which unscaled gradients are clipped; None does not clip.
 
     Raises:
-        AmpRuntimeError: the optimizer did not come out of `amp.initialize`.
+        AmpRuntimeError: the optimizer has not been through `amp.initialize`.
         AmpValueError: `gradient_accumulation_steps` is below 1.
     """
     steps = gradient_accumulation_steps
     if steps < 1:
         raise AmpValueError(f"gradient_accumulation_steps={steps} is below 1; 1 accumulates nothing")
-    amp.get_session(optimizer)  # refuses another optimizer
+    amp.get_session(optimizer)  # raises for an unknown optimizer
 
     def update(engine: Engine, batch: Any) -> Any:
         iteration = engine.state.iteration

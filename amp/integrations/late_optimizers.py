@@ -1,8 +1,8 @@
-"""A model that is cast before its optimizers are known, as frameworks do, and is FP32 again at the end.
+"""A session for frameworks that cast a model before its optimizers exist, and want FP32 at the end.
 
-A framework loads a checkpoint, converts the model, wraps it in DDP and then asks for optimizers. The
-FP32 values from before the cast are kept until then, so that the masters start from them, and are put
-back when the framework is done with the model.
+A framework loads a checkpoint, converts the model, wraps it in DDP and then creates optimizers. The
+FP32 values from before the cast are kept until then, so that the masters start from them, and are
+restored when the framework is done with the model.
 """
 
 import weakref
@@ -28,33 +28,34 @@ class LateOptimizers:
     """The session of a framework's plugin.
 
     Args:
-        opt_level, **options: as in `amp.initialize`.
+        opt_level: as in `amp.initialize`.
+        **options: as in `amp.initialize`.
 
     Attributes:
-        session: what `cast` made; a closed one before, and after `end`.
+        session: the session that `cast` opened; a closed one before `cast` and after `end`.
     """
 
     def __init__(self, opt_level: Any, **options: Any) -> None:
         self._options: dict[str, Any] = {"opt_level": opt_level, **options}
         quiet: dict[str, Any] = {**self._options, "verbosity": 0}
-        self.session = Session(**quiet)  # what is wrong with them is said now
+        self.session = Session(**quiet)  # raises now if an option is not valid
         self.session.close()
         self._cast: list[Tensor] = []
         self._float32: dict[Tensor, Tensor] = {}
-        """What cast tensors held before, until they have a master."""
+        """The values of cast tensors from before the cast, until they have a master."""
         self._optimizers: list[weakref.ref[Any]] = []
         self._state: dict[str, Any] = {}
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers that were attached and are alive."""
+        """The attached optimizers that are still alive."""
         return [found for reference in self._optimizers if (found := reference()) is not None]
 
     def cast(self, model: nn.Module) -> nn.Module:
         """Prepare a model whose optimizers come later.
 
         Raises:
-            AmpError: as `amp.initialize`.
+            AmpError: as in `amp.initialize`.
         """
         if active.session_of(model) is self.session:
             return model
@@ -72,15 +73,15 @@ class LateOptimizers:
         return model
 
     def attach(self, optimizers: Sequence[Any], wrapped: nn.Module | None = None) -> None:
-        """Prepare the optimizers, and let their masters start from the values before the cast.
+        """Prepare the optimizers, whose masters start from the values before the cast.
 
         Args:
-            optimizers: of the models.
-            wrapped: the model in its wrapper. Under DDP the masters of all ranks become those of the
-                first, as the weights have.
+            optimizers: the optimizers of the models.
+            wrapped: the model in its wrapper. Under DDP all ranks get the masters of the first rank, as
+                DDP does with the weights.
 
         Raises:
-            AmpError: as `amp.initialize`.
+            AmpError: as in `amp.initialize`.
         """
         session = self.running()
         optimizers = [each for each in optimizers if AttachedOptimizer.of(each) is None]
@@ -90,13 +91,14 @@ class LateOptimizers:
             values = _of_first_rank(tensor, self._float32.pop(tensor), wrapped)
             put_values(tensor, _fitting(values, tensor))
         for parameter in chain.from_iterable(map(amp.master_params, optimizers)):
-            self._float32.pop(parameter, None)  # without a master: what it holds is all there is
+            self._float32.pop(parameter, None)  # without a master, training changes the parameter
         self.write_back()
 
     def write_back(self) -> None:
-        """Let the models have what the masters hold, if something else than a step has changed it.
+        """Write the masters to the models, if something other than a step has changed the masters.
 
-        For who calls parts of a model, which do not look for that, and not the model. No host sync.
+        Calling the model does that too, but calling its parts does not. The host does not wait for the
+        device.
         """
         for attached in filter(None, map(AttachedOptimizer.of, self.optimizers)):
             attached.write_back.if_changed()
@@ -116,19 +118,19 @@ class LateOptimizers:
         return self.session
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scalers, of the last session too. The host waits."""
+        """Return the state of the session, or of the last one if it is closed. The host waits."""
         if not self.session.closed:
             self._state = dict(self.session.state_dict())
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, now or when a model is cast."""
+        """Load a state from `state_dict`, now or when a model is cast."""
         self._state = state
         if not self.session.closed:
             self.session.load_state_dict(state)
 
     def end(self) -> None:
-        """Close the session. The model and the optimizers' state are FP32 then, with all their bits.
+        """Close the session. Weights and optimizer state become FP32, with the masters' full values.
 
         Gradients are dropped. The host waits for the device.
         """
@@ -143,7 +145,7 @@ class LateOptimizers:
         self.session.close()
 
     def _values_of(self, tensor: Tensor) -> Tensor:
-        """Return what a cast tensor stands for, float32, on its device."""
+        """Return the full-precision values of a cast tensor, float32, on its device."""
         masters, home = self.running().masters, tensor.device
         master = masters.master(tensor)
         if master is None:
@@ -153,14 +155,14 @@ class LateOptimizers:
 
 
 def _fitting(values: Tensor, tensor: Tensor) -> Tensor:
-    """Return float32 values where they round to what a tensor holds, and elsewhere what it holds."""
+    """Return `values` as float32 where they round to the tensor's elements; elsewhere its elements."""
     return torch.where(
         values.to(tensor.dtype) == tensor.detach(), values.float(), tensor.detach().float()
     )
 
 
 def _of_first_rank(tensor: Tensor, values: Tensor, wrapped: nn.Module | None) -> Tensor:
-    """Return values as the first rank of a DDP has them, on the device of `tensor`."""
+    """Return the values of the first rank of a DDP, on the device of `tensor`."""
     values = values.to(tensor.device)
     if isinstance(wrapped, DistributedDataParallel) and not isinstance(tensor, DTensor):
         group: Any = wrapped.process_group

@@ -13,14 +13,15 @@ from amp.integrations.lightning_precision import AmpPlugin
 class AmpPrecision(AmpPlugin, Precision):
     """A precision plugin for `lightning.pytorch.Trainer` and `lightning.fabric.Fabric`.
 
-    It takes the place of `precision=`, and is passed as a plugin: `plugins=[AmpPrecision("O2")]`.
+    It replaces `precision=`, and is passed as a plugin: `plugins=[AmpPrecision("O2")]`.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile.
-        num_losses: how many losses are scaled independently; `manual_backward(loss, loss_id=1)`.
+        num_losses: how many losses have their own scale; select one by
+            `manual_backward(loss, loss_id=1)`.
         verbosity: 0 logs nothing, not even skipped steps; 1 logs on rank 0 to the logger `amp`.
-        **overrides: what else `amp.initialize` takes, such as `loss_scale=1024.0`.
+        **overrides: other arguments of `amp.initialize`, such as `loss_scale=1024.0`.
 
     Raises:
-        AmpError: whatever is wrong with these.
+        AmpError: an argument is not valid.
     """

@@ -1,8 +1,8 @@
-"""What Lightning's precision plugins do with a session, whichever of its packages they derive from.
+"""The precision plugin for Lightning, shared by the classes for Lightning's two packages.
 
-Trainer: `convert_module`, the wrapping in DDP, `configure_optimizers`, `connect`, training, `teardown`.
-Fabric: `convert_module`, the wrapping, and the callback `on_after_setup`, at which it tells a
-LightningModule, which is what has an attribute `_fabric`, of the optimizers.
+A Trainer calls `convert_module`, wraps the model in DDP, calls `configure_optimizers` and `connect`,
+trains, and calls `teardown`. Fabric calls `convert_module`, wraps the model, and calls `on_after_setup`
+of a LightningModule, which it recognizes by an attribute `_fabric`; there the optimizers are known.
 """
 
 import inspect
@@ -27,15 +27,17 @@ from amp.training.attachment import AttachedOptimizer
 
 
 class AmpPlugin:
-    """The methods of a `Precision` that differ; a class of Lightning's comes after it.
+    """A mixin with the methods of a precision plugin, to put before Lightning's `Precision`.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile.
-        num_losses: how many losses are scaled independently; `manual_backward(loss, loss_id=1)`.
-        verbosity, **overrides: as in `amp.initialize`.
+        num_losses: how many losses have their own scale; select one by
+            `manual_backward(loss, loss_id=1)`.
+        verbosity: as in `amp.initialize`.
+        **overrides: as in `amp.initialize`.
 
     Raises:
-        AmpError: whatever is wrong with these.
+        AmpError: an argument is not valid.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class AmpPlugin:
     # Set up and tear down.
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare the model; its optimizers are prepared by `connect` or when Fabric has set it up.
+        """Prepare the model. Its optimizers are prepared by `connect`, or after Fabric's setup.
 
         Raises:
             AmpRuntimeError: the Trainer's strategy is DeepSpeed's. Nothing was changed.
+            AmpError: the model cannot be prepared; see `amp.initialize`.
         """
         trainer = getattr(module, "_trainer", None)
         if trainer is not None:
@@ -73,13 +76,13 @@ class AmpPlugin:
     def _set_up_by_fabric(self, strategy: Any, optimizers: list[Any], wrapped: nn.Module) -> None:
         try:
             _refuse_deepspeed(strategy)
-        except AmpRuntimeError:  # Fabric names its strategy only now
+        except AmpRuntimeError:  # the strategy of Fabric is known only now
             self._amp.end()
             raise
         self._attach(optimizers, wrapped)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Prepare the Trainer's optimizers, where it is going to train."""
+        """Prepare the Trainer's optimizers, if it is about to train."""
         self._is_in_trainer = True
         module: Any = getattr(model, "module", model)
         if module.trainer.state.fn == "fit":
@@ -94,7 +97,7 @@ class AmpPlugin:
             self._amp.forget_float32()
 
     def teardown(self) -> None:
-        """Close the session: the model and the optimizers' state are FP32 again. The host waits."""
+        """Close the session: weights and optimizer state are FP32 again. The host waits."""
         self._calls.stop()
         self._patches.undo()
         self._amp.end()
@@ -103,12 +106,17 @@ class AmpPlugin:
     # A step.
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Run a step of the LightningModule, which may call parts of itself, or Fabric's forward."""
+        """Bring the model's weights up to date with the masters, before a step or Fabric's forward.
+
+        The step of a LightningModule may call parts of the model, and these do not do so themselves.
+        """
         self._amp.write_back()
         return nullcontext()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
-        """Scale the loss, and leave unscaled gradients. No host sync.
+        """Scale the loss, run backward, and unscale the gradients.
+
+        The host does not wait for the device.
 
         Raises:
             AmpRuntimeError: no optimizers were set up with the model.
@@ -141,7 +149,7 @@ class AmpPlugin:
     ) -> Any:
         """Step, or skip the step after an overflow; `amp.scale_loss` says when the host waits.
 
-        An optimizer that cannot do without a closure, such as LBFGS, gets it; after an overflow it is
+        An optimizer that requires a closure, such as LBFGS, gets it; after an overflow the closure is
         evaluated again at the lower scale.
         """
         if not self._is_in_trainer:
@@ -154,22 +162,22 @@ class AmpPlugin:
         optimizer.step(**kwargs)
         return result
 
-    # What is saved.
+    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `amp.state_dict` does. The host waits for the device."""
+        """Return the state as from `amp.state_dict`. The host waits for the device."""
         return self._amp.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load a state from `state_dict`."""
         self._amp.load_state_dict(state_dict)
 
 
 class _OwnCalls:
-    """Lets a cast LightningModule be called as its steps do it: by its parts, and through DDP.
+    """Hooks for the calls in a step of a cast LightningModule: of its parts, and through DDP.
 
-    `self.net(x)` in a step gives FP32, as `self(x)` does. DDP calls the step in place of `forward`,
-    with the batch, which is not cast then: it goes in as it does without DDP.
+    In a step, `self.net(x)` returns FP32 like `self(x)`. DDP calls the step in place of `forward`, with
+    the batch as its argument; the hooks keep it from being cast, as without DDP.
     """
 
     def __init__(self) -> None:
@@ -177,7 +185,7 @@ class _OwnCalls:
         self._handles: list[Any] = []
 
     def watch(self, root: nn.Module) -> None:
-        """Hook a module and those that it may call."""
+        """Register hooks on a module and on the parts that its steps may call."""
         inputs = next((h for h in root._forward_pre_hooks.values() if isinstance(h, ModelInputs)), None)
         enter = partial(self._enter, inputs, None if inputs is None else inputs.which)
         self._handles += [
@@ -187,19 +195,19 @@ class _OwnCalls:
         ]
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._depth = [], 0
 
     def _enter(self, inputs: Any, which: Any, root: nn.Module, args: Any) -> None:
-        is_step = "forward" in vars(root)  # which DDP is made to call so
+        is_step = "forward" in vars(root)  # Lightning sets it to make DDP call the step
         self._depth += not is_step
         if inputs is not None:
             inputs.which = False if is_step else which
 
     def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
-        # A step has put `forward` back by now: what it did not count, it does not take off.
+        # A step has restored `forward` by now, and was not counted: do not go below 0.
         self._depth = max(0, self._depth - 1)
 
     def _widen(self, part: nn.Module, args: Any, output: Any) -> Any:
@@ -207,7 +215,7 @@ class _OwnCalls:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside that may be called, the outermost ones."""
+    """Return the outermost submodules that can be called: not module lists and dicts."""
     containers = (nn.ModuleList, nn.ModuleDict)
     return [
         part
@@ -217,7 +225,7 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_deepspeed(strategy: Any) -> None:
-    """Raise AmpRuntimeError for the one strategy that takes any plugin and has precision of its own."""
+    """Raise AmpRuntimeError for DeepSpeed's strategy, which takes any plugin and casts itself."""
     if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         raise AmpRuntimeError(
             f"AmpPrecision does not work with {type(strategy).__name__}: DeepSpeed keeps masters and "
@@ -227,7 +235,7 @@ def _refuse_deepspeed(strategy: Any) -> None:
 
 
 def _tell_of_fabric(module: Any, tell: Callable[[Any, list[Any], nn.Module], None]) -> None:
-    """Have Fabric tell of its strategy, and of the optimizers that it sets up with a module."""
+    """Make Fabric call `tell` with its strategy, a module's optimizers, and the wrapped module."""
     own = getattr(module, "on_after_setup", None)
     is_lightning_module = hasattr(module, "_fabric")
 
@@ -253,19 +261,20 @@ def _needs_closure(optimizer: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-# Where Lightning writes to parameters in ways that masters do not see, until `Patches.undo`.
+# Patches, until `Patches.undo`, where Lightning changes parameters in ways that masters do not see.
 
 
 def _patch_for_masters(module: Any, optimizers: Sequence[Any], patches: Patches) -> None:
-    """Let a Trainer's module and callbacks reach the masters.
+    """Patch methods of a Trainer's module and callbacks that have to take account of masters.
 
-    `toggle_optimizer` freezes what is in the optimizers' groups, which are masters. `WeightAveraging`
-    exchanges weights and averages through `.data`, which leaves no trace and would round the averages.
+    `toggle_optimizer` freezes the parameters in the optimizers' groups, which are masters.
+    `WeightAveraging` exchanges weights and averages through `.data`, which bypasses the masters and
+    would round the averages.
 
     Args:
         module: the LightningModule, whose Trainer has the callbacks.
-        optimizers: that train it.
-        patches: what is to undo this.
+        optimizers: the optimizers that train it.
+        patches: undoes the patches later.
     """
     for name in ("toggle_optimizer", "untoggle_optimizer"):
         patches.surround(module, name, partial(_toggle, optimizers))
@@ -276,7 +285,7 @@ def _patch_for_masters(module: Any, optimizers: Sequence[Any], patches: Patches)
 
 
 def _toggle(optimizers: Sequence[Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Freeze and unfreeze the weights as Lightning does it with their masters."""
+    """Freeze and unfreeze the weights like their masters."""
     original(*args, **kwargs)
     for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
         lists = attached.gradients.look_at_groups()
@@ -285,7 +294,7 @@ def _toggle(optimizers: Sequence[Any], original: Callable[..., Any], *args: Any,
 
 
 def _pairs(callback: Any, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the tensors of the average and of the model."""
+    """Yield the tensors of the average, each with the model's."""
     average = callback._average_model.module
     return zip(
         chain(average.parameters(), average.buffers()),

@@ -1,4 +1,4 @@
-"""The same as `amp.integrations.lightning`, for `pytorch_lightning` and `lightning_fabric`."""
+"""`AmpPrecision` for `pytorch_lightning` and `lightning_fabric`; see `amp.integrations.lightning`."""
 
 try:
     from pytorch_lightning.plugins.precision import Precision
@@ -17,14 +17,15 @@ from amp.integrations.lightning_precision import AmpPlugin
 class AmpPrecision(AmpPlugin, Precision):  # pyright: ignore[reportGeneralTypeIssues]
     """A precision plugin for `pytorch_lightning.Trainer` and `lightning_fabric.Fabric`.
 
-    It takes the place of `precision=`, and is passed as a plugin: `plugins=[AmpPrecision("O2")]`.
+    It replaces `precision=`, and is passed as a plugin: `plugins=[AmpPrecision("O2")]`.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile.
-        num_losses: how many losses are scaled independently; `manual_backward(loss, loss_id=1)`.
+        num_losses: how many losses have their own scale; select one by
+            `manual_backward(loss, loss_id=1)`.
         verbosity: 0 logs nothing, not even skipped steps; 1 logs on rank 0 to the logger `amp`.
-        **overrides: what else `amp.initialize` takes, such as `loss_scale=1024.0`.
+        **overrides: other arguments of `amp.initialize`, such as `loss_scale=1024.0`.
 
     Raises:
-        AmpError: whatever is wrong with these.
+        AmpError: an argument is not valid.
     """

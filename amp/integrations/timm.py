@@ -1,4 +1,4 @@
-"""timm: a loss scaler for its training loop, in the place of `NativeScaler` and `ApexScaler`."""
+"""timm: `AmpScaler`, a loss scaler for its training loop, like `NativeScaler` and `ApexScaler`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,13 +18,13 @@ from amp.training.clipping import clip_by_weights
 
 
 class AmpScaler:
-    """What timm's scripts call for backward, clipping and the step, after `amp.initialize`.
+    """A loss scaler that timm's scripts call for backward, clipping and the step.
 
-    It is called as timm's own scalers are, and timm's `CheckpointSaver` and `resume_checkpoint` save
-    and load its state under "amp", as they do for `ApexScaler`.
+    Call it after `amp.initialize`, like timm's own scalers. timm's `CheckpointSaver` and
+    `resume_checkpoint` save and load its state under "amp", as for `ApexScaler`.
 
     Args:
-        session: whose state is saved; None is that of the last `initialize`.
+        session: the session whose state is saved; None is the session of the last `initialize`.
     """
 
     state_dict_key = "amp"
@@ -45,14 +45,14 @@ class AmpScaler:
         """Run backward, clip unscaled gradients, and step; `amp.scale_loss` says when the host waits.
 
         Args:
-            loss: float, of one element.
-            optimizer: that went through `amp.initialize`.
+            loss: a floating tensor of one element.
+            optimizer: an optimizer from `amp.initialize`.
             clip_grad: the norm, value or factor to clip by; None does not clip.
             clip_mode: "norm", "value" or "agc".
-            parameters: of the model, which to clip: their masters are, where they have one. None is all
-                that the optimizer steps.
+            parameters: the model's parameters whose gradients are clipped, through their masters if
+                they have them. None clips the gradients of all parameters of the optimizer.
             create_graph: as in `Tensor.backward`.
-            need_update: False accumulates gradients for a later call.
+            need_update: False accumulates gradients for a later call, and makes no step.
         """
         with amp.scale_loss(loss, optimizer, delay_unscale=not need_update) as scaled_loss:
             scaled_loss.backward(create_graph=create_graph)
@@ -64,9 +64,9 @@ class AmpScaler:
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `amp.state_dict` does. The host waits for the device."""
+        """Return the state as from `amp.state_dict`. The host waits for the device."""
         return self._stateful.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, or what `ApexScaler` saved."""
+        """Load a state from `state_dict`, or one that `ApexScaler` saved."""
         self._stateful.load_state_dict(state_dict)

@@ -1,1 +1,1 @@
-"""FP32 master weights: what stands in an optimizer for a 16-bit parameter of the model."""
+"""FP32 master weights, which an optimizer updates in place of the model's 16-bit parameters."""

@@ -1,6 +1,6 @@
-"""Averages of a model's weights are taken in FP32, of what its weights in 16 bits stand for.
+"""Averages of a model's weights, taken in FP32, of the masters where weights are in 16 bits.
 
-An average in 16 bits does not move: most of an update of a thousandth is rounded away.
+An average in 16 bits hardly moves: most of an update of a thousandth is rounded away.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from amp.masters.master_values import master_of, values_of
 from amp.patching import Patch
 
 _LITTLE = 0.1
-"""Weights below this move an average in 16 bits by less than its digits can show, for the most part."""
+"""Below this weight, most updates of a 16-bit average are rounded away."""
 
 
 class _InFloat32:
-    """A model as an average sees it: its tensors in 16 bits are those that they stand for.
+    """A view of a model for an average: its 16-bit tensors appear with their FP32 values.
 
-    The model's own keep their dtype: torch forgets what hooks the gradient of one that changes it, and
-    DistributedDataParallel would reduce no more.
+    The model's own tensors keep their dtype: a change would drop their gradient hooks, and
+    DistributedDataParallel would stop reducing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ def _in_float32(tensor: Tensor) -> Tensor:
 
 
 def _make_update_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `AveragedModel.update_parameters` run on the values of the masters."""
+    """Make `AveragedModel.update_parameters` average the values of the masters."""
 
     def update_parameters(self: nn.Module, model: nn.Module) -> Any:
         return original(self, _InFloat32(model))
@@ -62,7 +62,7 @@ _FLOAT32 = torch.float32
 
 
 def _make_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what lies between two tensors be in FP32 if one of them is."""
+    """Make `lerp` compute in FP32 if one of its tensors is FP32."""
 
     def lerp(input: Any, end: Any, weight: Any, **kwargs: Any) -> Any:
         if getattr(input, "dtype", None) is getattr(end, "dtype", None) is _FLOAT32 and not kwargs:
@@ -77,7 +77,7 @@ def _make_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an average move towards a weight, both in FP32."""
+    """Make `lerp_` move an average towards a weight in FP32."""
 
     def lerp_(self: Any, end: Any, weight: Any) -> Any:
         if getattr(end, "dtype", None) is _FLOAT32:
@@ -90,7 +90,7 @@ def _make_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_foreach_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let averages move towards weights, all in FP32."""
+    """Make `_foreach_lerp_` move averages towards weights in FP32."""
 
     def _foreach_lerp_(self: Any, tensors1: Any, weight: Any = None, *, weights: Any = None) -> Any:
         weight = weights if weight is None else weight
@@ -112,7 +112,7 @@ def _are_different(start: Any, end: Any) -> bool:
 
 
 def _as_wide_as(other: Any, tensor: Any) -> Any:
-    """Return what a tensor in 16 bits stands for, if it is to be averaged with an FP32 tensor."""
+    """Return the FP32 values of a 16-bit tensor if it is averaged with FP32, else the tensor itself."""
     if not _are_different(other, tensor):
         return tensor
     if tensor.dtype not in LOW_PRECISION or other.dtype is not torch.float32:
@@ -125,7 +125,7 @@ def _is_differentiated(*tensors: Tensor) -> bool:
 
 
 def _is_narrow_average(average: Any, tensor: Any, weight: Any) -> bool:
-    """Whether a tensor in 16 bits is to be moved a little towards a weight that has a master."""
+    """Whether a 16-bit average without a master is moved a little towards a weight that has one."""
     if not (isinstance(weight, float) and 0 < weight < _LITTLE) or torch.compiler.is_compiling():
         return False
     if type(average) not in (Tensor, nn.Parameter) or average.dtype not in LOW_PRECISION:
@@ -138,14 +138,14 @@ def _is_narrow_average(average: Any, tensor: Any, weight: Any) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func, or forward-mode AD, is at work."""
+    """Whether a transform of torch.func, or forward-mode AD, is active."""
     internals: Any = torch._C
     is_dual = torch.autograd.forward_ad._current_level >= 0
     return is_dual or internals._functorch.peek_interpreter_stack() is not None
 
 
 class _Exact:
-    """What averages in 16 bits stand for, as masters do for weights: FP32, while their memory lives."""
+    """FP32 values of 16-bit averages, as masters are for weights, kept while their memory lives."""
 
     def __init__(self) -> None:
         self._of: dict[object, tuple[Any, Tensor]] = {}
@@ -155,10 +155,10 @@ class _Exact:
     def move(
         self, lerp_: Callable[..., Any], average: Tensor, towards: Tensor, weight: float
     ) -> Tensor:
-        """Move an average, and round what it stands for to it. No host sync."""
+        """Move the FP32 values of an average, and round them into it. No host sync."""
         with torch.inference_mode(False):
             exact = self._values(average)
-            is_known = exact.to(average.dtype) == average  # else somebody has written to it
+            is_known = exact.to(average.dtype) == average  # else the user wrote to it
             exact.copy_(torch.where(is_known, exact, average.float()))
             lerp_(exact, towards, weight)
         return average.copy_(exact)
@@ -167,7 +167,7 @@ class _Exact:
         storage: Any = average.untyped_storage()
         place = (storage._cdata, average.storage_offset(), average.shape, average.stride())
         known = self._of.get(place)
-        if known is None:  # no other storage gets the place while the reference is kept
+        if known is None:  # the reference keeps the key from reuse
             if len(self._of) >= self._next_look:
                 entries = list(self._of.items())
                 self._of = {place: entry for place, entry in entries if not entry[0].expired()}
@@ -178,7 +178,7 @@ class _Exact:
 
 
 _FEW = 16
-"""How many may be kept of which perhaps none is alive."""
+"""How many averages are kept before the first search for dead ones."""
 
 _exact = _Exact()
 
@@ -202,10 +202,10 @@ PATCHES = (
     Patch(("torch.Tensor",), "lerp_", _make_lerp_, _LOST),
     Patch(("torch",), "_foreach_lerp_", _make_foreach_lerp_, _LOST),
 )
-"""What is replaced in a session with masters, or with weights in 16 bits."""
+"""The functions that are patched in a session with masters, or with weights in 16 bits."""
 
 
 def forget_averages() -> None:
-    """Forget what averages in 16 bits stand for, once no session is left that may move them."""
+    """Forget the FP32 values of 16-bit averages, once no open session may move them."""
     if not any(session.properties.has_half for session in active.open_sessions()):
         _exact._of.clear()

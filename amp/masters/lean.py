@@ -1,7 +1,7 @@
-"""Masters kept in 16 bits beside the model's weights; see `amp.kernels.split`.
+"""Lean masters, stored as the model's 16-bit weights and 16 more bits; see `amp.kernels.split`.
 
-What stands in the optimizer has a master's shape and gradient, and NaN for values unless an optimizer
-that knows nothing of halves is stepping. A fused optimizer puts the halves together in registers.
+The optimizer holds a placeholder with a master's shape and gradient. Its values are NaN, except while
+an optimizer that does not know halves is stepping. A fused optimizer joins the halves in registers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from amp.profiles.properties import LeanMasters
 
 
 class LeanMasterWeights(MasterWeights):
-    """The masters of one session, as the model's own weights and 16 bits more."""
+    """The masters of one session, stored as the model's own weights and 16 more bits."""
 
     are_whole = False
 
@@ -41,14 +41,14 @@ class LeanMasterWeights(MasterWeights):
         return master
 
     def release(self, master: Tensor, user: object) -> None:
-        """Let one optimizer go, as with whole masters; the last one takes the low half as well."""
+        """Release a master for one optimizer; the last release deletes the low half as well."""
         super().release(master, user)
         if self.model(master) is None:
             self._low_of.pop(master, None)
 
     def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run an optimizer's step on one group at a time, whose masters then hold FP32 values."""
-        if "param_groups" not in vars(optimizer):  # a wrapper: the groups are another's
+        """Run an optimizer's step group by group, while the masters of the group hold FP32 values."""
+        if "param_groups" not in vars(optimizer):  # a wrapper: it has no groups itself
             with self.as_float32(masters):
                 return step()
         groups = optimizer.param_groups
@@ -74,11 +74,11 @@ class LeanMasterWeights(MasterWeights):
             finally:
                 self._narrow(lean)
         finally:
-            self._narrow(lean)  # if an interrupt came before it was done
+            self._narrow(lean)  # again: an interrupt may have come before
 
     @contextmanager
     def as_they_are_kept(self) -> Iterator[None]:
-        """Let masters that hold FP32 values be split inside the block. No host sync."""
+        """Split masters that hold FP32 values, and join them at the end of the block. No host sync."""
         wide = list(self._in_float32)
         try:
             self._narrow(wide)
@@ -94,11 +94,11 @@ class LeanMasterWeights(MasterWeights):
         self._in_float32.update(masters)
 
     def _narrow(self, masters: Sequence[Tensor]) -> None:
-        """Split those masters that are wide. It may be called again."""
+        """Split those masters that hold FP32 values. Idempotent."""
         wide = [master for master in masters if master in self._in_float32]
         self._split(wide)
         for master in wide:
-            self._in_float32.discard(master)  # first: what it holds does not count from here on
+            self._in_float32.discard(master)  # first: from here on the halves are valid
             set_values(master, _placeholder(self._model_of[master]))
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor]:
@@ -106,7 +106,7 @@ class LeanMasterWeights(MasterWeights):
         return [self._low_of[master] for master in masters]
 
     def write_back(self, masters: Iterable[Tensor]) -> None:
-        """Round those masters to their weights that hold FP32 values now. No host sync."""
+        """Split masters that hold FP32 values into weights and low halves. No host sync."""
         sources = list(masters)
         self._split([master for master in sources if master in self._in_float32])
         self.agree(list(map(id, sources)), [self._model_of[master]._version for master in sources])
@@ -116,13 +116,13 @@ class LeanMasterWeights(MasterWeights):
         kernels.split.split(masters, models, self.low_halves(masters))
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
-        """Clear the low bits of zeros, and those that do not round to a weight: it was written to."""
+        """Clear the low bits of weights that other code has written, and of zeros."""
         weights, low = local(parameter), local(self._low_of[master])
         high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
         low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
 
     def values(self, master: Tensor) -> Tensor:
-        """Return what a master stands for, float32, in new memory. No host sync."""
+        """Return a master's values, float32; in new memory if it is split now. No host sync."""
         if master in self._in_float32:
             return master.detach()
         parameter = self._model_of[master]
@@ -131,7 +131,7 @@ class LeanMasterWeights(MasterWeights):
         return values
 
     def load(self, master: Tensor, values: Tensor) -> Tensor:
-        """Make a master stand for other values, and return what its parameter is to hold."""
+        """Set a master's values, and return the weights that its parameter must then hold."""
         parameter = self._model_of[master]
         wide = values.detach().to(device=parameter.device, dtype=torch.float32)
         weights = parameter.detach().clone()
@@ -140,6 +140,6 @@ class LeanMasterWeights(MasterWeights):
 
 
 def _placeholder(parameter: Tensor) -> Tensor:
-    """Return what has the shape of a master and the memory of one number, which is NaN."""
+    """Return a tensor of NaN with the shape of a master and the memory of one number."""
     nan = torch.full((), torch.nan, dtype=torch.float32, device=parameter.device)
     return shard_like(nan.expand(local(parameter).shape), parameter)

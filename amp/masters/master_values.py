@@ -1,4 +1,4 @@
-"""What tensors of a model in 16 bits stand for: the values of their masters, where they have any."""
+"""FP32 values of a model's 16-bit tensors: those of their masters, where they have any."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from amp.masters.whole import MasterWeights
 
 
 def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
-    """Return the master of a parameter, or of a detached one, and whose it is; None without one."""
+    """Return the session's masters and the master of a parameter, or of its detached alias, or None."""
     for session in active.open_sessions():
         masters: MasterWeights = session.masters
         master: Tensor | None = masters.master(tensor)
@@ -26,7 +26,7 @@ def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return what a tensor in 16 bits stands for, float32. No host sync."""
+    """Return the values of a 16-bit tensor, float32, from its master if it has one. No host sync."""
     found = master_of(tensor)
     if found is None:
         return tensor.detach().float()
@@ -38,10 +38,10 @@ def values_of(tensor: Tensor) -> Tensor:
 
 @without_grad
 def put_values(tensor: Tensor, values: Tensor) -> None:
-    """Make a weight, and its master if it has one, stand for other values. No host sync.
+    """Set the values of a weight, and of its master if it has one. No host sync.
 
     Args:
-        tensor: of a model; in 16 bits without a master it takes them rounded.
+        tensor: a weight of a model; rounded if it is in 16 bits.
         values: float32, on any device.
     """
     found = master_of(tensor)

@@ -1,4 +1,4 @@
-"""The class of masters whose optimizer takes scaled gradients."""
+"""`MasterParameter`, the class of masters whose optimizer takes scaled gradients."""
 
 import functools
 import itertools
@@ -18,28 +18,28 @@ _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 
 store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
-"""Sets what is in `.grad`, and lets nobody put anything there first."""
+"""Sets `.grad`, without first moving a deferred gradient there."""
 
 
 class NoHolder:
     """Holds no gradients."""
 
     def show(self) -> None:
-        """Put unscaled gradients where `.grad` finds them."""
+        """Move deferred gradients, unscaled, to `.grad`; here there are none."""
 
 
 class MasterParameter(Tensor):
-    """What makes an FP32 parameter a master whose optimizer takes scaled gradients.
+    """An FP32 parameter that is a master, and whose optimizer takes scaled gradients.
 
-    Its gradient may be deferred, as backward left it, so that the step can unscale it.
-    Whoever looks at `.grad` meanwhile gets it unscaled, in FP32. Kernels keep the address of a
-    master, so its memory never moves: what is assigned to `.data` is copied into it.
+    Its gradient may be deferred: it stays as backward left it, and the step unscales it. Reading
+    `.grad` before that returns it unscaled, in FP32. Kernels keep the address of a master, so its
+    memory never moves: values assigned to `.data` are copied into it.
 
     A copy or a pickle of it is an ordinary `nn.Parameter`.
     """
 
     holder: Any = NoHolder()
-    """What may hold its gradient: a `Gradients` of `amp.training.gradients`."""
+    """What may hold its deferred gradient: a `MasterGradients` of `amp.training.deferred`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -78,11 +78,11 @@ class MasterParameter(Tensor):
                 f"{tuple(value.shape)}: it stands for a parameter of its own shape. Change the model "
                 "before amp.initialize"
             )
-        without_grad(self.copy_)(value)  # which leaves a trace, as `.data.copy_` would not
+        without_grad(self.copy_)(value)  # raises the version, unlike `.data.copy_`
 
 
 class _WholeMaster(MasterParameter, nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A master of a parameter that is no DTensor."""
+    """A master of a parameter that is not a DTensor."""
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _class_of_shards() -> type:
 
 
 def make_master(memory: Tensor, requires_grad: bool, takes_scaled: bool) -> nn.Parameter:
-    """Return a master with this memory, float32; `takes_scaled` if its optimizer does."""
+    """Return a master with this memory, float32; `takes_scaled` is about its optimizer."""
     if takes_scaled and are_plain([memory]):
         return _WholeMaster(memory, requires_grad)
     master = nn.Parameter(memory, requires_grad)
@@ -103,16 +103,16 @@ def make_master(memory: Tensor, requires_grad: bool, takes_scaled: bool) -> nn.P
 
 
 def stored_grad(parameter: Tensor) -> Tensor | None:
-    """Return what is in `.grad`, and let nobody put anything there first."""
+    """Return `.grad`, without first moving a deferred gradient there."""
     return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
 
 
 def have_grads(parameters: Iterable[Tensor]) -> bool:
-    """Whether there is something in the `.grad` of any of some parameters."""
+    """Whether any parameter has a gradient in `.grad`, deferred ones apart."""
     return any(map(operator.is_not, map(_GRAD.__get__, parameters), itertools.repeat(None)))
 
 
 def store_grads(parameters: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None) -> None:
-    """Do `store_grad` for each of some parameters. No gradients set None."""
+    """Do `store_grad` for each parameter. Without `grads`, set None."""
     for parameter, grad in zip(parameters, grads or [None] * len(parameters), strict=True):
         store_grad(parameter, grad)

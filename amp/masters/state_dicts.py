@@ -1,7 +1,6 @@
-"""Under master weights a model is saved, loaded and copied in FP32, with the values of its masters.
+"""Hooks that save, load and copy a model with master weights in FP32, with its masters' values.
 
-Hooks on each module that is cast do it. A copy in 16 bits could not take part in an average: see
-`amp.masters.averages`.
+Each module has them. A copy in 16 bits could not take part in an average: see `amp.masters.averages`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from amp.undo import Undo
 
 
 def install_hooks(masters: MasterWeights, models: Iterable[nn.Module], undo: Undo) -> None:
-    """Let `state_dict()` and deep copies hold FP32, and `load_state_dict()` refresh the masters."""
+    """Make `state_dict()` and deep copies FP32, and `load_state_dict()` refresh the masters."""
     for module in chain.from_iterable(model.modules() for model in models):
         register_saving: Any = module.register_state_dict_post_hook
         register_loading: Any = module.register_load_state_dict_pre_hook
@@ -38,10 +37,10 @@ def install_hooks(masters: MasterWeights, models: Iterable[nn.Module], undo: Und
 
 
 class _Widen:
-    """A hook on one module: after `state_dict` its 16-bit entries are FP32 masters, or FP32 copies.
+    """A hook on one module: makes 16-bit entries of its `state_dict` FP32 masters, or FP32 copies.
 
-    It is copied with the module, after the module's own tensors, and widens their copies. The copy has
-    no masters, and saves what it holds.
+    `copy.deepcopy` copies it after the module's own tensors, and it then makes their copies FP32. The
+    copied hook has no masters: the copied module saves its own values.
     """
 
     def __init__(self, masters: MasterWeights | None = None, module: nn.Module | None = None) -> None:
@@ -74,9 +73,9 @@ class _Widen:
 
 
 def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) -> None:
-    """Let the copy of a tensor in 16 bits be in FP32, in the memo of `copy.deepcopy`.
+    """Make the copy of a 16-bit tensor FP32, in the memo of `copy.deepcopy`.
 
-    The optimizer's copy, made before this one or after it, steps the model's.
+    A copy of the optimizer, made before or after, updates the copied model.
     """
     copied = memo.get(id(tensor))
     if copied is None or copied.dtype not in LOW_PRECISION:  # shared, and done already
@@ -91,7 +90,7 @@ def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) ->
 
 
 class _Refresh:
-    """A hook on one module: before it loads, masters take the values, before those are rounded."""
+    """A hook on one module: before it loads a state dict, masters take the values unrounded."""
 
     def __init__(self, masters: MasterWeights | None = None) -> None:
         self._masters = MasterWeights() if masters is None else masters
@@ -105,11 +104,11 @@ class _Refresh:
                     state_dict[prefix + name] = _load(self._masters, master, tensor, value)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Refresh, ()  # copied too, it has no masters
+        return _Refresh, ()  # a copy has no masters
 
 
 def _load(masters: MasterWeights, master: Tensor, tensor: Tensor, value: Tensor) -> Tensor:
-    """Load a value into a master and its weight: an interrupt finds them equal."""
+    """Load a value into a master and its weight. An interrupt cannot leave them different."""
     weights: list[Tensor] = []
     changes = Changes()
     changes.add(lambda: weights.append(masters.load(master, value)))
@@ -132,9 +131,10 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a configuration that has the dtype of the weights beside it: `from_pretrained` goes by it.
+    """Save a model, with a configuration that names the dtype of the saved weights.
 
-    The weights are those of `state_dict()`, in FP32; else the configuration has the model's dtype.
+    `from_pretrained` uses that dtype. The saved weights are FP32, from `state_dict()`, but transformers
+    would write the dtype of the model.
     """
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if (Path(save_directory) / "config.json").is_file():

@@ -1,9 +1,9 @@
-"""FP32 master weights: make them, keep them and the model's weights in step, give them up.
+"""FP32 master weights: make them, keep them in sync with the model's weights, release them.
 
-A master is an FP32 `nn.Parameter` that stands in the optimizer for a float16 or bfloat16 parameter
-of the model. It costs 4 bytes for each parameter, and 4 more for its gradient between `scale_loss`
+A master is an FP32 `nn.Parameter` that replaces a float16 or bfloat16 parameter of the model in the
+optimizer. It costs 4 bytes for each parameter, and 4 more for its gradient between `scale_loss`
 and `step` unless the optimizer takes scaled gradients. Masters are made from the values that the
-model had before it was cast, so no bit is lost on the way (in one process; see `acquire`), and they
+model had before it was cast, so no bit is lost (in one process; see `acquire`), and they
 exist as soon as `initialize` returns.
 """
 
@@ -33,11 +33,11 @@ class MasterWeights:
     """The masters of one session, each shared by all the optimizers that hold its parameter.
 
     This class keeps them as FP32 tensors; `amp.masters.lean` keeps them in 16 bits beside the weights.
-    A copy or a pickle has no masters.
+    A copy or a pickle of this object has no masters.
 
     Attributes:
-        lock: held by a step, and by whoever compares masters with weights, perhaps in another thread
-            that saves the model meanwhile. In a step the two do not agree.
+        lock: held by a step, in which masters and weights differ, and by code that compares the two,
+            perhaps in another thread that saves the model.
     """
 
     are_whole = True
@@ -54,13 +54,13 @@ class MasterWeights:
         self._stepped: set[Tensor] = set()
         self._noted_versions: dict[int, int] = {}
         self._new_versions: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        """What `agree` was told and nobody has asked for yet, by the id of the list of ids."""
+        """What `agree` noted and `_versions` has not merged yet, by the id of the list of ids."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return MasterWeights, ()
 
     def renew_lock(self) -> None:
-        """Take a new lock, in a forked process: nobody in it would release that of another thread."""
+        """Make a new lock, in a forked process: no thread there would release the old one."""
         self.lock = threading.RLock()
 
     def master(self, parameter: Tensor) -> nn.Parameter | None:
@@ -72,24 +72,24 @@ class MasterWeights:
         return self._model_of.get(master)
 
     def master_at(self, values: Tensor) -> Tensor | None:
-        """Return the master of the parameter whose memory this is, as that of `p.detach()`."""
+        """Return the master of the parameter with the memory of `values`, as `p.detach()` has."""
         addresses = self._addresses
-        if addresses is None:  # another thread may forget them meanwhile
+        if addresses is None:  # another thread may reset it meanwhile
             addresses = self._addresses = _Addresses(self._model_of)
         return addresses.master_at(values)
 
     @property
     def _versions(self) -> dict[int, int]:
-        """Of each master's parameter when the two were last known to agree, by the master's id.
+        """The version of each master's parameter when the two last agreed, by the master's id.
 
-        `agree` is told at each step, and this is asked rarely: what it was told is sorted in here.
+        `agree` is called at each step and this is read rarely, so new versions are merged here.
         """
         for ids, versions in self._new_versions.values():
             self._noted_versions.update(zip(ids, versions, strict=True))
         self._new_versions.clear()
         return self._noted_versions
 
-    # Making them and giving them up.
+    # Making and releasing masters.
 
     def note_casts(self, before: Mapping[Tensor, Contents]) -> None:
         """Note the dtypes that parameters had before they were cast."""
@@ -99,20 +99,21 @@ class MasterWeights:
     def acquire(
         self, parameter: Tensor, before: Mapping[Tensor, Contents], user: object, takes_scaled: bool
     ) -> nn.Parameter:
-        """Return the master of a 16-bit parameter for one more optimizer, made now if there is none.
+        """Return the master of a 16-bit parameter for one more optimizer; make it if there is none.
 
         Args:
-            parameter: of the model.
+            parameter: a parameter of the model.
             before: what parameters held before they were cast.
-            user: what `release` will be given.
+            user: stands for the optimizer, as in `release`.
             takes_scaled: whether the optimizer takes scaled gradients.
         """
         master = self._master_of.get(parameter)
         if master is None:
             data, grad = before.get(parameter) or Contents(parameter.detach(), parameter.grad)
             if distributed.world_size() > 1 and not distributed.is_sharded(parameter):
-                # DDP is about to make the ranks' 16-bit weights equal. Masters made of those are
-                # equal in every bit; ones that know each rank's own FP32 weights are not.
+                # DDP is about to make the ranks' 16-bit weights equal. Masters made of 16-bit weights
+                # will then be equal in every bit; masters made of each rank's own FP32 weights would
+                # differ.
                 data = data.to(parameter.dtype)
             master = self._make(parameter, data, takes_scaled)
             if grad is not None:
@@ -131,9 +132,9 @@ class MasterWeights:
         return make_master(data.to(torch.float32, copy=True), parameter.requires_grad, takes_scaled)
 
     def release(self, master: Tensor, user: object) -> None:
-        """Let one optimizer go; the last one takes the master with it. Idempotent.
+        """Release a master for one optimizer; the last release deletes it. Idempotent.
 
-        A parameter that was cast gets its master's values, in the dtype that it had before.
+        A parameter that was cast gets its master's values, in the dtype that it had before the cast.
         """
         parameter = self._model_of.get(master)
         if parameter is None:
@@ -151,19 +152,19 @@ class MasterWeights:
             self._versions.pop(id(master), None)
             self._users.pop(master, None)
             self._master_of.pop(parameter, None)
-            self._model_of.pop(master, None)  # last: it says that there is something left to do
+            self._model_of.pop(master, None)  # last: while it is there, release is not done
 
     def any_is_shared(self, masters: Iterable[Tensor]) -> bool:
-        """Whether several optimizers step one of these masters."""
+        """Whether any of these masters is in several optimizers."""
         return bool(self._shared) and any(master in self._shared for master in masters)
 
-    # Their gradients, after a step.
+    # Gradients of masters, after a step.
 
     def drop_grads(self, masters: Iterable[Tensor]) -> None:
-        """Free the gradients of masters that were stepped on.
+        """Free the gradients of masters, which a step has used.
 
-        Another optimizer that shares a master may still want to step on it; then it goes when the
-        next block of any of them begins.
+        Another optimizer that shares a master may still need its gradient. That gradient is freed when
+        the next block of any of these optimizers begins.
         """
         for master in masters:
             if self._shared and master in self._shared:
@@ -172,7 +173,7 @@ class MasterWeights:
                 master.grad = None
 
     def drop_stepped_grads(self, masters: Iterable[Tensor]) -> None:
-        """Free the gradients of those shared masters that were stepped on."""
+        """Free the gradients of those shared masters that a step has used."""
         for master in masters if self._stepped else ():
             if master in self._stepped:
                 self._stepped.discard(master)
@@ -191,7 +192,7 @@ class MasterWeights:
 
     @contextmanager
     def as_they_are_kept(self) -> Iterator[None]:
-        """Let masters be inside the block what they are outside of `as_float32`. No host sync."""
+        """Keep masters in the block as they are outside of `as_float32`. No host sync."""
         yield
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor] | None:
@@ -206,26 +207,26 @@ class MasterWeights:
         self.agree(list(map(id, sources)), [model._version for model in models])
 
     def agree(self, ids: Sequence[int], versions: Sequence[int]) -> None:
-        """Note that the parameters of the masters with these ids are the rounded masters now.
+        """Note that the parameters of the masters with these ids now equal the rounded masters.
 
-        At these versions of the parameters `follow` looks no closer.
+        While the parameters have these versions, `follow` does nothing.
         """
         if not ids:
-            return  # nobody would ever ask
-        self._new_versions.pop(id(ids), None)  # what is noted last counts
+            return  # nothing to note
+        self._new_versions.pop(id(ids), None)  # the last note counts
         self._new_versions[id(ids)] = ids, versions
 
     def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
-        """Do `follow` for masters that are about to be stepped, where there is anything to do."""
+        """Do `follow` for masters that are about to be stepped, if any parameter has changed."""
         known = [self._versions[id(master)] for master in masters]
         if known != [model._version for model in models]:
             for master in masters:
                 self.follow(master, stepping=True)
 
     def follow_requires_grad(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
-        """Freeze and unfreeze masters as their parameters were.
+        """Freeze and unfreeze masters as their parameters are.
 
-        What was written to a frozen parameter may have left no trace, so its master is compared
+        Writes to a frozen parameter may have left no trace, so on unfreezing its master is compared
         with it.
         """
         for master, model in zip(masters, models, strict=True):
@@ -237,11 +238,11 @@ class MasterWeights:
 
     @without_grad
     def follow(self, master: Tensor, stepping: bool = False) -> None:
-        """Bring a master up to date with what was written to its parameter from outside. No host sync.
+        """Update a master from values that other code wrote to its parameter. No host sync.
 
-        It takes over DDP's broadcast, `nn.init`, a clamp. Values that are still the rounded master keep
-        all their bits. DDP's broadcast and writes through `parameter.data` leave no trace, so they are
-        seen only until the first step, which says so by `stepping`.
+        Such code is DDP's broadcast, `nn.init`, a clamp. Where a weight still equals the rounded
+        master, the master keeps all its bits. DDP's broadcast and writes through `parameter.data` leave
+        no trace, so they are noticed only until the first step, which passes `stepping`.
         """
         parameter = self._model_of[master]
         known = self._versions[id(master)]
@@ -253,28 +254,28 @@ class MasterWeights:
             self._versions[id(master)] = parameter._version
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
-        """Let a master have the values of its parameter that are not its own, rounded."""
+        """Copy values of a parameter that differ from the rounded master into the master."""
         ours, theirs = local(master).data, local(parameter)  # see `load`
         same = ours.to(theirs.dtype) == theirs
         ours.copy_(torch.where(same, ours, theirs.to(ours.dtype)))
 
-    # What is saved.
+    # Saving and loading.
 
     def values(self, master: Tensor) -> Tensor:
-        """Return what a master holds, float32. No host sync."""
+        """Return a master's values, float32. No host sync."""
         return master.detach()
 
     def load(self, master: Tensor, values: Tensor) -> Tensor:
-        """Make a master hold other values, and return what its parameter is to hold.
+        """Set a master's values, and return the values that its parameter must then hold.
 
-        It is written through `.data`: the version of a master moves when somebody else changes it.
+        The write goes through `.data`, because a new version of a master means a change by other code.
         """
         master.data.copy_(values.detach())
         return values
 
 
 class _Addresses:
-    """Where the parameters of masters are, by which `p.detach()` and `p.data` have a master too.
+    """Addresses of the masters' parameters, by which `p.detach()` and `p.data` have a master too.
 
     Args:
         model_of: the parameter of each master.
@@ -294,7 +295,7 @@ class _Addresses:
         except RuntimeError:  # it has no memory of its own: a sparse one, or one under vmap
             return None
         master, parameter = self._known.get(address, (None, values))
-        if master is None or parameter.data_ptr() != address:  # they move when a model does
+        if master is None or parameter.data_ptr() != address:  # parameters move when a model does
             self._known = {pair[1].data_ptr(): pair for pair in self._pairs}
             master, parameter = self._known.get(address, (None, values))
         is_as_it_is = values.shape == parameter.shape and values.stride() == parameter.stride()

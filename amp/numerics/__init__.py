@@ -1,4 +1,4 @@
-"""Number formats, loss scales and memory: what mixed precision is about, to look at and plan with."""
+"""Tools to look at number formats, loss scales, FP8 scales and memory, and to plan with them."""
 
 from amp.numerics.crises import Crisis as Crisis
 from amp.numerics.crises import crises as crises

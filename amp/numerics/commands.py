@@ -1,4 +1,4 @@
-"""The commands of `python -m amp` about numbers: `bits`, `ranges`, `ulp`, `simulate`, and the rest."""
+"""The commands of `python -m amp` about numbers: `bits`, `ranges`, `ulp`, `simulate` and others."""
 
 import argparse
 import dataclasses
@@ -31,9 +31,9 @@ from amp.numerics.text import Printer, gigabytes, plain
 COMMON = [FORMATS[name] for name in ("float32", *GRADIENT_FORMATS)]
 
 Command = Callable[[argparse.Namespace, Printer], Any]
-"""A function that prints the text of a command, and returns what `--json` prints in its place.
+"""A function that prints the output of a command, and returns the data that `--json` prints instead.
 
-Its docstring is what `--help` says: a summary, and examples.
+Its docstring is the text of `--help`: a summary, and examples.
 """
 
 Argument = tuple[str, dict[str, Any]]
@@ -44,7 +44,7 @@ _COMMANDS: dict[str, tuple[Command, tuple[Argument, ...]]] = {}
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parsers of these commands to those of the program."""
+    """Add the parsers of these commands to the program."""
     for name, (command, arguments) in _COMMANDS.items():
         summary, _, examples = (inspect.getdoc(command) or "").partition("\n\n")
         parser = commands.add_parser(
@@ -97,7 +97,7 @@ _THOUSANDS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def _count(text: str) -> float:
-    """Read how many there are: 350M, 1.5T and 7e9."""
+    """Parse a count such as 350M, 1.5T or 7e9."""
     factor = _THOUSANDS.get(text[-1:].lower(), 1)
     digits = text if factor == 1 else text[:-1]
     try:
@@ -127,7 +127,7 @@ _FORMATS = _argument("--format", "a format; may be repeated", type=_format, acti
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return the options that were given; a function has its own defaults for the others."""
+    """Return the given options of these names; the others keep the defaults of the called function."""
     given = vars(arguments).items()
     return {name: value for name, value in given if name in names and value is not None}
 
@@ -152,7 +152,7 @@ def _bits(arguments: argparse.Namespace, printer: Printer) -> Any:
 
 
 def _fields(found: Bits, fmt: Format) -> str:
-    """Return the sign, the exponent and the mantissa, as far as there are any, in binary."""
+    """Return the sign, exponent and mantissa in binary, without fields of no bits."""
     widths = (int(fmt.signed), fmt.exponent_bits, fmt.mantissa_bits)
     fields = zip((found.sign, found.exponent, found.mantissa), widths, strict=True)
     return " ".join(f"{field:0{width}b}" for field, width in fields if width)
@@ -251,7 +251,7 @@ def _simulate(arguments: argparse.Namespace, printer: Printer) -> Any:
 
 
 _AMAXES = [2.0 ** (4 - step / 6) * (64 if step == 20 else 1) for step in range(40)]
-"""Activations that become smaller, and an outlier among them."""
+"""Amaxes of shrinking activations, with one outlier."""
 
 
 @_command(
@@ -302,7 +302,7 @@ def _simulate_fp8(arguments: argparse.Namespace, printer: Printer) -> Any:
 
 
 def _log_normal(arguments: argparse.Namespace, count: int) -> Tensor:
-    """Return float64 `[count]`, by `--mean` and `--spread`."""
+    """Return log-normal numbers with `--mean` and `--spread`, float64 `[count]`."""
     if not (0 < arguments.spread <= 100 and abs(arguments.mean) <= 1000):
         raise AmpValueError(
             f"--mean {arguments.mean:g} --spread {arguments.spread:g}: give a mean of log2 from "
@@ -356,16 +356,16 @@ def _survival(arguments: argparse.Namespace, printer: Printer) -> Any:
 
 
 def _load(path: Path) -> list[Tensor]:
-    """Return the floating-point tensors of a file, in whatever lists and dicts."""
+    """Return the floating-point tensors in the nested lists and dicts of a file."""
     name = repr(str(path))
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise AmpValueError(f"there is no file {name}") from None
-    except Exception as error:  # whatever the bytes of a file that is none make of torch.load
+    except Exception as error:  # torch.load raises many kinds for a file of another kind
         reason = type(error).__name__
         if isinstance(error, pickle.UnpicklingError):
-            reason = "it is none, or holds more than tensors, lists and dicts"
+            reason = "it is another file, or holds more than tensors, lists and dicts"
         raise AmpValueError(f"{name} is no file of tensors that torch.save wrote: {reason}") from None
     tensors = [x for x in tree_leaves(loaded) if isinstance(x, Tensor) and x.is_floating_point()]
     if not tensors:

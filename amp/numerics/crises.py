@@ -1,4 +1,4 @@
-"""The three ways in which half precision fails, and what mends each: run, not told.
+"""Demonstrations of the three ways in which half precision fails, each with its cure.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training".
 """
@@ -14,15 +14,15 @@ from amp.session import Session
 
 
 class Crisis(NamedTuple):
-    """What happened.
+    """The result of one demonstration.
 
     Attributes:
-        name: what it is called.
-        exact: what the number should be.
-        broken: what it is in float16.
-        cured: what it is with the cure.
-        cure: what mends it.
-        code: the lines that show both.
+        name: the name of the failure.
+        exact: the exact number.
+        broken: the number in float16.
+        cured: the number with the cure.
+        cure: what prevents the failure.
+        code: lines of code that show the failure and the cure.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Crisis(NamedTuple):
 
 
 def underflow(gradient: float = 1e-8, scale: float = 1024.0) -> Crisis:
-    """Show a gradient too small for float16, and that a scaled loss keeps it."""
+    """Show that a gradient too small for float16 becomes 0, and that a scaled loss keeps it."""
     exact = torch.tensor(gradient, dtype=torch.float32, device="cpu")
     broken = exact.half()
     cured = (exact * scale).half().float() / scale
@@ -47,9 +47,9 @@ def underflow(gradient: float = 1e-8, scale: float = 1024.0) -> Crisis:
 
 
 def overflow(x: float = 12.0) -> Crisis:
-    """Show an exponential too large for float16, and that O1 runs it in FP32."""
+    """Show that an exponential too large for float16 becomes inf, and that O1 runs it in FP32."""
     half = torch.tensor(x, dtype=torch.float16, device="cpu")
-    with disable_casts():  # of a session that is live already
+    with disable_casts():  # in case a session is open already
         broken = half.exp()
     with Session("O1", verbosity=0) as session:
         session.initialize(None)
@@ -64,7 +64,7 @@ def overflow(x: float = 12.0) -> Crisis:
 
 
 def vanishing_update(steps: int = 1000, lr: float = 1e-4) -> Crisis:
-    """Show updates too small for a float16 weight, and that FP32 masters add them up."""
+    """Show that small updates do not change a float16 weight, and that FP32 masters add them up."""
 
     @torch.inference_mode(False)
     @torch.enable_grad()
@@ -93,5 +93,5 @@ def vanishing_update(steps: int = 1000, lr: float = 1e-4) -> Crisis:
 
 
 def crises() -> list[Crisis]:
-    """Run all three. The functions that O1 patches are patched, and given back, meanwhile."""
+    """Run all three. Functions are patched as at O1 meanwhile, and restored at the end."""
     return [underflow(), overflow(), vanishing_update()]

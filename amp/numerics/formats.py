@@ -1,4 +1,4 @@
-"""The number formats of mixed precision, each a few integers from which everything else follows.
+"""The number formats of mixed precision, each defined by a few integers.
 
 Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling
 Formats 1.0 (E8M0, E2M1); Noune et al. 2022 (the fnuz variants).
@@ -20,16 +20,16 @@ class Format:
     """A binary floating-point format.
 
     Attributes:
-        name: torch's name of it.
-        exponent_bits: how many bits the exponent has.
-        mantissa_bits: how many the mantissa has, without the leading one that is not stored.
-        bias: what is subtracted from the exponent's bits.
-        has_inf: whether there are infinities; the highest exponent is theirs and NaN's then.
-        nan: which patterns are NaN: those of `ieee`, `all_ones` but the sign, the one of
-            `negative_zero`, or none.
+        name: torch's name of the format.
+        exponent_bits: the number of bits of the exponent.
+        mantissa_bits: the number of bits of the mantissa, without the implicit leading one.
+        bias: the number that is subtracted from the exponent field.
+        has_inf: whether there are infinities; then the highest exponent is reserved for inf and NaN.
+        nan: which patterns are NaN: as in IEEE 754 (`ieee`), all ones apart from the sign
+            (`all_ones`), the pattern of negative zero (`negative_zero`), or none (`none`).
         signed: whether there is a sign bit.
-        has_zero: whether exponent 0 is zero and the subnormal numbers, or one more normal exponent.
-        overflow: what torch's cast makes of a number that is too large.
+        has_zero: whether exponent field 0 is for zero and subnormal numbers, or for normal numbers too.
+        overflow: the result of torch's cast for a number that is too large.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of torch, if it has one whose elements are single numbers."""
+        """The torch dtype, or None if there is none with one number for each element."""
         dtype = getattr(torch, self.name, None)
         return dtype if isinstance(dtype, torch.dtype) else None
 
     @property
     def bits(self) -> int:
-        """How many bits a number takes."""
+        """The number of bits in all."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -72,7 +72,7 @@ class Format:
 
     @property
     def min_normal(self) -> float:
-        """The smallest positive number with all its digits."""
+        """The smallest positive normal number, which has full precision."""
         return 2.0**self.min_exponent
 
     @property
@@ -87,12 +87,12 @@ class Format:
 
     @property
     def decimal_digits(self) -> float:
-        """How many decimal digits a normal number holds: `log10(2) * (mantissa_bits + 1)`."""
+        """The precision of a normal number in decimal digits: `log10(2) * (mantissa_bits + 1)`."""
         return (self.mantissa_bits + 1) * math.log10(2)
 
     @property
     def nan_pattern(self) -> int:
-        """The pattern that NaN is written as."""
+        """The bit pattern of NaN. Raises AmpValueError for a format without NaN."""
         if self.nan == "negative_zero":
             return 1 << (self.bits - 1)
         if self.nan == "none":
@@ -142,7 +142,7 @@ def as_format(value: object) -> Format:
 
     Raises:
         AmpValueError: there is no such format.
-        AmpTypeError: it is something else.
+        AmpTypeError: `value` is neither a name, a dtype nor a `Format`.
     """
     if isinstance(value, Format):
         return value
@@ -159,7 +159,7 @@ def as_format(value: object) -> Format:
 
 
 def describe(fmt: str | torch.dtype | Format) -> Format:
-    """Return what is to be known of a format: bits, bias, range, precision, what overflow does.
+    """Return a format by its name or dtype, with its bits, bias, range, precision and overflow.
 
         >>> describe("float16").max
         65504.0

@@ -1,6 +1,6 @@
-"""What FP8 keeps of a tensor under each way of scaling, and how a delayed scale follows what it sees.
+"""What FP8 loses of a tensor with each granularity of scales, and a simulation of delayed scaling.
 
-Both ask what trains: `amp.kernels.quantize`, and the history of `fp8="delayed"`.
+Both use the code that training uses: `amp.kernels.quantize`, and the amax history of `fp8="delayed"`.
 """
 
 import math
@@ -20,22 +20,22 @@ from amp.numerics.rounding import FormatLike
 from amp.profiles.fp8_recipe import Fp8Recipe
 
 SCALINGS = ("none", *get_args(Granularity))
-"""What shares a scale: nothing has one, all of a tensor, a row, and parts of it."""
+"""The granularities of scales: no scale, one for a tensor, one for a row, or one for a block."""
 
 _DTYPES = {as_format(dtype): dtype for dtype in DTYPES}
 _SIDE = 128
 
 
 class Fp8Loss(NamedTuple):
-    """What one way of scaling loses of tensors.
+    """What one format and granularity of scales loses of tensors.
 
     Attributes:
-        format: the format, by its name.
-        scaling: what shares a scale, one of `SCALINGS`.
+        format: the format's name.
+        scaling: the granularity of scales, one of `SCALINGS`.
         zero: the fraction of the numbers other than 0 that become 0.
-        subnormal: the fraction that become subnormal numbers, which have fewer digits.
-        saturated: the fraction that are too large, and become the largest number.
-        error: the norm of the error, over the norm of the tensors.
+        subnormal: the fraction of them that become subnormal numbers, which have fewer digits.
+        saturated: the fraction of them that are too large, and become the largest number.
+        error: the norm of the error, divided by the norm of the tensors.
     """
 
     format: str
@@ -51,7 +51,7 @@ def fp8_losses(
     formats: Sequence[FormatLike] = ("float8_e4m3fn", "float8_e5m2"),
     scalings: Sequence[str] = SCALINGS,
 ) -> list[Fp8Loss]:
-    """Return what FP8 loses of tensors, for each format and way of scaling.
+    """Return what FP8 loses of tensors, for each format and granularity of scales.
 
         >>> x = torch.tensor([[1.0] * 32 + [2.0**-10] * 32 + [2.0**9] * 32])
         >>> [(loss.scaling, loss.zero) for loss in fp8_losses(x, ["e4m3"], ["none", "tensor", "1x32"])]
@@ -60,15 +60,15 @@ def fp8_losses(
     Args:
         tensors: float16, bfloat16 or float32 tensors of any shape; their last dimension is a row.
         formats: `float8_e4m3fn` and `float8_e5m2`, or one of them.
-        scalings: some of `SCALINGS`. At the end of a row or column a part may be shorter. Scales are
+        scalings: some of `SCALINGS`. The last block of a row or column may be smaller. Scales are
             powers of 2.
 
     Returns:
-        A loss for each format and way of scaling. The host waits for the device.
+        A loss for each format and granularity. The host waits for the device.
 
     Raises:
-        AmpTypeError: no tensors of floating-point numbers.
-        AmpValueError: numbers that are inf or NaN, or a format or way of scaling that is not there.
+        AmpTypeError: an argument is not a floating-point tensor, or is on the meta device.
+        AmpValueError: a tensor has inf or NaN, or there is no such format or granularity.
     """
     matrices = [_matrix(x) for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
     for scaling in scalings:
@@ -87,35 +87,39 @@ def fp8_losses(
 
 
 def fp8_scaled(x: Tensor, fmt: FormatLike, scaling: str) -> tuple[Tensor, Tensor]:
-    """Return a tensor times its scales, and what FP8 makes of that.
+    """Return a tensor times its scales, and that product rounded to FP8.
 
     Args:
-        x: float16, bfloat16 or float32 of any shape.
+        x: float16, bfloat16 or float32 tensor of any shape.
         fmt: `float8_e4m3fn` or `float8_e5m2`.
         scaling: one of `SCALINGS`.
 
     Returns:
-        Two float32 tensors of the shape of `x`. The host does not wait for the device.
+        Two float32 tensors of the shape of `x`. The host waits for the device.
+
+    Raises:
+        AmpTypeError: `x` is not a floating-point tensor, or is on the meta device.
+        AmpValueError: `x` has inf or NaN, or there is no such format or granularity.
     """
     scaled, kept, _ = _scaled(_matrix(x), as_fp8_format(fmt), scaling)
     return scaled.view(x.shape), kept.view(x.shape)
 
 
 def as_fp8_format(fmt: FormatLike) -> Format:
-    """Return a format that FP8 products take.
+    """Return the `Format` of an FP8 format that matrix products support.
 
     Raises:
-        AmpValueError: another one.
+        AmpValueError: it is another format.
     """
     found = as_format(fmt)
     if found not in _DTYPES:
-        names = " and ".join(each.name for each in _DTYPES)
-        raise AmpValueError(f"{found.name} is not what FP8 products take; those are {names}")
+        names = " or ".join(each.name for each in _DTYPES)
+        raise AmpValueError(f"FP8 products do not support {found.name}; give {names}")
     return found
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Return float32 `[M, K]`."""
+    """Return a tensor as float32 `[M, K]`, after checks. The host waits for the device."""
     if isinstance(x, Tensor) and x.is_meta:
         raise AmpTypeError("a tensor on the meta device has no values")
     if not isinstance(x, Tensor) or x.dtype not in (*SOURCES, torch.float64):
@@ -131,7 +135,7 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, fmt: Format, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float32 `[M, K]` times its scales, what FP8 makes of that, and the inverse scales."""
+    """Return float32 `[M, K]` times its scales, that product rounded to FP8, and the inverse scales."""
     rows, columns = x.shape
     padded = pad(x, (0, -columns % _SIDE, 0, -rows % _SIDE))
     one = torch.ones((), device=x.device) if scaling == "none" else None
@@ -146,7 +150,7 @@ def _scaled(x: Tensor, fmt: Format, scaling: str) -> tuple[Tensor, Tensor, Tenso
 
 
 def _sums(x: Tensor, fmt: Format, scaling: str) -> tuple[float, ...]:
-    """Return how many are not 0, become 0, are subnormal, saturate; squares of errors and numbers."""
+    """Return counts (not 0, become 0, subnormal, saturated), and sums of squares (errors, numbers)."""
     scaled, kept, inverse = _scaled(x, fmt, scaling)
     magnitude = kept.abs()
     fates = (x != 0, (x != 0) & (kept == 0), (kept != 0) & (magnitude < fmt.min_normal))
@@ -157,15 +161,15 @@ def _sums(x: Tensor, fmt: Format, scaling: str) -> tuple[float, ...]:
 
 
 class Fp8Step(NamedTuple):
-    """One iteration of a delayed scale.
+    """One iteration of delayed scaling.
 
     Attributes:
-        step: its number, from 0.
+        step: the number of the iteration, from 0.
         amax: the largest magnitude of its tensor.
-        factor: what its values were multiplied by, which follows from the iterations before.
-        current: the factor that would have fitted, which `fp8="current"` takes.
+        factor: the scale factor of its values, computed from earlier iterations.
+        current: the factor computed from `amax` itself, as with `fp8="current"`.
         largest: `amax` times `factor`.
-        saturated: whether that was too large, so that values were cut off.
+        saturated: whether `largest` does not fit the format, so that values saturated.
     """
 
     step: int
@@ -179,21 +183,21 @@ class Fp8Step(NamedTuple):
 def simulate_fp8(
     amaxes: Iterable[float | Tensor], fmt: FormatLike = "float8_e4m3fn", **recipe: Any
 ) -> list[Fp8Step]:
-    """Run the history of `fp8="delayed"` over the largest magnitudes of a tensor.
+    """Simulate the delayed scaling of a tensor, with the amax history of `fp8="delayed"`.
 
         >>> trace = simulate_fp8([1.0, 1.0, 16.0, 1.0, 1.0], amax_history=2)
         >>> [(step.factor, step.saturated) for step in trace]
         [(256.0, False), (256.0, False), (256.0, True), (16.0, False), (16.0, False)]
 
     Args:
-        amaxes: for each iteration the largest magnitude of the tensor, or the tensor itself. An
-            iteration without a history takes its own.
+        amaxes: for each iteration the largest magnitude of the tensor, or the tensor itself. While the
+            history is empty, an iteration is scaled by its own amax.
         fmt: `float8_e4m3fn`, or `float8_e5m2` as for gradients.
         **recipe: `amax_history`, `amax_algo`, `margin`, `power_of_2_scales`; see docs/fp8.md.
 
     Raises:
-        AmpValueError: an amax below 0, or a number out of its range.
-        AmpTypeError: an argument that the recipe does not have.
+        AmpValueError: an amax is below 0, or an argument is out of its range.
+        AmpTypeError: an amax is not a number or a tensor, or the recipe has no such argument.
     """
     dtype = _DTYPES[as_fp8_format(fmt)]
     try:

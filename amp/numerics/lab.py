@@ -1,7 +1,7 @@
-"""The lab: one HTML file with eight figures, self-contained, fed by the rest of this package.
+"""The lab: a self-contained HTML page with eight interactive figures on number formats and scales.
 
-The page computes for itself, in JavaScript. `vectors` is a table of what this package computes, which
-the page compares its own numbers with when it opens.
+The page computes in JavaScript. `vectors` has results of this package, with which the page compares its
+own results when it opens.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from amp.outputs import check_output
 
 _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"
-"""Where the links lead, whether the page is opened from a checkout, a site or `amp lab --serve`."""
+"""The target of the links, from a checkout, a site and `amp lab --serve` alike."""
 DOCS = f"{HOME}/blob/main/docs"
 SCRIPTS = "formats training check exact controls drawing bits ranges scales memory fp8 start"
-"""The page's code, in the order in which it is joined."""
+"""The page's JavaScript files, in the order in which they are joined."""
 OPTIMIZERS = "adamw fusedadam sgd sgd-momentum fusedsgd-momentum fusedlamb fusedlion"
-"""What the memory figure offers."""
+"""The optimizers in the memory figure."""
 
 
 def page() -> str:
@@ -59,7 +59,7 @@ def page() -> str:
 
 
 def style() -> str:
-    """Return the part of the style sheet that other pages share."""
+    """Return the part of the style sheet that all pages share."""
     return _read("style.css")
 
 
@@ -71,10 +71,11 @@ def write(path: str | Path | None = None) -> Path:
     """Write the page to a file, and return its path.
 
     Args:
-        path: of the file. None writes `lab.html`, unless there is one that is not a lab.
+        path: the path of the file. None writes `lab.html`, unless that exists and is not a lab.
 
     Raises:
-        AmpValueError: there is no such folder, it cannot be written, or another kind of file is there.
+        AmpValueError: the folder does not exist, the file cannot be written, or the path has a file of
+            another kind.
     """
     mark = "<title>reamp: the numerics lab</title>" if path is None else ""
     path = Path("lab.html" if path is None else path)
@@ -90,17 +91,17 @@ _THIS_MACHINE = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]+)?", re.IGNORECASE)
 
 
 def server(port: int = 0) -> http.server.ThreadingHTTPServer:
-    """Return a server of the page on a port of this machine, 0 for a free one; it does not run yet.
+    """Return a server of the page, not running yet, on a port of this machine; 0 takes a free one.
 
     Raises:
-        AmpValueError: the port cannot be had.
+        AmpValueError: the port is not available.
     """
     content = page().encode()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             hosts = self.headers.get_all("Host", [])
-            # A page of elsewhere may have this machine under a name of its own.
+            # Protects from DNS rebinding: another site's name may resolve to this machine.
             if len(hosts) != 1 or not _THIS_MACHINE.fullmatch(hosts[0]):
                 self.send_error(403, "the lab is for this machine alone")
                 return
@@ -116,7 +117,7 @@ def server(port: int = 0) -> http.server.ThreadingHTTPServer:
     try:
         return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        raise AmpValueError(f"port {port} cannot be had: {error}") from None
+        raise AmpValueError(f"port {port} is not available: {error}") from None
 
 
 def serve(port: int = 0, browser: bool = True) -> None:
@@ -151,7 +152,7 @@ def _memory(optimizer: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def vectors() -> dict[str, list[Any]]:
-    """Return what this package computes for some inputs, for others to agree with."""
+    """Return this package's results for some inputs, for the page to compare with."""
     return {
         "numbers": [entry for fmt in FORMATS.values() for entry in _numbers(fmt)],
         "traces": [_trace(*case) for case in _TRACES],
@@ -164,7 +165,7 @@ def vectors() -> dict[str, list[Any]]:
 
 
 def _drawn(count: int, seed: int, low: int = -26, high: int = 17) -> list[float]:
-    """Return numbers of either sign, alike on all machines, with exponents in a range."""
+    """Return random numbers of either sign with exponents in a range, the same on all machines."""
     generator = torch.Generator("cpu").manual_seed(seed)
     fractions = 2 * torch.rand(count, generator=generator, dtype=torch.float64, device="cpu") - 1
     exponents = torch.randint(low, high, (count,), generator=generator, device="cpu")

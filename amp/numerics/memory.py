@@ -1,22 +1,22 @@
-"""What training keeps in memory, term by term, before anything is allocated.
+"""Computing the memory that training needs, term by term, without allocating it.
 
 Bytes for each parameter of AdamW:
 
     level          weights  gradients  masters  moments
     O0, O1, O4        4         4         -        8
-    O2, O5            2         4         4        8       the optimizer steps FP32 gradients
-    O2, O5, fused     2         2         4        8       it unscales 16-bit ones itself
+    O2, O5            2         4         4        8       the optimizer takes FP32 gradients
+    O2, O5, fused     2         2         4        8       the optimizer takes 16-bit gradients
     split16, fused    2         2         2        8
     O2, O5, FSDP2     4         4         -        8       over the ranks; the masters are the weights
     O3                2         2         -        4
     O6, O7                                         as O4 and O5
 
-Bytes for each number that linear layers keep of their inputs: 4 at O0, 2 at O1 to O5, 1 in FP8. A
-block as in Llama keeps 7 for each token and hidden unit: 1 that q, k and v share, 1 of the output
-projection, 1 that gate and up share, 4 of the down projection. So 14 bytes, and 7 in FP8; 10 where each
-layer would save its own, and 20 with a second, transposed copy.
+Bytes for each element of an input that linear layers save for backward: 4 at O0, 2 at O1 to O5, 1 in
+FP8. A block as in Llama saves 7 elements for each token and hidden unit: 1 shared by q, k and v, 1 of
+the output projection, 1 shared by gate and up, 4 of the down projection. So it saves 14 bytes, and 7 in
+FP8; it would be 10 if each layer saved its own, and 20 with a second, transposed copy.
 
-Terms are those between backward and the step, of one process.
+The terms are for one process, between backward and the step.
 """
 
 import math
@@ -38,7 +38,7 @@ from amp.training.attachment import AttachedOptimizer
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp2"]
 
 _CUT_FROM = {"masters": 1, "optimizer_state": 1, "gradients": 2, "weights": 3}
-"""The number of the first sharding that cuts up a term."""
+"""The index of the first sharding in `Sharding` that shards a term."""
 
 ROWS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     (level, overrides)
@@ -46,17 +46,17 @@ ROWS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     for overrides in ({}, {"master_weights": "split16"})
     if not overrides or load_profile(level).master_weights
 )
-"""What `footprints` compares: levels, and what is set on top of them."""
+"""The rows that `footprints` compares by default: levels, and overrides."""
 
 
 class State(NamedTuple):
-    """What an optimizer keeps for a parameter.
+    """The state that an optimizer has for a parameter.
 
     Attributes:
-        moments: tensors of the parameter's shape.
-        numbers: FP32 numbers beside them.
-        adding: arguments of the optimizer, each of which adds a moment.
-        for_frozen: whether it is there from the start, for parameters that are not trained too.
+        moments: how many tensors of the parameter's shape.
+        numbers: how many FP32 numbers besides.
+        adding: arguments of the optimizer that add one moment each.
+        for_frozen: whether the state exists from the start, also for parameters that are not trained.
     """
 
     moments: int
@@ -86,28 +86,28 @@ _STATES = {
     "fusedsgd": State(0, adding=("momentum",)),
     "fusedsgd-momentum": State(1),
 }
-"""By the class's name in lower case."""
+"""The state of optimizers, by the class's name in lower case."""
 
 TERMS = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
-"""What a footprint adds up."""
+"""The terms of a footprint."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes, for one process.
+    """The memory of training in one process, in bytes.
 
     Attributes:
         opt_level: the level.
-        masters_kept: how masters are kept: `float32`, `split16`, `kahan`, or `-`.
+        masters_kept: how masters are stored: `float32`, `split16`, `kahan`, or `-` for none.
         optimizer: the optimizer's name.
-        parameters: how many there are, before they are cut up among processes.
+        parameters: how many trained parameters the whole model has.
         weights: the model's parameters and buffers.
-        gradients: what is there between backward and the step.
-        masters: FP32 masters, or what is kept of them.
-        optimizer_state: moments, and the steps that are counted.
-        activations: what backward needs of the forward, as far as it was said.
-        transient: copies that live for a part of an iteration: casts of weights in a forward, 16-bit
-            gradients while they are unscaled into FP32 ones, masters that a step puts together, the
+        gradients: the gradients between backward and the step.
+        masters: FP32 masters, or the 16 bits of lean ones.
+        optimizer_state: moments and step counts.
+        activations: activations saved for backward, for the numbers that were given.
+        transient: copies that exist for a part of an iteration: casts of weights in a forward, 16-bit
+            gradients while they are unscaled into FP32 ones, FP32 values of lean masters in a step, the
             weight of one layer in FP8.
     """
 
@@ -124,12 +124,12 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all terms."""
         return sum(getattr(self, term) for term in TERMS)
 
 
 class _Tensor(NamedTuple):
-    """A parameter or buffer, as it will be."""
+    """A parameter or buffer of the prepared model."""
 
     numel: int
     dtype: torch.dtype
@@ -150,31 +150,31 @@ def footprint(
     sharding: Sharding = "none",
     **overrides: Any,
 ) -> Footprint:
-    """Return what training a model keeps in memory. Nothing is allocated, and nothing changed.
+    """Return the memory that training a model needs, without allocating it or changing the model.
 
         >>> footprint(175e9, "O0", "adam").weights / 1e9
         700.0
 
     Args:
-        model: a module, on any device, `meta` too; or a number of parameters.
+        model: a module on any device, also `meta`; or a number of parameters.
         opt_level: a level, alias or profile.
-        optimizer: an optimizer of `torch.optim` or `amp.optimizers`: its name in any case, such as
-            `"adamw"`, `"sgd-momentum"`, `"FusedAdam"`; its class, which stands for its defaults; or one
-            that was made.
-        activations: how many numbers backward needs of the forward, besides `linear_inputs`; they take
-            4 bytes at O0 and 2 at the other levels.
-        linear_inputs: how many of these are inputs of linear layers, each counted once that several
-            layers share; they take 1 byte in FP8.
+        optimizer: an optimizer of `torch.optim` or `amp.optimizers`: its name in upper or lower case,
+            such as `"adamw"`, `"sgd-momentum"`, `"FusedAdam"`; its class, for its default options; or
+            an instance.
+        activations: how many elements are saved for backward, besides `linear_inputs`. They take 4
+            bytes at levels that cast to FP32, such as O0, and 2 at the others.
+        linear_inputs: how many elements linear layers save of their inputs; an input that several
+            layers share counts once. They take 1 byte in FP8, else as much as `activations`.
         world_size: how many processes there are.
-        sharding: what is cut up among them: nothing; `zero1`: masters and optimizer state; `zero2`:
-            gradients too; `zero3`: weights too; `fsdp2`: likewise, and the masters are the weights, in
-            FP32, which are gathered in 16 bits for a module's forward and backward.
-        **overrides: properties on top of the level's, such as `master_weights="split16"`.
+        sharding: what is sharded over the processes: nothing; `zero1`: masters and optimizer state;
+            `zero2`: gradients too; `zero3`: weights too; `fsdp2`: the same, with FP32 weights that are
+            the masters, and are gathered in 16 bits for a module's forward and backward.
+        **overrides: properties that replace those of the level, such as `master_weights="split16"`.
 
     Raises:
-        AmpValueError: an optimizer that is not known, or a number that makes no sense.
+        AmpValueError: the optimizer is unknown or does not fit, or a number is out of its range.
         AmpTypeError: `model` is neither a module nor a number.
-        AmpError: whatever is wrong with the level and the overrides.
+        AmpError: the level or an override is not valid.
     """
     properties = resolve(opt_level, overrides)
     kept, computes_in = properties.master_weights, properties.cast_model_type
@@ -221,12 +221,12 @@ def footprints(
     rows: Sequence[tuple[str, dict[str, Any]]] = ROWS,
     **options: Any,
 ) -> list[Footprint]:
-    """Return a `footprint` for each level, and for leaner masters, to compare.
+    """Return a `footprint` for each level, with FP32 and with lean masters, to compare.
 
     Args:
-        model: see `footprint`.
-        optimizer: likewise.
-        rows: levels, and what is set on top of them.
+        model: as in `footprint`.
+        optimizer: as in `footprint`.
+        rows: levels, each with overrides.
         **options: `activations`, `linear_inputs`, `world_size`, `sharding`.
     """
     return [footprint(model, level, optimizer, **options, **more) for level, more in rows]
@@ -235,7 +235,7 @@ def footprints(
 def _bytes_of(
     tensor: _Tensor, properties: Properties, name: str, state: State
 ) -> Iterator[tuple[str, int]]:
-    """Yield what there is for a parameter or buffer: some of `TERMS`, and their bytes."""
+    """Yield the terms of a parameter or buffer: some of `TERMS`, with their bytes."""
     numel, size = tensor.numel, tensor.dtype.itemsize
     kept = properties.master_weights
     has_master = bool(kept) and tensor.is_optimized and tensor.dtype in LOW_PRECISION
@@ -264,9 +264,9 @@ def _is_number(value: object) -> bool:
 
 
 def _tensors_of(model: Any, properties: Properties, optimizer: Any, state: State) -> Iterator[_Tensor]:
-    """Yield what the weights of a model will be under some properties.
+    """Yield the parameters and buffers that a model will have under some properties.
 
-    An optimizer that was made knows what it has; else it has what is trained.
+    An optimizer instance has the parameters of its groups; a name or class has all trained ones.
     """
     if isinstance(model, nn.Module):
         to_be = dtypes_to_be(model, properties)
@@ -293,7 +293,7 @@ def _tensors_of(model: Any, properties: Properties, optimizer: Any, state: State
 
 
 def _state_of(optimizer: Any) -> tuple[str, State]:
-    """Return an optimizer's name, of its first class that is known, and what it keeps."""
+    """Return an optimizer's name, that of its first known base class, and its state."""
     if isinstance(optimizer, str):
         name = optimizer.strip().lower().replace("_", "-").replace("fused-", "fused")
     else:
@@ -302,14 +302,14 @@ def _state_of(optimizer: Any) -> tuple[str, State]:
         name = next((each for each in names if each in _STATES), names[0])
     if name not in _STATES:
         raise AmpValueError(
-            f"what the optimizer {name!r} keeps is not known; known are {', '.join(_STATES)}"
+            f"the state of the optimizer {name!r} is not known; known are {', '.join(_STATES)}"
             f"{did_you_mean(name, _STATES)}"
         )
     return name, _STATES[name]
 
 
 def _extra_moments(optimizer: Any, state: State) -> dict[int, int]:
-    """Return how many tensors the arguments of its group add to the state of each parameter, by id."""
+    """Return, by parameter id, how many moments the options of a parameter's group add."""
     binding = AttachedOptimizer.of(optimizer)
     lists = None if binding is None else binding.gradients.look_at_groups()
     model_of = dict(zip(map(id, lists.masters), lists.models, strict=True)) if lists else {}

@@ -1,4 +1,4 @@
-"""Pictures of what this package computes, as PNG or SVG; they need matplotlib, the extra `plot`."""
+"""Plots of the results of this package, as PNG or SVG. They need matplotlib, the extra `plot`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ def _picture(path: str | Path, rows: int = 1) -> Iterator[Any]:
 
 
 def plot_ranges(path: str | Path) -> None:
-    """Draw the range of each format on a logarithmic axis, subnormal numbers paler."""
+    """Draw the range of each format on a logarithmic axis, with paler subnormal numbers."""
     with _picture(path) as axes:
         for i, fmt in enumerate(reversed(FORMATS.values())):
             low, normal, high = fmt.min_subnormal, fmt.min_normal, fmt.max
@@ -66,7 +66,7 @@ def plot_trace(trace: Sequence[ScalerStep], path: str | Path) -> None:
 
 
 def plot_survival(survival: GradientSurvival, path: str | Path, fmt: Any = "float16") -> None:
-    """Draw what becomes of gradients at each scale, in one format."""
+    """Draw which fractions of gradients become 0, become subnormal and overflow, by the scale."""
     name = as_format(fmt).name
     found = survival.formats[name]
     with _picture(path) as axes:
@@ -81,7 +81,7 @@ def plot_survival(survival: GradientSurvival, path: str | Path, fmt: Any = "floa
 
 
 def plot_memory(rows: Sequence[Footprint], path: str | Path, limit: float | None = None) -> None:
-    """Draw footprints as stacked bars, in GB; `limit` is a line."""
+    """Draw footprints as stacked bars, in GB, with a line at `limit`, in GB."""
     with _picture(path) as axes:
         names = [f"{r.opt_level}\n{r.masters_kept}" for r in rows]
         bottom = [0.0] * len(rows)
@@ -98,10 +98,10 @@ def plot_memory(rows: Sequence[Footprint], path: str | Path, limit: float | None
 def plot_report(
     report: WatchReport, path: str | Path, fmt: Any = "float16", scale: float = 1.0
 ) -> None:
-    """Draw a model's gradients by exponent, with what a format loses shaded.
+    """Draw a model's gradients by exponent, with the range that a format loses shaded.
 
     Args:
-        report: of `amp.numerics.watch`.
+        report: the report of an `amp.numerics.watch`.
         path: a PNG or SVG file.
         fmt: the format.
         scale: the loss scale that gradients are multiplied by.
@@ -122,11 +122,11 @@ def plot_fp8(
     fmt: Any = "float8_e4m3fn",
     scalings: Sequence[str] = ("none", "tensor", "1x32"),
 ) -> None:
-    """Draw tensors by exponent under some ways of scaling for FP8, and a delayed scale over time.
+    """Draw tensors by exponent, scaled for FP8 with some granularities, and a delayed scale over time.
 
     Args:
-        tensors: what is scaled.
-        history: of `amp.numerics.simulate_fp8`.
+        tensors: the tensors to scale.
+        history: the result of `amp.numerics.simulate_fp8`.
         path: a PNG or SVG file.
         fmt: `float8_e4m3fn` or `float8_e5m2`.
         scalings: some of `amp.numerics.fp8.SCALINGS`.
@@ -153,7 +153,7 @@ def plot_fp8(
 
 
 def _draw_exponents(axes: Any, histogram: Histogram, fmt: Format, shift: int) -> None:
-    """Draw a histogram, shifted by a power of 2, with what a format loses of it shaded."""
+    """Draw a histogram, shifted by a power of 2, with the range that a format loses shaded."""
     total = max(histogram.total, 1)
     exponents = [e + shift for e in histogram.counts]
     axes.bar(exponents, [n / total for n in histogram.counts.values()], width=1.0, align="edge")

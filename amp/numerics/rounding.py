@@ -1,7 +1,7 @@
-"""Rounding to a number format, its bits, and the numbers next to a number.
+"""Rounding numbers to a format, their bit patterns, and the neighbours of a number in a format.
 
-Everything is exact: numbers are float64 inside, of which all formats here are parts, and are only ever
-multiplied by powers of two. Results are what `torch.Tensor.to` gives for float32 input.
+All results are exact: computations are in float64, which represents all numbers of these formats, and
+multiply only by powers of two. For float32 input the results are those of `torch.Tensor.to`.
 """
 
 from numbers import Real
@@ -26,9 +26,9 @@ class Bits(NamedTuple):
         sign: the sign bit; 0 where there is none.
         exponent: the exponent's bits as an integer, biased.
         mantissa: the mantissa's bits as an integer.
-        value: what the pattern means.
-        error: `value` minus the number that was given.
-        overflow: whether a finite number was too large.
+        value: the value of the pattern.
+        error: `value` minus the given number.
+        overflow: whether a finite number was too large for the format.
         underflow: whether a number other than 0 became 0.
         subnormal: whether the value is a subnormal number.
     """
@@ -62,28 +62,29 @@ def round_to(
     """Round numbers to a format.
 
     Args:
-        x: a number, or a floating tensor of any shape; float64 is rounded once, not by way of FP32.
+        x: a number, or a floating tensor of any shape. A float64 tensor is rounded once, not first to
+            FP32.
         fmt: the format.
-        mode: `nearest`, with ties to even; `toward_zero`; or `stochastic`: up or down with the
-            probability that makes the mean exact.
-        overflow: what a number becomes that is too large: `inf`, `nan`, or `saturate`, the largest
-            finite one. By default what torch's cast does: E4M3 and E2M1 saturate, even infinities.
-            Rounding a finite number toward zero saturates whatever this says.
-        generator: for `stochastic`.
+        mode: `nearest`, with ties to even; `toward_zero`; or `stochastic`: up or down, with the
+            probabilities whose mean is `x`.
+        overflow: the result for a number that is too large: `inf`, `nan`, or `saturate` for the largest
+            finite number. The default is that of torch's cast: E4M3 and E2M1 saturate, even infinities.
+            `toward_zero` always saturates finite numbers.
+        generator: the random number generator of `stochastic`.
 
     Returns:
-        A float, or a float32 tensor (float64 for one); of the shape of `x`, on its device.
+        A float, or a float32 tensor (float64 for a float64 tensor) of the shape and device of `x`.
 
     Raises:
-        AmpValueError: a format, mode or overflow that does not exist.
-        AmpTypeError: `x` is no number and no floating tensor.
+        AmpValueError: there is no such format, mode or overflow.
+        AmpTypeError: `x` is neither a number nor a floating tensor.
     """
     fmt = as_format(fmt)
     return _like(x, _round(_wide(x), fmt, mode, overflow, generator))
 
 
 def bits(x: Number, fmt: FormatLike) -> Bits:
-    """Return numbers as a format writes them: fields, value, error, and what was lost.
+    """Return the bit patterns of numbers in a format, with their value, error and flags.
 
         >>> bits(3.14159, "float16").value
         3.140625
@@ -94,7 +95,7 @@ def bits(x: Number, fmt: FormatLike) -> Bits:
 
     Raises:
         AmpValueError: there is no such format.
-        AmpTypeError: `x` is no number and no floating tensor.
+        AmpTypeError: `x` is neither a number nor a floating tensor.
     """
     fmt = as_format(fmt)
     wide = _wide(x)
@@ -117,8 +118,13 @@ def decode(pattern: int | Tensor, fmt: FormatLike) -> Any:
     """Return the values of bit patterns: a float, or a float32 tensor.
 
     Args:
-        pattern: an integer, or an integer tensor of any shape, of which the format's bits count.
+        pattern: an integer, or an integer tensor of any shape. Bits above those of the format are
+            ignored.
         fmt: the format.
+
+    Raises:
+        AmpValueError: there is no such format.
+        AmpTypeError: `pattern` is neither an integer nor an integer tensor.
     """
     fmt = as_format(fmt)
     mask = (1 << fmt.bits) - 1
@@ -145,10 +151,10 @@ def decode(pattern: int | Tensor, fmt: FormatLike) -> Any:
 
 
 def ulp(x: Number, fmt: FormatLike) -> Any:
-    """Return the spacing of a format's numbers in the binade of each number, as `math.ulp` does.
+    """Return the spacing of a format's numbers in the binade of each number, like `math.ulp`.
 
-    A number is rounded toward zero to the format first, so one beyond the largest has the largest's
-    spacing: 32 in E4M3, whose largest number is 448. It is inf for inf, and NaN for NaN.
+    A number is first rounded toward zero to the format, so a number that is too large has the spacing
+    of the largest one: 32 in E4M3, whose largest number is 448. The spacing of inf is inf, of NaN NaN.
     """
     fmt = as_format(fmt)
     wide = _wide(x)
@@ -160,8 +166,8 @@ def ulp(x: Number, fmt: FormatLike) -> Any:
 def neighbours(x: Number, fmt: FormatLike) -> Neighbours:
     """Return the largest number of a format below each number, and the smallest above it.
 
-    Beyond the largest finite number is inf, where there is one, else nan, as below the smallest of a
-    format without a sign.
+    Above the largest finite number is inf, or NaN in a format without inf. Below the smallest number of
+    a format without a sign is NaN.
     """
     fmt = as_format(fmt)
     wide = _wide(x)
@@ -173,10 +179,10 @@ def neighbours(x: Number, fmt: FormatLike) -> Neighbours:
 
 
 def survives_update(w: Number, dw: Number, fmt: FormatLike) -> Any:
-    """Tell whether adding an update changes a weight that is kept in a format.
+    """Return whether adding an update changes a weight that is stored in a format.
 
-    The weight is rounded to the format first; the sum is float64's, and rounded to the format, as an
-    optimizer that computes in more digits than it stores does.
+    The weight is rounded to the format first. The sum is computed in float64 and rounded to the format,
+    as in an optimizer that computes in a wider format than it stores.
 
         >>> survives_update(1.0, 5e-5, "float16")
         False
@@ -189,7 +195,7 @@ def survives_update(w: Number, dw: Number, fmt: FormatLike) -> Any:
     return changed if isinstance(w, Tensor) or isinstance(dw, Tensor) else bool(changed)
 
 
-# Inside: float64 tensors.
+# Internal functions on float64 tensors.
 
 
 def _wide(x: Any) -> Tensor:
@@ -206,7 +212,7 @@ def _wide(x: Any) -> Tensor:
 
 
 def _like(x: Number, result: Tensor) -> Any:
-    """Return a result as the input is: a Python number for one, a tensor for a tensor."""
+    """Return a result in the form of the input: a Python number for a number, a tensor for a tensor."""
     if not isinstance(x, Tensor):
         return result.item()
     return result.float() if result.dtype is torch.float64 and x.dtype is not torch.float64 else result
@@ -220,11 +226,11 @@ def _fields(pattern: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _encode(value: Tensor, fmt: Format) -> Tensor:
-    """Return the bit patterns of numbers that a format has, int64."""
+    """Return the bit patterns of numbers that the format represents exactly, int64."""
     magnitude = value.abs()
     exponent = _exponent(magnitude, fmt)
     units = (magnitude * _power_of_two(fmt.mantissa_bits - exponent)).nan_to_num(0, 0).long()
-    # The leading one of a normal number is a unit of the exponent: a subnormal number has none.
+    # The implicit leading one of a normal number adds 1 to the exponent field; a subnormal has none.
     first = fmt.min_exponent + (not fmt.has_zero)
     pattern = ((exponent - first) << fmt.mantissa_bits) + units
     if fmt.has_inf:
@@ -236,24 +242,24 @@ def _encode(value: Tensor, fmt: Format) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2 to some powers from -1022 to 1023, exactly, on every device."""
+    """Return 2 to integer powers from -1022 to 1023, exactly, on every device."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Return the exponents of numbers, none below that of the smallest normal one."""
+    """Return the exponents of numbers, clamped below at that of the smallest normal number."""
     exponent = torch.frexp(magnitude).exponent.long() - 1
     exponent = exponent.masked_fill(magnitude == 0, fmt.min_exponent)
     return exponent.clamp(fmt.min_exponent, fmt.max_exponent + 1)
 
 
 def _quantum(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Return the distance between numbers of the format around a number."""
+    """Return the spacing of the format's numbers around a number."""
     return _power_of_two(_exponent(magnitude, fmt) - fmt.mantissa_bits)
 
 
 def _to_grid(x: Tensor, fmt: Format, mode: Mode, generator: torch.Generator | None = None) -> Tensor:
-    """Round as if the format's exponents had no upper end but one more."""
+    """Round without saturation, as if the format had one more exponent."""
     magnitude = x.abs()
     quantum = _quantum(magnitude, fmt)
     units = magnitude / quantum
@@ -270,7 +276,7 @@ def _to_grid(x: Tensor, fmt: Format, mode: Mode, generator: torch.Generator | No
     rounded = whole * quantum
     if not fmt.has_zero:
         rounded = rounded.clamp(min=fmt.min_normal)
-        if mode == "nearest":  # FP32's subnormal numbers go up, in torch and in ml_dtypes
+        if mode == "nearest":  # torch and ml_dtypes round FP32's subnormal numbers up
             goes_up = (magnitude > fmt.min_normal) & (magnitude < 2 * fmt.min_normal)
             rounded = rounded.masked_fill(goes_up, 2 * fmt.min_normal)
     return rounded.copysign(x) if fmt.signed else rounded
@@ -294,7 +300,7 @@ def _round(
     if mode == "toward_zero":
         beyond = torch.where(x.isinf(), beyond, largest)
     rounded = torch.where(too_large, beyond, rounded)
-    if fmt.nan == "none":  # what ml_dtypes does, too
+    if fmt.nan == "none":  # NaN becomes 0, as in ml_dtypes
         rounded = torch.where(x.isnan(), torch.zeros_like(x).copysign(-x), rounded)
     if fmt.nan == "negative_zero":
         rounded = torch.where(rounded == 0, 0.0, rounded)
@@ -305,7 +311,7 @@ def _above(x: Tensor, fmt: Format) -> Tensor:
     """Return the smallest number of a format above each number."""
     magnitude = x.abs()
     larger = _to_grid(magnitude, fmt, "toward_zero") + _quantum(magnitude, fmt)
-    # Above a negative number is the one with the next smaller magnitude.
+    # The number above a negative number has the next smaller magnitude.
     smaller = _to_grid(torch.nextafter(magnitude, torch.zeros_like(x)), fmt, "toward_zero")
     up = torch.where(x < 0, -smaller, larger).clamp(min=-fmt.max)
     beyond = torch.inf if fmt.has_inf else torch.nan

@@ -1,4 +1,4 @@
-"""Loss scales: how one moves, and what each would do to given gradients."""
+"""Simulating a dynamic loss scale, and computing what each scale would lose of given gradients."""
 
 import functools
 import math
@@ -20,19 +20,19 @@ SCALES = tuple(2.0**i for i in range(25))
 """The scales from 1 to 2**24, apex's ceiling."""
 
 GRADIENT_FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""What gradients are kept in."""
+"""The formats in which gradients may be stored."""
 
 
 class ScalerStep(NamedTuple):
     """One iteration of a dynamic loss scale.
 
     Attributes:
-        step: its number, from 0.
-        scale: what the loss was multiplied by.
+        step: the number of the iteration, from 0.
+        scale: the loss scale.
         overflow: whether its gradients overflowed, so that the step was skipped.
-        next_scale: the scale after it.
-        good_steps: good iterations since the scale last moved.
-        hysteresis_left: overflows until the scale goes down.
+        next_scale: the scale after the iteration.
+        good_steps: good iterations since the scale last changed or an iteration overflowed.
+        hysteresis_left: how many overflows are left until the scale backs off.
     """
 
     step: int
@@ -51,7 +51,7 @@ def simulate_scaler(
     fmt: FormatLike = "float16",
     **scaling: Any,
 ) -> list[ScalerStep]:
-    """Run the library's own loss scaler over gradients, or over overflows that are said.
+    """Run the library's own loss scaler over gradients, or over given overflows.
 
         >>> trace = simulate_scaler(steps=20, overflows=[10], init=2**15, growth_interval=5)
         >>> [trace[i].next_scale for i in (4, 9, 10, 15)]
@@ -60,15 +60,15 @@ def simulate_scaler(
     Args:
         gradients: for each iteration the unscaled gradients, or the largest of them; an iteration
             overflows if one of them, times the scale, does not fit `fmt`.
-        overflows: iterations that overflow whatever their gradients are, from 0.
-        steps: how many iterations; as many as there are gradients unless said.
-        fmt: the format of gradients.
+        overflows: further iterations that overflow, counted from 0.
+        steps: how many iterations; by default as many as `gradients` has.
+        fmt: the format of the scaled gradients.
         **scaling: `init`, `growth_factor`, `backoff_factor`, `growth_interval`, `hysteresis`,
             `consecutive_hysteresis`, `min`, `max`; see `amp.LossScaling`.
 
     Raises:
-        AmpValueError: a number out of its range, or no iterations.
-        AmpTypeError: an argument that a loss scale does not have.
+        AmpValueError: a number is out of its range, or neither `gradients` nor `steps` is given.
+        AmpTypeError: `amp.LossScaling` has no such argument.
     """
     fmt = as_format(fmt)
     given = None if gradients is None else list(gradients)
@@ -107,14 +107,14 @@ def _overflows(gradients: float | Tensor, scale: float, fmt: Format) -> bool:
 
 @dataclass(frozen=True)
 class FormatSurvival:
-    """What becomes of gradients in a format, for each scale.
+    """What each scale would lose of gradients in one format.
 
     Attributes:
-        zero: the fraction of the gradients other than 0 that become 0.
-        subnormal: the fraction that become subnormal numbers, which have fewer digits.
-        overflow: the fraction that do not fit.
-        recommended: the scale that loses the least, and the smallest of those; None if something
-            overflows at every scale.
+        zero: for each scale, the fraction of the gradients other than 0 that become 0.
+        subnormal: the fraction of them that become subnormal numbers, which have fewer digits.
+        overflow: the fraction of them that do not fit the format.
+        recommended: the smallest of the scales that lose least; None if a gradient overflows at every
+            scale.
     """
 
     zero: tuple[float, ...]
@@ -125,11 +125,11 @@ class FormatSurvival:
 
 @dataclass(frozen=True)
 class GradientSurvival:
-    """What scales would do to gradients.
+    """What each scale would lose of gradients, in several formats.
 
     Attributes:
         scales: the scales.
-        formats: for each format, by its name, what becomes of the gradients.
+        formats: the result for each format, by its name.
         count: how many gradients are not 0.
         zeros: how many are 0 already.
         not_finite: how many are inf or NaN, which overflow at every scale.
@@ -148,19 +148,20 @@ def gradient_survival(
     scales: Sequence[float] = SCALES,
     formats: Sequence[FormatLike] = GRADIENT_FORMATS,
 ) -> GradientSurvival:
-    """Return which fraction of gradients each scale would lose, in each format.
+    """Return the fraction of gradients that each scale would lose, in each format.
 
     Args:
-        grads: unscaled gradients: a floating tensor of any shape, or several; FP32 ones tell the most.
-        scales: what the loss would be multiplied by.
-        formats: what gradients would be kept in.
+        grads: unscaled gradients: a floating tensor of any shape, or several. FP32 gradients tell most,
+            because they have lost nothing yet.
+        scales: the loss scales to compare.
+        formats: the formats in which gradients would be stored.
 
     Returns:
         Fractions, and the scale that loses least. The host waits for the device.
 
     Raises:
-        AmpTypeError: no tensors of floating-point numbers.
-        AmpValueError: a scale that is not above 0, or a format that does not exist.
+        AmpTypeError: a gradient is not a floating-point tensor, or is on the meta device.
+        AmpValueError: a scale is not a finite number above 0, or there is no such format.
     """
     tensors = [grads] if isinstance(grads, Tensor) else list(grads)
     for tensor in tensors:
@@ -188,10 +189,11 @@ def survival_of(
     zeros: int,
     not_finite: int,
 ) -> GradientSurvival:
-    """Return fractions of what `fates(format, scale)` counts: zeros, subnormals and overflows.
+    """Return a `GradientSurvival` from the counts of `fates(format, scale)`: zero, subnormal, overflow.
 
     Raises:
-        AmpValueError: a scale that is not above 0, none at all, or a format that does not exist.
+        AmpValueError: there are no scales, one is not a finite number above 0, or there is no such
+            format.
     """
     known = [as_format(fmt) for fmt in formats]
     scales = tuple(map(float, scales))
@@ -209,7 +211,7 @@ def survival_of(
 
 
 class Thresholds(NamedTuple):
-    """Where fates part: up to `zero` numbers become 0, from `overflow` on they do not fit."""
+    """Magnitudes up to `zero` become 0, from `normal` on they are normal, from `overflow` too large."""
 
     zero: float
     normal: float
@@ -218,7 +220,7 @@ class Thresholds(NamedTuple):
 
 @functools.cache
 def thresholds(fmt: Format) -> Thresholds:
-    """Return the largest number that becomes 0, the smallest that is normal, and that overflows."""
+    """Return the largest magnitude that becomes 0, and the smallest that are normal and too large."""
     tie = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     fits = round_to(tie, fmt, overflow="nan") == fmt.max
     overflow = math.nextafter(tie, math.inf) if fits else tie

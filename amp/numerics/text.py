@@ -1,4 +1,4 @@
-"""Tables and bars for a terminal, and what JSON can hold."""
+"""Tables and bars for a terminal, and conversion of values for JSON."""
 
 import math
 import os
@@ -10,10 +10,10 @@ _RED, _BOLD, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[0m"
 
 
 class Printer:
-    """Writes to a stream, with colours if it is a terminal and NO_COLOR does not forbid them.
+    """Writes to a stream, with colours if it is a terminal and NO_COLOR is not set.
 
     Args:
-        stream: where to; by default standard output, as it is when this is made.
+        stream: the stream; by default the `sys.stdout` at construction.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -34,7 +34,7 @@ class Printer:
         return f"{_RED}{text}{_OFF}" if self.colours and text.strip() else text
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Any]], alarming: int = -1) -> None:
-        """Write rows under a header, numbers to the right; one column may be alarming."""
+        """Write rows under a header, numbers right-aligned, and the column `alarming` in red."""
         cells = [[_shown(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
         columns = list(zip(*cells, strict=True)) or [()] * len(header)
@@ -55,7 +55,7 @@ class Printer:
             self.line("  ".join(shown).rstrip())
 
     def bar(self, fraction: float, width: int = 40) -> str:
-        """Return a bar of a length; a sliver for what is above 0."""
+        """Return a bar of `fraction` of a width; at least one character above 0."""
         cells = round(min(max(fraction, 0.0), 1.0) * width)
         return self.block * max(cells, 1 if fraction > 0 else 0)
 
@@ -72,7 +72,7 @@ def _is_numeric(cell: str) -> bool:
 
 
 def plain(value: Any, mark: str = "") -> Any:
-    """Return a value that JSON can hold: what is not finite becomes a word, after a mark."""
+    """Return a value for JSON: inf and NaN become strings, with `mark` in front, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{mark}{value}"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Histograms of what flows through a live model, by the exponents of 2, without waiting for the device.
+"""Histograms of a live model's activations and gradients, by exponents of 2, without host waits.
 
 Source: the histograms of gradients in Micikevicius et al. 2018.
 """
@@ -33,7 +33,7 @@ _ZERO, _NOT_FINITE = _BINS, _BINS + 1
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many numbers there were of each exponent.
+    """How many numbers have each exponent of 2.
 
     Attributes:
         counts: for each exponent `e` that occurred, how many numbers had `2**e <= abs(x) < 2**(e+1)`.
@@ -52,7 +52,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """How many numbers there are in all."""
         return sum(self.counts.values()) + self.zeros + self.not_finite
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -63,9 +63,10 @@ class Histogram:
         )
 
     def fates(self, fmt: Format, scale: float = 1.0) -> tuple[int, int, int]:
-        """Return how many become 0, become subnormal and overflow, times a scale, in a format.
+        """Return how many numbers, times a scale, become 0, become subnormal and overflow in a format.
 
-        Numbers are taken by their exponents: those that could go both ways count as the larger half.
+        Only exponents are known: the numbers of an exponent are all counted like the majority of the
+        format's numbers with that exponent.
         """
         shift = math.frexp(scale)[1] - 1
         normal = fmt.min_exponent if fmt.has_zero else -math.inf
@@ -83,12 +84,12 @@ NOTHING = Histogram({}, 0, 0)
 
 @dataclass(frozen=True)
 class WatchedLayer:
-    """What flowed through a layer.
+    """The histograms of one layer.
 
     Attributes:
-        activations: the numbers that came out of it.
-        activation_gradients: their gradients, unscaled.
-        weight_gradients: the gradients of its own parameters, unscaled.
+        activations: its outputs.
+        activation_gradients: the gradients of its outputs, unscaled if the optimizer is known.
+        weight_gradients: the gradients of its own parameters, unscaled if the optimizer is known.
     """
 
     activations: Histogram
@@ -101,11 +102,11 @@ _UNSEEN = WatchedLayer(NOTHING, NOTHING, NOTHING)
 
 @dataclass(frozen=True)
 class WatchReport:
-    """What a `Watch` saw.
+    """The result of a `Watch`.
 
     Attributes:
-        layers: by their names in the model.
-        steps: how many forwards were looked at.
+        layers: the histograms of each layer, by its name in the model.
+        steps: how many forwards were watched.
     """
 
     layers: dict[str, WatchedLayer]
@@ -113,12 +114,12 @@ class WatchReport:
 
     @property
     def gradients(self) -> Histogram:
-        """All gradients, of activations and of weights."""
+        """The histogram of all gradients, of activations and of weights."""
         pairs = ((layer.activation_gradients, layer.weight_gradients) for layer in self.layers.values())
         return sum((histogram for pair in pairs for histogram in pair), NOTHING)
 
     def describe(self, fmt: FormatLike = "float16", scale: float = 1.0) -> str:
-        """Return a table: for each layer what a format would do to its gradients, times a scale."""
+        """Return a table: for each layer, what a format would lose of its gradients times a scale."""
         fmt = as_format(fmt)
         rows = []
         for name, layer in self.layers.items():
@@ -137,14 +138,14 @@ class WatchReport:
     def survival(
         self, scales: Sequence[float] = SCALES, formats: Sequence[FormatLike] = GRADIENT_FORMATS
     ) -> GradientSurvival:
-        """Return what scales would do to the gradients, to within a factor of 2 of each number."""
+        """Return what each scale would lose of the gradients, known to within a factor of 2."""
         found = self.gradients
         count = found.total - found.zeros
         return survival_of(found.fates, scales, formats, count, found.zeros, found.not_finite)
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """Collects histograms from a model, until it is closed; see `watch`."""
+    """Collects histograms from a model until it is closed; see `watch`."""
 
     def __init__(self, model: nn.Module, every: int, optimizer: Any) -> None:
         self._every = every
@@ -153,7 +154,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._steps = 0
         self._looks = False
         self._shift: Tensor | None = None
-        self._due: dict[Tensor, Tensor | None] = {}  # whose next gradient is of a forward looked at
+        self._due: dict[Tensor, Tensor | None] = {}  # parameters whose next gradient is to be counted
         self._owner: dict[Tensor, str] = {}
         self._tallies: dict[tuple[str, str], Tensor] = {}
         self._names: list[str] = []
@@ -178,7 +179,7 @@ class Watch(AbstractContextManager["Watch"]):
         if self._binding is not None:
             scale = self._binding.owner.scalers[0].scale_on_device
             self._shift = torch.frexp(scale)[1].long() - 1
-        for name, parameter in module.named_parameters():  # a tied one has the name that is first
+        for name, parameter in module.named_parameters():  # a tied one has its first name
             if parameter.requires_grad:
                 self._due[parameter] = self._shift
                 if parameter not in self._owner:
@@ -214,7 +215,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._tallies[key] = tally if held is None else tally + held.to(tally.device)
 
     def report(self) -> WatchReport:
-        """Return what was seen so far. The host waits for the device."""
+        """Return the histograms so far. The host waits for the device."""
         layers = {}
         for name in self._names:
             tallies = [self._tallies.get((name, field.name)) for field in fields(WatchedLayer)]
@@ -224,7 +225,7 @@ class Watch(AbstractContextManager["Watch"]):
         return WatchReport(layers, self._steps)
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop watching. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
         self._looks = False
@@ -242,18 +243,18 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
             train(model)
         print(seen.report().survival().formats["float16"].recommended)
 
-    Nothing makes the host wait for the device until `report`. Each number that is looked at costs a
-    few passes over its tensor, and 8 bytes for as long as they take.
+    The host does not wait for the device until `report`. Counting a tensor takes a few passes over it,
+    and temporarily 8 bytes for each element.
 
     Args:
-        model: what is called in the training loop, itself and not a part of it; not compiled.
-        every: look at every so many forwards with gradients, and at the backward of each.
-        optimizer: one of those of `amp.initialize`: gradients are counted without the loss scale of its
-            first loss. Without it they are counted as they are.
+        model: the model that the training loop calls, not compiled. A part of it will not do.
+        every: watch one of so many forwards with gradients, and its backward.
+        optimizer: an optimizer from `amp.initialize`. Gradients are then divided by the scale of its
+            session's first loss; without it they are counted as they are, scaled or not.
 
     Raises:
-        AmpTypeError: `model` is no module.
-        AmpValueError: `every` is no integer of at least 1, or the optimizer is not initialized.
+        AmpTypeError: `model` is not a module.
+        AmpValueError: `every` is not an integer of at least 1, or the optimizer is not initialized.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"watch needs a torch.nn.Module, and got {type(model).__name__}")
@@ -269,7 +270,7 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
 
 @without_grad
 def _tally(x: Tensor, shift: Tensor | None = None) -> Tensor:
-    """Return how many numbers are in each bin, by their exponents less a shift, int64."""
+    """Return how many numbers are in each bin, by exponent minus `shift`: int64 `[_BINS + 2]`."""
     values = x.detach().flatten().float()
     bins = torch.frexp(values).exponent.long() - 1 - LOWEST
     if shift is not None:

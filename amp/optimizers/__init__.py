@@ -1,4 +1,4 @@
-"""Optimizers that do a whole step in one launch of a kernel: unscale, clip, skip, update."""
+"""Fused optimizers, which do a whole step in one kernel launch: unscale, clip, skip, update."""
 
 from amp.optimizers.adagrad import FusedAdagrad
 from amp.optimizers.adam import FusedAdam

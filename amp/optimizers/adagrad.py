@@ -1,4 +1,4 @@
-"""FusedAdagrad."""
+"""FusedAdagrad: Adagrad, with apex's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,11 +20,11 @@ class FusedAdagrad(FusedOptimizer):
     Args:
         params: parameters, named parameters or groups of them.
         lr: the learning rate.
-        eps: added to the root of the sum.
+        eps: added to the square root of the sum.
         weight_decay: the weight decay.
         adagrad_w_mode: whether the weight decay is decoupled, as in AdamW.
-        lr_decay: how fast the rate falls with the steps.
-        initial_accumulator_value: what the sum starts at.
+        lr_decay: the rate at step t is `lr / (1 + (t - 1) * lr_decay)`.
+        initial_accumulator_value: the initial value of the sum.
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
@@ -57,7 +57,7 @@ class FusedAdagrad(FusedOptimizer):
         return float(group["initial_accumulator_value"])
 
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        return 0  # apex's does not count: it knows no lr_decay
+        return 0  # apex's counts no steps: it has no lr_decay
 
     def _rule(self, group: Any = None) -> Any:
         return kernels.adagrad.ADAGRAD

@@ -21,13 +21,13 @@ class FusedAdam(FusedOptimizer):
         params: parameters, named parameters or groups of them.
         lr: the learning rate; a tensor on the device can change in a replayed CUDA graph.
         bias_correction: whether the moments are corrected for having started at 0.
-        betas: how much of the moments is kept at each step.
-        eps: added to the root of the second moment.
+        betas: the decay rates of the two moments.
+        eps: added to the square root of the second moment.
         adam_w_mode: whether the weight decay is decoupled, as in AdamW, or added to the gradient.
         weight_decay: the weight decay.
         amsgrad: must be False, as in apex.
-        capturable: accepted for apex's sake: every step can be captured where Triton runs.
-        master_weights: must be False: masters are the session's.
+        capturable: accepted as in apex, without effect: where Triton runs, every step can be captured.
+        master_weights: must be False: `amp.initialize` makes masters.
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
@@ -60,7 +60,7 @@ class FusedAdam(FusedOptimizer):
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": truth_of("bias_correction", bias_correction)}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize}
-        # torch.optim.AdamW's names for what is the same in every group here
+        # torch.optim.AdamW's names, for settings that are the same in every group here
         defaults |= {"decoupled_weight_decay": truth_of("adam_w_mode", adam_w_mode)}
         defaults |= {"capturable": truth_of("capturable", capturable)}
         defaults |= {"foreach": None, "differentiable": False}

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer one call of `amp.kernels.stepping.step` steps, and with what."""
+"""Batches of an optimizer's parameters, each for one call of `amp.kernels.stepping.step`."""
 
 import operator
 import weakref
@@ -14,7 +14,7 @@ from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_sa
 from amp.masters.parameter import stored_grad
 
 _APART = 0x3504F333, 0x2545F491
-"""What parts the seeds of two groups, and of two shards: by far more than a group has parameters."""
+"""The distances between seeds of groups, and of shards: far larger than a group's parameter count."""
 
 
 @dataclass
@@ -22,14 +22,15 @@ class Batch:
     """Parameters of one group that are stepped together.
 
     Attributes:
-        index: of the group.
-        stepped: what is in the group and has the state: parameters or masters.
-        places: where each is in the group.
-        positions: where each is among the masters that are shown; None for parameters without a master.
-        has_all: whether these are all of the masters that are shown, in their order.
-        cut: how each is cut among ranks.
-        entries: where in the optimizer's state each has its own; None where there is none yet.
-        checked: the kinds and devices of the lists that were last found to be what a step takes.
+        index: the index of the group.
+        stepped: the parameters or masters in the group, which are the keys of the state.
+        places: the index of each in the group.
+        positions: the index of each among the masters of the `StepInputs`; None for parameters without
+            a master.
+        has_all: whether these are all masters of the `StepInputs`, in their order.
+        cut: how each is sharded over ranks.
+        entries: the index of each in the optimizer's state; None if it has no state yet.
+        checked: the kinds and devices of the lists that last passed `check_batch`.
     """
 
     index: int
@@ -42,17 +43,17 @@ class Batch:
     checked: list[Any] = field(default_factory=list)
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
     _known: list[TensorList] = field(default_factory=list)
-    """What `own_lists` returned last: the tensors, not kept in memory here, and lists without them."""
+    """What `own_lists` returned last: weak references to the tensors, and the lists without them."""
 
     def seeds(self, seed: int) -> list[int]:
-        """Return a seed of 31 bits for each parameter, by its place alone, given that of the group."""
+        """Return a seed of 31 bits for each parameter, from the group's seed and its place."""
         first = seed + _APART[0] * self.index + _APART[1] * self.cut.shard
         return [(first + place) % 2**31 for place in self.places]
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.
 
-        A list is a `TensorList` unless it has tensors of a class of their own.
+        A list is a `TensorList` unless its tensors are of a class that keeps its values elsewhere.
         """
         if self.positions is None:
             stepped: list[Any] = self.stepped
@@ -74,9 +75,9 @@ class Batch:
         return shown if self.has_all else shown.at(self.positions or ())
 
     def own_lists(self, lists: Sequence[Sequence[Tensor]]) -> list[TensorList]:
-        """Return lists of tensors that belong to the optimizer alone, as its state does.
+        """Return lists of tensors that belong to the optimizer alone, such as its state.
 
-        The same objects as in the last step are what they were, if each is where it was.
+        The lists of the last step are reused if the tensors are the same objects at the same addresses.
         """
         tensors = list(chain.from_iterable(lists))
         if self.cut.groups:
@@ -92,21 +93,21 @@ class Batch:
 
 
 def kinds_of(lists: Sequence[Any]) -> list[Any]:
-    """Return what lists of tensors are and where, to compare; nothing if a list cannot tell."""
+    """Return the kinds and devices of lists, for comparison; an empty list if one has no kind."""
     try:
         return [(x.kind, x.device) for x in lists] if all([x.has_memory for x in lists]) else []  # noqa: C419
-    except (AttributeError, RuntimeError):  # of a class of their own, or sparse
+    except (AttributeError, RuntimeError):  # of a class with its values elsewhere, or sparse
         return []
 
 
 class Batches:
-    """The batches of an optimizer's steps, which are found anew only when something has changed."""
+    """The batches of an optimizer's steps, kept until its groups, gradients or state change."""
 
     def __init__(self) -> None:
         self._lists: list[list[Tensor]] = []
-        """What the groups held in the last step."""
+        """The groups' parameters in the last step."""
         self._given: Sequence[Tensor] = ()
-        """The masters that had a gradient."""
+        """The masters that had a gradient in the last step."""
         self._others: list[Tensor] = []
         """Parameters whose gradients are in their `.grad`, if they have any."""
         self._has_own: list[bool] = []
@@ -123,7 +124,7 @@ class Batches:
             self._lists, self._given = list(map(list, lists)), inputs.stepped
             given = set(map(id, inputs.stepped))
             self._others = [p for params in lists for p in params if id(p) not in given]
-        # Of a master that has no gradient `.grad` is not asked: it would show deferred ones.
+        # Reading a master's `.grad` itself would unscale deferred gradients.
         has_own = [stored_grad(parameter) is not None for parameter in self._others]
         if is_new or has_own != self._has_own:
             self._has_own = has_own
@@ -158,7 +159,7 @@ def _batches(
 
 
 def _cut_alike(params: Sequence[Tensor]) -> Iterable[tuple[Cut, Sequence[Tensor]]]:
-    """Return the parameters of a group, those together that are cut among the same ranks alike."""
+    """Return the parameters of a group, together those that are sharded over ranks in the same way."""
     if are_plain(params):
         return [(WHOLE, params)]
     alike: dict[Cut, list[Tensor]] = {}

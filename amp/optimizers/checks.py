@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters, and of what an optimizer is about to step."""
+"""Checks of hyper-parameters, and of the tensors of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
     """Raise AmpValueError unless `low <= value < below`.
 
-    A tensor on a device is not looked at: the host would wait for it.
+    The value of a tensor on a device is not checked: the host would wait for it.
     """
     if type(value) is float and low <= value < below:
         return
@@ -52,12 +52,12 @@ def check_betas(betas: Any) -> None:
 
 
 def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Sequence[Tensor]]) -> None:
-    """Raise if a gradient, or the state, is not what a step takes. Nothing has been stepped then.
+    """Raise if a step cannot take a gradient, or the state. Nothing has been stepped then.
 
     Args:
-        optimizer: that is about to step.
-        batch: of its parameters.
-        lists: what `Batch.tensors` has returned for it.
+        optimizer: the optimizer that is about to step.
+        batch: some of its parameters.
+        lists: the result of `Batch.tensors`.
     """
     group = optimizer.param_groups[batch.index]
     kind = type(optimizer).__name__

@@ -1,8 +1,9 @@
-"""What the fused optimizers share: groups and state as `torch.optim` keeps them, and the step.
+"""`FusedOptimizer`, the base class of the fused optimizers: groups, state and step.
 
-State dicts are those of the `torch.optim` counterpart, in both directions. `step` follows the protocol
-of torch's own fused optimizers: `torch.amp.GradScaler` lets it unscale and skip on the device. So does
-a session, which lets it write the model's 16-bit weights too; see `amp.training.step_inputs`.
+State dicts are compatible with those of the `torch.optim` counterpart, in both directions. `step`
+follows the protocol of torch's own fused optimizers: under `torch.amp.GradScaler` it unscales and skips
+on the device. In a session it does so too, and also writes the model's 16-bit weights; see
+`amp.training.step_inputs`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: parameters, named parameters or groups of them.
         defaults: the hyper-parameters of a group that does not set them. `maximize` steps along the
             gradients.
-        set_grad_none: whether `zero_grad()` removes gradients or writes zeros, unless it is told.
-        max_grad_norm: what to clip the norm of the gradients of all groups to; 0 or None does not clip.
-            Gradients of DTensors count with all their shards, others once on each rank.
+        set_grad_none: whether `zero_grad()` by default removes gradients, or writes zeros.
+        max_grad_norm: the largest total norm of the gradients of all groups, to which they are clipped;
+            0 or None does not clip. Of DTensors all shards count, of other gradients those of this
+            rank.
         state_dtype: `torch.bfloat16` keeps the moments in 16 bits, rounded stochastically; None keeps
-            them in the dtype of what is stepped. The seed is 0, whatever the user seeds, so that ranks
-            with copies of a parameter round alike; shards differ. It is each group's `seed`.
+            them in the dtype of the master or parameter. The seed is each group's `seed`, 0 at first,
+            and not torch's, so that ranks with copies of a parameter round alike; shards round
+            differently.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range or not a number, or asks for what is not
@@ -48,22 +51,22 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _step_takes_scaled_grads = True
     scaled_grads: Any = None
-    """What a session shows while this steps, a `StepInputs`."""
+    """The `StepInputs` that a session sets while this optimizer steps."""
 
     _ranges: tuple[str, ...] = ()
-    """The hyper-parameters that are finite and at least 0, besides betas."""
+    """The hyper-parameters, besides betas, that must be finite and at least 0."""
     _scalars: tuple[str, ...] = ()
-    """Of what the state has once for a whole parameter, besides its steps."""
+    """The state entries, besides `step`, that are one number for a whole parameter."""
     _flags = (
         *("bias_correction", "maximize", "amsgrad", "nesterov", "adam_w_mode", "grad_averaging"),
         *("use_nvlamb", "reg_inside_moment", "init_zero", "set_grad_none", "capturable"),
         *("decoupled_weight_decay", "wd_after_momentum", "adagrad_w_mode"),
     )
-    """The hyper-parameters that are true or false, of all of these optimizers."""
+    """The hyper-parameters of all fused optimizers that are true or false."""
     _required: frozenset[str]
-    """What every saved group of this optimizer has."""
+    """The keys that every saved group of this optimizer must have."""
     _goes_by_norms = False
-    """Whether a step goes by the norm of each tensor."""
+    """Whether a step uses the norm of each tensor."""
 
     def __init__(
         self,
@@ -86,19 +89,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._batches = Batches()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a subclass with a `step` of its own be skipped, and find unscaled gradients.
+        """Make a session skip steps, and unscale gradients, for a subclass with a `step` of its own.
 
-        Unless it says that it reads `found_inf`, and `scaled_grads`, itself.
+        Unless the subclass declares that its `step` reads `found_inf`, or `scaled_grads`, itself.
         """
         super().__init_subclass__(**kwargs)
         for name in ("_step_takes_scaled_grads", "_step_supports_amp_scaling"):
             if "step" in vars(cls) and name not in vars(cls):
                 setattr(cls, name, False)
 
-    # What an optimizer has of its own.
+    # Overridden by the optimizers.
 
     def _rule(self, group: Mapping[str, Any] | None = None) -> Rule:
-        """Return the formula by which a group is stepped; without a group, one that has all moments."""
+        """Return the formula for a group; without a group, one that has all moments."""
         raise NotImplementedError
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -119,7 +122,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {moment.name: moment for moment in self._rule().moments}
 
     def _first_moment(self, group: Mapping[str, Any]) -> float:
-        """Return what moments start at."""
+        """Return the initial value of moments."""
         return 0.0
 
     def _of_tensor(self, one: Ready, clip: Tensor | None, inputs: StepInputs) -> Tensor | None:
@@ -128,7 +131,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             one: the parameters and their gradients.
             clip: float32 `[1]`, what the unscaled gradients are multiplied by; None is 1.
-            inputs: of the step: whether it is skipped, and where to plan what is to be written.
+            inputs: of the step: whether it is skipped, and the plan to add writes to.
         """
         return None
 
@@ -136,19 +139,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Move what a saved group holds for its parameters to their state."""
 
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        """Return the steps of a saved state that does not count them, or None."""
+        """Return the number of steps for a saved state that does not count them, or None."""
         return None
 
     # Groups and state.
 
     @property
     def max_grad_norm(self) -> float | None:
-        """What the norm of all gradients is clipped to; None does not clip."""
+        """The largest norm of all gradients, to which they are clipped; None does not clip."""
         return self.defaults["max_grad_norm"] or None
 
     @property
     def state_dtype(self) -> torch.dtype | None:
-        """The dtype of the moments; None for that of what is stepped. Moments there are follow it."""
+        """The dtype of the moments; None for the parameter's. Setting it casts existing moments."""
         dtype: torch.dtype | None = self.defaults["state_dtype"]
         return dtype
 
@@ -194,19 +197,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default in the way that the optimizer was made with."""
+        """Clear gradients, by default as `set_grad_none` says."""
         super().zero_grad(self.defaults["set_grad_none"] if set_to_none is None else set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state: of this class, of its `torch.optim` counterpart, or apex's.
+        """Load a state dict of this class, of its `torch.optim` counterpart, or of apex's.
 
-        The host waits once for each device, to look at the values.
+        The host waits once for each device, to check the values.
 
         Raises:
             AmpTypeError, AmpValueError: it is another optimizer's, or an entry is not what it should
                 be. Nothing has been changed then.
         """
-        # What is copied in inference mode could not be stepped outside of it.
+        # Tensors copied in inference mode could not be stepped outside of it.
         with torch.inference_mode(False), all_or_nothing(self):
             own = as_own_state(self, state_dict)
             super().load_state_dict(own)
@@ -216,7 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._cast_moments()
 
     def _take_over(self, parameter: Tensor, entry: Mapping[str, Any]) -> None:
-        """Take over what torch has cast to the parameter's dtype, which may be the narrower one."""
+        """Load again what torch has cast to the parameter's dtype, which may be the narrower one."""
         for name in self._scalars if entry else ():
             self.state[parameter][name] = entry[name].to(parameter.device, copy=True)
         for name in self._all_moments() if self.state_dtype is not None else ():
@@ -240,10 +243,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             AmpTypeError: a gradient is sparse, or of a dtype that no kernel takes; or a parameter is a
-                flat shard of `FullyShardedDataParallel`, and the step goes by norms.
+                flat shard of `FullyShardedDataParallel`, and the step uses norms.
             AmpValueError: a hyper-parameter is out of its range or not a number.
+            AmpRuntimeError: a parameter was moved or cast, or memory was released.
 
-        In both cases no parameter has been stepped.
+        In all cases no parameter has been stepped.
         """
         loss = None
         if closure is not None:

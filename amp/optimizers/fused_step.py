@@ -1,4 +1,4 @@
-"""One step of a fused optimizer: all batches are looked at and checked, then clipped and stepped."""
+"""One step of a fused optimizer: all batches are first checked, then clipped and stepped."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Ready(NamedTuple):
-    """A batch whose tensors have been looked at.
+    """A batch and its tensors, which have been checked.
 
     Attributes:
         lists: its parameters, gradients and weights to write; see `Batch.tensors`.
-        state: a list for each moment, and one of the steps that each parameter has taken; None where
-            some of it has to be made first.
+        state: a list for each moment, and one of each parameter's step count; None if some of it is
+            still to be made.
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
     """
 
@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: StepInputs) -> None:
     """Step the parameters of all batches, or raise an AmpError before any of them.
 
-    An interrupt finds all of them stepped, or none.
+    An interrupt leaves all of them stepped, or none.
     """
     entries = list(optimizer.state.values())
     ready = [_look_at(optimizer, batch, inputs, entries) for batch in batches]
@@ -53,7 +53,7 @@ def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: St
 def _look_at(
     optimizer: FusedOptimizer, batch: Batch, inputs: StepInputs, entries: Sequence[Mapping[str, Any]]
 ) -> Ready:
-    """Look at the tensors of a batch; where they are of another kind than before, check them."""
+    """Return the tensors of a batch, which are checked if they are of another kind than before."""
     lists = batch.tensors(inputs)
     names = (*optimizer._moments(optimizer.param_groups[batch.index]), "step")
     try:
@@ -74,7 +74,7 @@ def _look_at(
 
 
 def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: StepInputs) -> Tensor | None:
-    """Return what clipping multiplies the unscaled gradients by, float32 `[1]`. No host sync."""
+    """Return the factor that clips the unscaled gradients, float32 `[1]`, or None. No host sync."""
     if max_norm is None or not ready:
         return None
     norms = []
@@ -125,7 +125,7 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
     )
     if not batch.cut.groups:
         return
-    # Of such a parameter this rank has nothing, and counts its steps as the other ranks do.
+    # This rank has no part of some parameters, and counts their steps as the other ranks do.
     empty = [step for p, step in zip(one.lists["params"], steps, strict=True) if not p.numel()]
     if empty:
         taken: Any = 1.0 if found_inf is None else (found_inf == 0).float().reshape(())
@@ -135,9 +135,9 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
 def _make_state(
     optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Any], group: Mapping[str, Any]
 ) -> list[list[Tensor]]:
-    """Make what the state has not, and return the moments and the steps.
+    """Make missing state, and return the moments and the step counts.
 
-    The steps of a loaded state move to the device.
+    The step counts of a loaded state move to the device.
     """
     names = (*optimizer._moments(group), "step")
     for parameter, like in zip(batch.stepped, lists["params"], strict=True):

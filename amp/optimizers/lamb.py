@@ -1,4 +1,4 @@
-"""LAMB, and NVIDIA's variant of it, with apex's arguments."""
+"""FusedLAMB: LAMB, and NVIDIA's variant of it, with apex's arguments."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from amp.optimizers.fused import FusedOptimizer
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB: Adam whose step is as long as its parameter's norm says, tensor by tensor.
+    """LAMB: Adam whose step is scaled by the norm of the parameter, tensor by tensor.
 
     Args:
         params: parameters, named parameters or groups of them.
-        lr: the rate; each of these may be a number or a tensor of one element, for each group.
+        lr: the learning rate; like betas, eps and weight_decay, a number or a tensor of one element.
         bias_correction: whether the moments are corrected for having started at 0.
-        betas: how much of the running means of gradients and of their squares a step keeps.
-        eps: added to the root of the second moment.
+        betas: the decay rates of the running means of gradients and of their squares.
+        eps: added to the square root of the second moment.
         weight_decay: the weight decay.
         amsgrad: not supported, as in apex.
         adam_w_mode: whether the weight decay is decoupled.
         grad_averaging: whether the first moment is a mean of gradients, or a sum.
-        use_nvlamb: whether norms count for parameters without a weight decay too.
+        use_nvlamb: whether norms scale the step without weight decay too.
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 

@@ -1,4 +1,4 @@
-"""FusedLion."""
+"""FusedLion: Lion, with the defaults of its paper."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ class FusedLion(FusedOptimizer):
     Args:
         params: parameters, named parameters or groups of them.
         lr: the learning rate; a third to a tenth of AdamW's.
-        betas: how much of the mean is kept, for the step and after it.
+        betas: the decay rates of the mean, for the step's direction and for the stored mean.
         weight_decay: decoupled, as in AdamW; three to ten times AdamW's.
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
@@ -42,7 +42,7 @@ class FusedLion(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        return 0  # nothing depends on it, and others do not count
+        return 0  # the formula does not use it, and other Lions do not count
 
     def _rule(self, group: Any = None) -> Any:
         return kernels.lion.LION

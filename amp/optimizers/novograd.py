@@ -1,4 +1,4 @@
-"""NovoGrad, with apex's arguments."""
+"""FusedNovoGrad: NovoGrad, with apex's arguments."""
 
 import functools
 import math
@@ -23,16 +23,17 @@ class FusedNovoGrad(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups of them.
-        lr: the rate; each of these may be a number or a tensor of one element, for each group.
+        lr: the learning rate; like betas, eps and weight_decay, a number or a tensor of one element.
         bias_correction: whether moment and norm are corrected for having started at 0.
-        betas: how much of the running mean of gradients and of their norm a step keeps.
+        betas: the decay rates of the running mean of gradients and of their running norm.
         eps: added to the norm.
         weight_decay: the weight decay.
         amsgrad: not supported, as in apex.
-        reg_inside_moment: whether norm and weight decay act on the gradient before the moment does.
+        reg_inside_moment: whether the gradient is divided by the norm, and weight decay added to it,
+            before it enters the moment.
         grad_averaging: whether the moment is a mean, or a sum.
         norm_type: 2 for the Euclidean norm, 0 for the largest magnitude.
-        init_zero: whether the running norm starts at 0, or at the first gradient's.
+        init_zero: whether the running norm starts at 0, or at the first gradient's norm.
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
@@ -77,7 +78,7 @@ class FusedNovoGrad(FusedOptimizer):
             )
 
     def _from_group(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:
-        """Apex keeps the norms in the group: one tensor for float16 parameters, one for the others."""
+        """Move the norms from apex's group: one tensor for float16 parameters, one for the others."""
         norms = group.pop("exp_avg_sq", None)
         if norms is None:
             return
@@ -101,7 +102,7 @@ class FusedNovoGrad(FusedOptimizer):
         return kernels.novograd.NOVOGRAD
 
     def _of_tensor(self, one: Ready, clip: Tensor | None, inputs: StepInputs) -> Tensor:
-        """Return the running norms, as this step moves them."""
+        """Return the running norms after this step, and plan to store them."""
         group, grads = self.param_groups[one.batch.index], one.lists["grads"]
         states = [self.state[parameter] for parameter in one.batch.stepped]
         is_largest = group["norm_type"] == 0

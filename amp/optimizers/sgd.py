@@ -1,4 +1,4 @@
-"""FusedSGD."""
+"""FusedSGD: SGD, with momentum or without, with apex's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,12 +20,12 @@ class FusedSGD(FusedOptimizer):
     Args:
         params: parameters, named parameters or groups of them.
         lr: the learning rate, required unless each group has one.
-        momentum: how much of the momentum is kept at each step; 0 keeps none.
-        dampening: how much of a gradient does not enter the momentum.
-        weight_decay: how much of the parameter is added to the gradient.
+        momentum: the decay rate of the momentum; 0 keeps none.
+        dampening: the fraction of a gradient that does not enter the momentum.
+        weight_decay: the fraction of the parameter that is added to the gradient.
         nesterov: whether to look ahead; needs a momentum and no dampening.
-        wd_after_momentum: whether the weight decay stays out of the momentum.
-        materialize_master_grads: accepted for apex's sake.
+        wd_after_momentum: whether weight decay is added after the momentum, and stays out of it.
+        materialize_master_grads: accepted as in apex, without effect.
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
 
     Raises:
@@ -71,7 +71,7 @@ class FusedSGD(FusedOptimizer):
             )
 
     def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        # torch counts no steps, and its first one makes the momentum.
+        # torch's SGD counts no steps, and its first step makes the momentum.
         return None if entry.get("momentum_buffer") is None else 1
 
     def _rule(self, group: Any = None) -> Any:
@@ -80,5 +80,5 @@ class FusedSGD(FusedOptimizer):
 
 
 def _is_zero(value: float | Tensor) -> bool:
-    """Whether a number is 0. A tensor is not: the host would wait to know."""
+    """Whether a number is 0; False for a tensor, whose value the host would wait for."""
     return not isinstance(value, Tensor) and value == 0

@@ -1,4 +1,4 @@
-"""State dicts of others, as a fused optimizer keeps its own: `torch.optim`'s, and apex's."""
+"""Conversion and checks of state dicts, `torch.optim`'s and apex's too, for a fused optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the names and the groups of an optimizer, all of which is checked.
+    """Return a checked state dict, with the names and groups of a fused optimizer.
 
     The host waits once for each device.
 
@@ -74,7 +74,7 @@ def _check_group(
 def _check_entry(
     checks: StateChecks, optimizer: FusedOptimizer, entry: dict[str, Any], path: str, parameter: Tensor
 ) -> None:
-    """Check the state of a parameter, and exchange tensors for copies."""
+    """Check the saved state of a parameter, and replace its tensors by copies."""
     entry["step"] = checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
     moments = optimizer._all_moments()
     for name in entry.keys() - {"step"}:

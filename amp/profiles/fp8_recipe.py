@@ -16,12 +16,12 @@ RECIPES = {
     "block": ("blockwise", "float8blockscaling"),
     "mxfp8": ("mxfp8blockscaling",),
 }
-"""The recipes, and what torchao, Megatron and Transformer Engine call them."""
+"""The recipes, and the names that torchao, Megatron and Transformer Engine have for them."""
 
 _ALIASES = {alias: name for name, aliases in RECIPES.items() for alias in aliases}
 _ALL_E4M3 = ("rowwise", "rowwise_gw_hp", "block", "mxfp8")
 _HISTORY = {"amax_history": 16, "amax_algo": "max", "margin": 0, "reduce_amax": True}
-"""What `delayed` makes of the fields that are its own, if they are not given."""
+"""The defaults of the fields that only `delayed` has."""
 
 _FP8_OR_HIGH = {True: "fp8", False: "high"}
 _FIRST_AND_LAST = {True: ("first", "last"), False: ()}
@@ -146,10 +146,14 @@ FP8_KEYS = keys.keys_of(Fp8Recipe)
 
 
 def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
-    """Return the recipe that a name or a mapping asks for; None for False and None.
+    """Return the recipe that a name or a mapping asks for; None for False, None and words for them.
 
-    A mapping has the keys of `Fp8Recipe`, or other libraries' names for them. Of Transformer Engine's,
-    accelerate's and Megatron's formats, `hybrid` and `e4m3` alone mean `current` in that format.
+    A mapping has the keys of `Fp8Recipe`, or other libraries' names for them. As in Transformer Engine,
+    accelerate and Megatron, the value may be a format: `hybrid` and `e4m3` mean `current` in it.
+
+    Raises:
+        AmpValueError: an unknown name, or a value that is not allowed.
+        AmpTypeError: a value of the wrong type, or an unknown key.
     """
     word = keys.word_of(value)
     if value is False or keys.is_none(value) or word in ("false", "no", "off"):
@@ -177,7 +181,7 @@ _FLAGS: dict[str, tuple[str, Mapping[bool, Any]]] = {
     "first_last_layers_bf16": ("skip", _FIRST_AND_LAST),
     "filter_first_and_last_linear_layers": ("skip", _FIRST_AND_LAST),
 }
-"""Truth values of other libraries: the field that each sets, and to what."""
+"""Boolean options of other libraries: the field that each sets, and its values."""
 
 
 def _fields(written: str, value: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The keys of profiles and overrides, each described in one place: a field of a dataclass.
+"""The keys of profiles and overrides, each defined in one place: a field of a dataclass.
 
-The field has its name, type, default and parser, and the class's docstring says what it means. From
-these follow what profiles and overrides may set, how a value is read, and what an error says.
+The field has the name, type, default and parser of the key, and the class's docstring explains it. The
+allowed keys of profiles and overrides, the parsing of values and the error messages come from there.
 """
 
 import math
@@ -15,17 +15,17 @@ from amp.dtypes import DTYPES, dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, brief, did_you_mean
 
 Parser = Callable[[str, Any], Any]
-"""From a key's name and a value to what the field holds. Raises an AmpError that names the key."""
+"""Returns the field's value, from the key's name and a value. Raises an AmpError that names the key."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What there is to know of a key.
+    """How a key is written and parsed.
 
     Attributes:
-        parse: reads a value.
-        name: how it is written, if not as the field.
-        aliases: other ways to write it.
+        parse: the parser of its values.
+        name: the key's name, if it is not the field's.
+        aliases: other names of the key.
         field: the field that holds the value; `keys_of` fills it in.
     """
 
@@ -36,7 +36,7 @@ class Key:
 
 
 def key(default: Any, parse: Parser, **more: Any) -> Any:
-    """Return a dataclass's field that a key sets; see `Key`."""
+    """Return a dataclass field that is set by a key; see `Key`."""
     return field(default=default, metadata={"key": Key(parse, **more)})
 
 
@@ -47,15 +47,15 @@ def keys_of(cls: type) -> dict[str, Key]:
 
 
 def parse_fields(made: Any, keys: Mapping[str, Key]) -> None:
-    """Let the fields of a frozen dataclass hold what the parsers of its keys make of them."""
+    """Replace the fields of a frozen dataclass by their parsed values."""
     for key in keys.values():
         object.__setattr__(made, key.field, key.parse(key.name, getattr(made, key.field)))
 
 
 def find_key(name: str, keys: Mapping[str, Key], what: str, others: Sequence[str] = ()) -> Key:
-    """Return the key that is written as `name`, or raise an AmpTypeError that begins with `what`.
+    """Return the key whose name or alias is `name`, or raise an AmpTypeError that begins with `what`.
 
-    The error lists the keys, and `others`, which are allowed besides.
+    The error lists the keys, and `others`, which the caller allows as well.
     """
     spelled = {spelling: key for key in keys.values() for spelling in (key.name, *key.aliases)}
     if name not in spelled:
@@ -68,12 +68,12 @@ def find_key(name: str, keys: Mapping[str, Key], what: str, others: Sequence[str
 def fields_of(
     what: str, mapping: Mapping[Any, Any], read: Callable[[str, Any], Mapping[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields that a mapping sets, and how each is written there.
+    """Return the fields that a mapping sets, and the spelling of each in the mapping.
 
     Args:
         what: the key that the mapping is the value of.
-        mapping: from keys, in any spelling, to values.
-        read: returns the fields that one item sets, from its key and its value.
+        mapping: values by keys, in any spelling.
+        read: returns the fields that one item sets, given its key and its value.
 
     Raises:
         AmpValueError: two items set the same field.
@@ -92,12 +92,12 @@ def fields_of(
 
 
 def text_of(key: object) -> str:
-    """Return the key of a mapping as text, whatever it is."""
+    """Return the key of a mapping as text."""
     return key if isinstance(key, str) else brief(key)
 
 
 def wrong_type(name: str, value: object, remedy: str) -> AmpTypeError:
-    """Return the error for a value that is of no type which a key takes."""
+    """Return the error for a value whose type a key does not take."""
     return AmpTypeError(f"{name}={brief(value)} is a {type(value).__name__}; {remedy}")
 
 
@@ -107,7 +107,7 @@ def shown(value: object) -> str:
 
 
 def shortened(value: object) -> str:
-    """Return what `shown` does, or the beginning of it."""
+    """Return the text of `shown`, cut at 200 characters."""
     text = shown(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -115,10 +115,10 @@ def shortened(value: object) -> str:
 # Parsers.
 
 SMALLEST_SCALE = 2.0**-126
-"""FP32's smallest normal number: no loss scale goes below it, so none is ever 0 or a denormal."""
+"""FP32's smallest normal number: no loss scale goes below it, so a scale is never 0 or subnormal."""
 
 LARGEST_SCALE = 2.0**126
-"""The reciprocal of `SMALLEST_SCALE`: growth stops here, so that no inverse is a denormal."""
+"""The reciprocal of `SMALLEST_SCALE`: growth stops here, so that no inverse scale is subnormal."""
 
 _WORDS = {
     **dict.fromkeys(("true", "yes", "on"), True),
@@ -134,14 +134,14 @@ def word_of(value: object) -> str:
 
 
 class OneOf:
-    """A parser of values that can be listed. Names of dtypes, and words such as `yes`, are understood.
+    """A parser for a list of allowed values. It understands names of dtypes, and words such as `yes`.
 
     Args:
         allowed: True, False, None, dtypes and words.
-        means: what some values are read as, where not as themselves. Those that are not in `allowed`
-            are understood too, and not listed.
-        error: what is raised for anything else. The default is AmpValueError, and AmpTypeError for a
-            value of another type where dtypes are allowed.
+        means: the values that stand for another value. Those that are not in `allowed` are accepted
+            too, but error messages do not list them.
+        error: the class of the error for other values. The default is AmpValueError, and AmpTypeError
+            for a value that is neither text nor a dtype where dtypes are allowed.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class OneOf:
         self._error = error
 
     def __call__(self, name: str, value: object) -> Any:
-        """Return the allowed value that `value` is or names."""
+        """Return the allowed value that `value` is or stands for."""
         word = word_of(value)
         found = _WORDS.get(word, word) if word else value
         for each, meant in self._means.items():
@@ -184,7 +184,7 @@ def parse_number(name: str, value: object) -> float:
             return float(value)
         except (ValueError, RuntimeError, TypeError):
             pass
-        except OverflowError:  # of an integer that no float can hold
+        except OverflowError:  # an integer beyond the range of float
             return math.inf
     raise AmpValueError(f"{name}={brief(value)} is not a number")
 
@@ -199,7 +199,7 @@ def parse_positive(name: str, value: object) -> float:
 
 
 def as_integer(name: str, value: object) -> int | None:
-    """Return a number as an integer, or None if it is none."""
+    """Return a number as an integer, or None if it is not an integer."""
     number = parse_number(name, value)
     if isinstance(value, bool) or not number.is_integer():
         return None
@@ -217,7 +217,7 @@ def parse_count(name: str, value: object) -> int:
 
 
 LONGEST_GLOB = 1000
-"""In characters. The time that it takes to read a glob grows with the square of its length."""
+"""In characters. The time to compile a glob grows with the square of its length."""
 MOST_GLOBS = 1000
 
 

@@ -1,8 +1,8 @@
-"""Levels, aliases and files of the user's own, with overrides on top of them, as properties.
+"""Resolving levels, aliases and a user's YAML files, with overrides on top, to properties.
 
-A level is a file in `configs/`, named as it is: nothing else lists them. Its `aliases` are other
-names for it. Whether properties fit together is checked of the whole, and not of one field after
-another as in apex, so that no legal combination depends on the order in which its parts are given.
+A level is a file in `configs/` with its name, and its `aliases` are other names for it; there is no
+other list of levels. Properties are checked together, not one after another as in apex, so that a legal
+combination does not depend on the order in which its parts are given.
 """
 
 import functools
@@ -40,7 +40,7 @@ _LONGEST_CHAIN = 20
 
 @functools.cache
 def aliases() -> dict[str, str]:
-    """Return the level of each alias."""
+    """Return the aliases, each with its level."""
     return {
         alias: level
         for level, path in LEVELS.items()
@@ -49,18 +49,18 @@ def aliases() -> dict[str, str]:
 
 
 def levels_with(name: str) -> str:
-    """Return the levels where a property is true, for people: `'O2' (float16) or 'O5' (bfloat16)`."""
+    """Return the levels where a property is true, for messages: `'O2' (float16) or 'O5' (bfloat16)`."""
     profiles = [p for p in map(load_profile, LEVELS) if getattr(p, name) and p.fp8 is None]
     return " or ".join(f"'{p.opt_level}' ({shown(compute_dtype(p))})" for p in profiles)
 
 
 def compute_dtype(p: Properties) -> torch.dtype | Literal[False] | None:
-    """Return the dtype of a level's matrix products, FP8 left aside; None or False for the inputs'."""
+    """Return the dtype of matrix products apart from FP8; None or False where it is the inputs'."""
     return p.patch_torch_functions_type or p.cast_model_type
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
-    """Return what a level, an alias or a YAML file resolves to.
+    """Return the properties of a level, an alias or a YAML file.
 
     Args:
         name_or_path: a level such as `"O2"`; an alias such as `"16-mixed"`; or a path, with a suffix
@@ -77,12 +77,12 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
 def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> Properties:
     """Return the profile's properties with every override that is not None on top.
 
-    `rules` come on top of the profile's; `min_loss_scale` and `max_loss_scale` bound whatever loss
-    scaling results.
+    `rules` are added to the profile's rules and take precedence. `min_loss_scale` and `max_loss_scale`
+    bound the loss scaling of the profile, or of `loss_scale`.
 
     Raises:
         AmpTypeError: an override that does not exist.
-        AmpError: whatever `load_profile`, the parsers of values and the check of the whole raise.
+        AmpError: the profile, a value or the combination is not valid.
     """
     properties = load_profile(opt_level)
     changes: dict[str, Any] = {}
@@ -110,12 +110,12 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
     if isinstance(name_or_path, (str, os.PathLike)):
         try:
             text = os.fsdecode(name_or_path)
-        except TypeError as error:  # of a PathLike that gives no path
+        except TypeError as error:  # from a PathLike that returns no path
             raise AmpTypeError(f"{what}={brief(name_or_path)} is no path: {error}") from None
         path = Path(text)
         if path.suffix or len(path.parts) > 1:
             path = beside.parent / path if beside else path
-            if not os.path.isfile(path):  # noqa: PTH113  Path.is_file raises for a name that is too long
+            if not os.path.isfile(path):  # noqa: PTH113  Path.is_file raises if the name is too long
                 where = path.absolute() if len(str(path)) < 1000 else "of so long a name"
                 raise ProfileNotFoundError(f"{what}={brief(text)}: there is no file {where}")
             return path
@@ -125,7 +125,7 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
 
 
 def _hint(name: object) -> str:
-    """Say which level was probably meant: '02', 'o2', '2' and 2 all mean 'O2'."""
+    """Return a hint at the level that was probably meant: '02', 'o2', '2' and 2 all mean 'O2'."""
     text = name.strip() if isinstance(name, str) else brief(name)
     digit = re.fullmatch(r"[oO0]?([oO\d])", text)
     probably = digit and f"O{digit[1].upper().replace('O', '0')}"
@@ -142,7 +142,7 @@ _FORMATS = {**DTYPES, "16": torch.float16, "32": torch.float32, "fp8": "fp8", "f
 
 
 def _levels_of(text: str) -> str:
-    """Say which levels are what a number format, or a word such as `mixed`, asks for."""
+    """Return a hint at the levels that match a number format, or a word such as `mixed`."""
     profiles = list(map(load_profile, LEVELS))
     for word in re.split("[-_ ]", text.lower().removeprefix("torch.")):
         if word in ("amp", "autocast", "mixed"):
@@ -189,14 +189,14 @@ def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
                 changes |= _field(name, value)
     try:
         return _changed(base, changes)
-    except AmpRuntimeError as error:  # it begins with the name of the property
+    except AmpRuntimeError as error:  # its message begins with the name of the property
         line = lines.get((str(error).partition("=")[0],), 1)
         raise AmpRuntimeError(f"{path}:{line}: {error}") from None
 
 
 @contextmanager
 def _errors_at(path: Path, lines: Lines, name: str) -> Iterator[None]:
-    """Let errors name the line of the file: of a key, or of the key in its value that they name."""
+    """Add file and line to errors: the line of a key, or of the nested key that an error names."""
     try:
         yield
     except AmpError as error:
@@ -210,7 +210,7 @@ def _errors_at(path: Path, lines: Lines, name: str) -> Iterator[None]:
 
 
 def _is_word_of(text: str, word: str) -> bool:
-    """Whether a word stands in a text, and not as a part of another one."""
+    """Whether a text contains a word, as a whole word."""
     return word in text and bool(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text))
 
 
@@ -271,7 +271,7 @@ def _by_op_misfits(p: Properties, base: Properties) -> Iterator[Misfit]:
 
 
 def _misfits(p: Properties) -> Iterator[Misfit]:
-    """Yield what does not fit a profile that leaves functions alone."""
+    """Yield properties that do not fit a profile that casts no functions."""
     names = ("patch_torch_functions", "patch_torch_functions_type")
     of_functions: list[tuple[str, object]] = [(name, getattr(p, name)) for name in names]
     of_functions += [("rules", rule) for rule in p.rules if rule.kind == "op"]
@@ -286,7 +286,7 @@ def _misfits(p: Properties) -> Iterator[Misfit]:
 
 
 def _fp8_misfits(p: Properties) -> Iterator[Misfit]:
-    """Yield FP8 where nothing runs in half precision."""
+    """Yield `fp8` if the rest of the model does not run in half precision."""
     dtype = p.patch_torch_functions_type if p.patch_torch_functions else p.cast_model_type
     if p.fp8 is not None and dtype not in LOW_PRECISION:
         levels = " or ".join(repr(level) for level in LEVELS if load_profile(level).fp8)

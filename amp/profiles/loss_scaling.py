@@ -1,4 +1,4 @@
-"""How the loss scale starts and moves."""
+"""`LossScaling`: how the loss scale starts, grows and backs off."""
 
 import math
 from collections.abc import Mapping
@@ -68,17 +68,17 @@ class LossScaling:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale moves."""
+        """Whether the scale changes during training."""
         return self.mode == "dynamic"
 
     @property
     def floor(self) -> float:
-        """The lowest scale that can be reached."""
+        """The lowest possible scale."""
         return SMALLEST_SCALE if self.min is None else self.min
 
     @property
     def start(self) -> float:
-        """The first scale. As in apex, `max` caps a dynamic one and `min` does not raise it."""
+        """The first scale. As in apex, `max` caps a dynamic scale, and `min` does not raise it."""
         return min(self.init, self.max) if self.dynamic else self.init
 
 
@@ -89,6 +89,10 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
     """Return the loss scaling that `"dynamic"`, a number or a mapping asks for.
 
     A mapping has the keys of `LossScaling`, or DeepSpeed's, Megatron's and torch.amp's names for them.
+
+    Raises:
+        AmpValueError: a value that is not allowed, or a key that has no effect.
+        AmpTypeError: a value of the wrong type, or an unknown key.
     """
     if isinstance(value, LossScaling):
         return value

@@ -1,4 +1,4 @@
-"""What a profile and the overrides on top of it resolve to: one frozen value."""
+"""`Properties`: the frozen object that a profile, with overrides on top, resolves to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scal
 from amp.profiles.rules import Rule, parse_rules
 
 LeanMasters = Literal["split16", "kahan"]
-"""How FP32 masters may be kept in 16 bits beside the weights; see `amp.kernels.split`."""
+"""The ways to keep FP32 masters in 16 extra bits for each weight; see `amp.kernels.split`."""
 
 CastInputs = bool | tuple[str, ...]
-"""Whether a cast model casts what it is given; names are those of what it leaves alone."""
+"""Whether a cast model casts its inputs; or the names of the arguments and modules that it does not."""
 
 
 def _parse_cast_inputs(name: str, value: object) -> CastInputs:
@@ -101,7 +101,7 @@ class Properties:
 
     @property
     def has_half(self) -> bool:
-        """Whether weights are in 16 bits, or masters of such."""
+        """Whether weights are in 16 bits, or have FP32 masters."""
         return bool(self.master_weights) or self.cast_model_type in (FLOAT16, BFLOAT16)
 
     @property
@@ -110,7 +110,7 @@ class Properties:
         return isinstance(self.cast_model_type, torch.dtype)
 
     def describe(self) -> str:
-        """Return one line per property, for people."""
+        """Return a text with one line per property."""
         rows: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
         del rows["brief"], rows["loss_scaling"], rows["rules"]
         rows["loss_scale"] = self.loss_scale
@@ -120,19 +120,19 @@ class Properties:
 
 
 PROPERTY_KEYS = keys_of(Properties)
-"""What a YAML profile may set, besides `extends` and `brief`, by name."""
+"""The keys of a YAML profile, besides `extends` and `brief`, by name."""
 
 SCALE_BOUNDS = {"min_loss_scale": "min", "max_loss_scale": "max"}
-"""The overrides that change one field of whatever `LossScaling` results."""
+"""The overrides that change one field of the resulting `LossScaling`."""
 
 OVERRIDE_KEYS = {
     "enabled": Key(OneOf(True, False), name="enabled", field="enabled"),
     **PROPERTY_KEYS,
     **{name: replace(SCALING_KEYS[key], name=name, field=name) for name, key in SCALE_BOUNDS.items()},
 }
-"""What a caller may set on top of a profile, by name."""
+"""The overrides that a caller may pass, by name."""
 
-# What a type checker knows of the arguments by which a call changes properties of a profile.
+# The types of the overrides, for type checkers.
 
 _Dtype = torch.dtype | str
 

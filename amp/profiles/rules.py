@@ -1,4 +1,4 @@
-"""A user's own precision rules: for an op or for modules, as a profile's `rules:` writes them.
+"""A user's own precision rules for ops and modules: the `rules:` of a profile.
 
 rules:
   - {op: torch.nn.functional.softmax, cast: float32}
@@ -25,22 +25,23 @@ _parse_cast = OneOf(torch.float16, torch.bfloat16, torch.float32, None)
 
 
 MOST_RULES = 1000
-"""In one list. A rule costs time for each function that its glob is for, and each module."""
+"""The most rules in one list. A rule takes time for each function that it matches, and each module."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What precision an op or some modules run in.
+    """The precision of an op or of some modules.
 
     Attributes:
         kind: `op` or `module`.
-        pattern: for an op, its full dotted name, where the last part may be a glob. For modules, a glob
+        pattern: for an op, its full dotted name, whose last part may be a glob. For modules, a glob
             over their names in the model, or the name of a class, dotted or not.
-        dtype: what they run in; None lets an op follow its input.
-        source: where the rule was written, for people.
+        dtype: the dtype that they run in; None lets an op follow its input.
+        source: where the rule was written, for messages.
 
     Raises:
-        AmpValueError, AmpTypeError: it is no such rule.
+        AmpValueError: a value that is not allowed.
+        AmpTypeError: a value of the wrong type.
     """
 
     kind: Kind
@@ -63,7 +64,7 @@ class Rule:
         return f"{self.kind} {self.pattern}: {shown(self.dtype).lower()}"
 
     def matches(self, name: str, module: nn.Module) -> bool:
-        """Whether the rule is for this module, which has this name in its model."""
+        """Whether the rule is for this module, whose name in its model is `name`."""
         return self.kind == "module" and (
             fnmatchcase(name, self.pattern)
             or any(self.pattern in _names_of(cls) for cls in type(module).__mro__[:-1])
@@ -71,14 +72,14 @@ class Rule:
 
 
 def _names_of(cls: type) -> tuple[str, ...]:
-    """Return the names of a module's class, with `torch.nn.LayerNorm` as torch documents it."""
+    """Return the names of a module's class, with torch's public one, such as `torch.nn.LayerNorm`."""
     where = "torch.nn" if getattr(nn, cls.__name__, None) is cls else cls.__module__
     full = f"{cls.__module__}.{cls.__qualname__}"
     return cls.__name__, cls.__qualname__, full, f"{where}.{cls.__name__}"
 
 
 def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules in a list of mappings, or of `Rule`; `sources` say where each was written."""
+    """Return the rules in a list of mappings or `Rule` objects; `sources` has the place of each."""
     if value is None:
         return ()
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):

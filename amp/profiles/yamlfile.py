@@ -1,8 +1,8 @@
-"""A YAML mapping with the line of each key, read by YAML 1.2's rules.
+"""Reading a YAML mapping by YAML 1.2's rules, with the line of each key.
 
 PyYAML follows YAML 1.1, where `no` and `off` are False, `1e-3` is a string and `010` is 8. Here a
-plain scalar is what version 1.2's core schema says it is. PyYAML is imported on first use, and
-constructs nothing. What a damaged or a hostile file may hold ends in an error with file and line.
+plain scalar is read by the core schema of YAML 1.2. PyYAML is imported on first use, and constructs no
+objects. A damaged or hostile file raises an error with file and line.
 """
 
 import functools
@@ -16,23 +16,23 @@ from amp.errors import AmpValueError, brief
 from amp.profiles.keys import shortened
 
 Lines = dict[tuple[str, ...], int]
-"""The line of each key of a file, by the keys that lead to it and itself. An item of a list goes by its
-text, or by its position if it is a list or mapping itself."""
+"""The line of each key of a file, by the path of keys to it. In the path, an item of a list is named by
+its text, or by its position if it is a list or mapping itself."""
 
 
 def read_mapping(path: Path) -> tuple[dict[str, Any], Lines]:
-    """Read a YAML file whose top is a mapping. Time and memory are bounded, whatever is in the file.
+    """Read a YAML file whose top level is a mapping, in bounded time and memory.
 
     Raises:
-        AmpValueError: it is no such file, or holds what no profile needs. The message begins with file
-            and line.
+        AmpValueError: the file is not such a file, is larger than any profile, or has what profiles do
+            not use. The message begins with file and line.
     """
     import yaml
 
     text = _text_of(path)
     try:
         top = yaml.compose(text, _loader())
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: of odd escapes
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: from odd escapes
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = shortened(getattr(error, "problem", error))  # it may repeat a name of any length
         raise _error(path, mark.line if mark else 0, f"not valid YAML: {problem}") from None
@@ -45,20 +45,20 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], Lines]:
 
 
 LARGEST_FILE = 2**16
-"""In bytes: a hundred times what a profile has."""
+"""In bytes: a hundred times the size of a profile."""
 _DEEPEST = 20
 _MOST_VALUES = 5000
-"""In a file, and in what its aliases stand for."""
+"""In a file, with its aliases expanded."""
 _MOST_DIGITS = 400
 
 
 def _error(path: Path, above: int, problem: str) -> AmpValueError:
-    """Return an error in a line of a file, below so many others."""
+    """Return an error in the line of a file that has `above` lines above it."""
     return AmpValueError(f"{path}:{above + 1}: {problem}")
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file whose read gives None where it would wait, as that of /proc/kmsg."""
+    """Open a file so that a read returns None instead of waiting, as for /proc/kmsg."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -69,7 +69,7 @@ def _text_of(path: Path) -> str:
             is_made_up = content is None or (content and not os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise _error(path, 0, f"the file cannot be read: {error.strerror}") from None
-    if is_made_up:  # by the kernel, as those in /proc
+    if is_made_up:  # by the kernel, like the files in /proc
         raise _error(path, 0, "this is no regular file; give the path of a profile")
     if len(content) > LARGEST_FILE:
         what = f"the file is larger than {LARGEST_FILE} bytes, which no profile is"
@@ -89,7 +89,7 @@ def _text_of(path: Path) -> str:
 
 @functools.cache
 def _loader() -> Any:
-    """Return a loader that constructs nothing, and stops at what is too deep or too much."""
+    """Return a loader that constructs no objects, and fails for too deep or too many values."""
     import yaml
 
     class Loader(yaml.BaseLoader):
@@ -112,7 +112,7 @@ def _loader() -> Any:
 
 
 class _Reader:
-    """What reads the nodes of one file, and notes the lines of its keys."""
+    """Reads the nodes of one file, and records the lines of its keys."""
 
     def __init__(self, path: Path) -> None:
         self.lines: Lines = {}
@@ -125,12 +125,12 @@ class _Reader:
         raise _error(self._path, node.start_mark.line, problem)
 
     def value(self, node: Any, above: tuple[str, ...]) -> Any:
-        """Return what a node holds that these keys lead to."""
+        """Return the value of a node; `above` are the keys that lead to it."""
         import yaml
 
         self._spend(node)
         if len(above) > _DEEPEST:
-            self.fail(node, "an alias stands inside of what it names, or too deep; write the value out")
+            self.fail(node, "an alias is inside the value that it names, or too deep; write it out")
         if isinstance(node, yaml.ScalarNode):
             self._check_tag(node, "str")
             return node.value if node.style else self._plain(node)
@@ -161,13 +161,13 @@ class _Reader:
         return str(node.value)
 
     def _check_tag(self, node: Any, kind: str) -> None:
-        """Refuse what has another tag than its kind of node: no tag makes anything here."""
+        """Refuse a node with a tag other than the default one of its kind."""
         if node.tag != f"tag:yaml.org,2002:{kind}":
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             self.fail(node, f"not valid YAML here: the tag {brief(tag)}; leave it out")
 
     def _spend(self, node: Any, values: int = 1) -> None:
-        """Count a value and its characters, which an alias may repeat as often as it stands there."""
+        """Count a value and its characters, each time that an alias repeats it."""
         self._values_left -= values
         self._letters_left -= len(node.value) if isinstance(node.value, str) else 0
         if self._values_left < 0 or self._letters_left < 0:
@@ -175,7 +175,7 @@ class _Reader:
             self.fail(node, f"aliases stand for more than {left}, which no profile has")
 
     def _plain(self, node: Any) -> Any:
-        """Return what version 1.2's core schema says that a scalar without quotes is."""
+        """Return the value of a scalar without quotes, by the core schema of YAML 1.2."""
         text = node.value
         for pattern, read in _CORE_SCHEMA.items():
             if re.fullmatch(pattern, text):

@@ -1,1 +1,1 @@
-"""What happens to gradients between backward and the step, and how an optimizer steps."""
+"""Loss scaling, gradients between backward and the step, and how an optimizer steps."""

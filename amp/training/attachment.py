@@ -1,8 +1,8 @@
-"""An optimizer inside a session: masters go into its groups, and its methods are wrapped.
+"""Attach an optimizer to a session: put masters into its groups, and wrap its methods.
 
 The optimizer stays the same object; `step`, `zero_grad`, `add_param_group` and `load_state_dict` are
-replaced on the instance, and `detach` gives them back. Where its gradients are is in
-`amp.training.gradients`, and how it steps in `amp.training.steps`.
+replaced on the instance, and `detach` restores them. `amp.training.gradients` keeps its gradients, and
+`amp.training.steps` has the ways in which it steps.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _ATTRIBUTE = "_amp_attached"
 
 
 class AttachedOptimizer:
-    """What a session knows about one of its optimizers.
+    """One optimizer of a session, with its gradients and wrapped methods.
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an object that looks like one, or a wrapper around one.
         owner: the session.
 
     Attributes:
-        optimizer: the one that steps.
-        gradients: where its gradients are.
-        step: what is called in the place of the optimizer's own step.
+        optimizer: the one that steps, inside all wrappers.
+        gradients: its gradients.
+        step: replaces the optimizer's own `step`.
         write_back: writes its masters to the model.
     """
 
@@ -71,16 +71,16 @@ class AttachedOptimizer:
 
     @staticmethod
     def of(optimizer: Any) -> AttachedOptimizer | None:
-        """Return what is attached to an optimizer, or to the one that a wrapper holds, or None."""
+        """Return the `AttachedOptimizer` of an optimizer, or of the one inside a wrapper, or None."""
         return getattr(innermost(optimizer), _ATTRIBUTE, None)
 
-    # The optimizer goes in and comes out.
+    # Attaching and detaching.
 
     def attach(self, before: Mapping[Tensor, Contents]) -> None:
-        """Put masters and wrapped methods into the optimizer. `detach` undoes what was done so far.
+        """Put masters and wrapped methods into the optimizer. `detach` undoes even a part of it.
 
-        The optimizer's state keeps its dtype until `recast_state`, so that no bit is lost before
-        nothing can fail any more.
+        The optimizer's state keeps its dtype until `recast_state`, so that no bit is lost while
+        something can still fail.
 
         Args:
             before: what parameters held before they were cast.
@@ -105,13 +105,13 @@ class AttachedOptimizer:
         self._patches.wrap(holder, name, functools.partial(_bound_wrapper, self, holder, method))
 
     def _wrap_wrappers(self) -> None:
-        """Let wrappers work on this optimizer's gradients and groups, and follow changes of masters."""
+        """Wrap methods of wrappers: they see this optimizer's gradients, groups and changed masters."""
         for wrapper in self._wrappers:
             for name, method in (
                 ("zero_grad", self._zero_grad),
                 ("add_param_group", self._add_param_group),
             ):
-                if inherits(wrapper, name):  # else it is the wrapped optimizer's that is called
+                if inherits(wrapper, name):  # else it calls the wrapped optimizer's
                     self._wrap(wrapper, name, method)
         holders = [(each, ("step", *own_methods(each))) for each in self._wrappers]
         for holder, names in (*holders, (self.optimizer, own_methods(self.optimizer))):
@@ -123,9 +123,9 @@ class AttachedOptimizer:
             return method(*args, **kwargs)
 
     def detach(self) -> None:
-        """Give the optimizer its methods and the model's parameters back. Idempotent.
+        """Give the optimizer its methods and the model's parameters back.
 
-        After an interrupt it may be called again.
+        Idempotent, also after an interrupt.
         """
         if not self._is_attached:
             return
@@ -133,7 +133,7 @@ class AttachedOptimizer:
         try:
             self.gradients.finish_delayed()
             self.gradients.of_masters.show()
-        except AmpError:  # of a kind that was shown already, and must not keep the session open
+        except AmpError:  # the user has seen it before; it must not keep the session open
             self.gradients.clear()
         self._patches.undo()
         forget_inputs(self.optimizer)
@@ -166,7 +166,7 @@ class AttachedOptimizer:
         self._check.note_names((*lists.unmastered, *lists.models))
 
     def remember_state(self) -> Callable[[], None]:
-        """Return what gives the state of each parameter the tensors that it has now."""
+        """Return a function that restores the tensors that each parameter's state has now."""
         before = [(entries, dict(entries)) for entries in self.optimizer.state.values()]
 
         def take_back() -> None:
@@ -176,10 +176,10 @@ class AttachedOptimizer:
         return take_back
 
     def recast_state(self, state_dtype: torch.dtype | None = None) -> None:
-        """Give each parameter's state the parameter's dtype, counters apart.
+        """Cast each parameter's state, except counters, to the parameter's dtype.
 
         Args:
-            state_dtype: the dtype of moments instead, for an optimizer that has one.
+            state_dtype: the dtype of moments, for an optimizer that has a `state_dtype` itself.
         """
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = state_dtype or self.optimizer.state_dtype
@@ -190,11 +190,11 @@ class AttachedOptimizer:
             for key, value in entries.items():
                 if not isinstance(value, Tensor) or key == "step" or value.dtype not in CASTABLE:
                     continue
-                if value.dim() or not parameter.dim():  # a number for a whole tensor stays what it is
+                if value.dim() or not parameter.dim():  # a number for a whole tensor keeps its dtype
                     entries[key] = value.to(parameter.dtype)
 
     def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
-        """Exchange a group's 16-bit parameters for masters, in the same list: LBFGS keeps it."""
+        """Replace a group's 16-bit parameters by masters, in the same list, which LBFGS keeps."""
         params = group["params"]
         master_of: dict[Tensor, Tensor] = {}
         self._check.note_dtypes(params)
@@ -205,7 +205,7 @@ class AttachedOptimizer:
         self._rekey_state(master_of)
 
     def _rekey_state(self, new_of: Mapping[Tensor, Tensor]) -> None:
-        """Key the state of some parameters by others, in the same order. An interrupt loses nothing."""
+        """Move the state of some parameters to others, in the same order. Interrupts lose nothing."""
         for state in (each.state for each in (self.optimizer, *self._wrappers)):
             if any(parameter in state for parameter in new_of):
                 for parameter in list(state):
@@ -255,7 +255,7 @@ class AttachedOptimizer:
 
 
 def keeps_moments(optimizer: Any) -> bool:
-    """Whether an optimizer has a dtype of its own for its moments, which it can be given."""
+    """Whether an optimizer has a `state_dtype` for its moments that can be set."""
     return isinstance(getattr(type(optimizer), "state_dtype", None), property)
 
 

@@ -1,4 +1,4 @@
-"""Whose gradients were inf or NaN: what kernels log, and what the host asks of gradients itself."""
+"""Which gradients were inf or NaN: a log that kernels write, and a check for the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amp.kernels.tensor_lists import local
 from amp.training.host_copies import HostCopies
 
 _LISTS = 8
-"""How many lists are remembered: where gradients come and go, there are several."""
+"""How many lists are remembered; there are several if some parameters get no gradient at times."""
 
 Parameters = Sequence[Tensor]
 
@@ -21,7 +21,7 @@ Parameters = Sequence[Tensor]
 class BadGradientLog:
     """For each parameter of some lists, the last update of a scaler at which its gradient was bad.
 
-    Kernels write it where the host learns of an overflow too late to look at the gradients.
+    Kernels write it, for cases in which the host learns of an overflow too late to check the gradients.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class BadGradientLog:
         self._names: deque[list[str]] = deque(maxlen=256)
 
     def entries_of(self, parameters: Parameters, name: Callable[[Tensor], str]) -> Tensor:
-        """Return what a kernel writes to: float32, an entry for each parameter, NaN at first.
+        """Return the tensor that a kernel writes: float32 `[n]`, one entry a parameter, NaN at first.
 
         Args:
             parameters: the same list each time, of one device.
-            name: names one of them.
+            name: returns the name of a parameter.
         """
         known = self._lists.get(id(parameters))
         if known is None:

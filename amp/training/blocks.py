@@ -1,11 +1,10 @@
 """One `scale_loss` block: the gradients of one loss for all the optimizers that it names.
 
-enter    refused inside another block; what other scales have left is unscaled; each optimizer makes
-room
-leave    each optimizer's gradients are looked at; only when none is refused are they checked and
-unscaled, the ranks agree on what was found, and the scale moves
-delay    they stay scaled, until a block at another scale or a step finishes the block
-abort    they are dropped
+enter    raises inside another block; unscales gradients of other scales; sets aside earlier gradients
+leave    collects each optimizer's gradients, and raises if one cannot be unscaled; checks and unscales
+         them; lets the ranks agree on an overflow; moves the scale
+delay    leaves gradients scaled, until a block at another scale or a step finishes the block
+abort    drops the gradients
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Block:
     """One block: a loss's scaler, and the gradients of the optimizers whose parameters it reaches.
 
     Attributes:
-        scaler: of the loss.
-        scale: what the loss was scaled by, once the block is entered.
-        is_over: whether it was left, and not by an error.
+        scaler: the scaler of the loss.
+        scale: the scale of the loss, once the block is entered.
+        is_over: whether it was left without an error.
     """
 
     scale: ScaleSnapshot
@@ -58,9 +57,9 @@ class Block:
         """Enter the block, yield the scaled loss for its backward, and leave the block.
 
         Args:
-            session: of the loss; its observers are told.
+            session: the session of the loss; its observers are called.
             loss: as the caller computed it.
-            attached: what there is of the optimizers, in any session.
+            attached: the `AttachedOptimizer`s of the optimizers, of any session.
             delay: leave the gradients scaled.
             update: let the scale move.
         """
@@ -91,7 +90,7 @@ class Block:
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait.
 
-        If it raises, `end` is to be called.
+        If it raises, the caller calls `end`.
         """
         if any(gradients.state is State.OPEN for gradients in self._gradients):
             raise AmpRuntimeError(
@@ -119,8 +118,8 @@ class Block:
         return all(gradients.are_reduced() for gradients in self._gradients)
 
     def delay(self) -> None:
-        """Leave the gradients scaled, with those that are delayed at the same scale."""
-        self._collect(self._gradients, are_final=False)  # what cannot be unscaled later is refused now
+        """Leave the gradients scaled, added to delayed ones of the same scale."""
+        self._collect(self._gradients, are_final=False)  # raises if they cannot be unscaled later
         at_once(*[gradients.delay(self) for gradients in self._gradients])
 
     def end(self) -> None:
@@ -130,23 +129,23 @@ class Block:
             self.abort()
 
     def abort(self) -> None:
-        """Drop the block's gradients, and leave it, if it is not left. It may be called again."""
+        """Drop the block's gradients and leave it, unless it was left. Idempotent."""
         for gradients in self._gradients:
             gradients.abort(self)
 
     def finish(self) -> None:
-        """Do what leaving the block without a delay would have done, where it is still to be done."""
+        """Unscale gradients that are still delayed, as leaving the block without a delay does."""
         together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
         if not all(gradients.were_reduced for gradients in together):
             warn(
-                "gradients are stepped on that were not reduced over the ranks: the last backward was "
-                "one of no_sync() or set_requires_gradient_sync(False). The ranks go apart. Let the "
+                "this step uses gradients that were not reduced over the ranks: the last backward was "
+                "one of no_sync() or set_requires_gradient_sync(False). The ranks diverge. Let the "
                 "last backward before a step reduce"
             )
         self._unscale(together)
 
     def _collect(self, together: Sequence[Gradients], are_final: bool) -> list[NewGradients]:
-        """Look at the gradients of each optimizer. A parameter of two of them goes with the first."""
+        """Return each optimizer's gradients. A parameter of two optimizers goes with the first."""
         claimed: set[int] = set()
         collected = []
         for gradients in together:
@@ -160,8 +159,8 @@ class Block:
     def _unscale(self, together: Sequence[Gradients], update: bool = True) -> None:
         """Unscale the gradients of the loss, tell optimizers of an overflow, and move the scales.
 
-        What fails before anything is changed leaves the block as it was. After that, all gradients of
-        these optimizers are dropped: what has been added cannot be told from what was there.
+        An error before the first change leaves the block as it was. After that, an error drops all
+        gradients of these optimizers: added gradients cannot be told from those that were there.
         """
         collected = self._collect(together, are_final=True)
         is_done = False

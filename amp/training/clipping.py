@@ -1,4 +1,4 @@
-"""Functions that clip gradients, led to where the gradients of a session's parameters are.
+"""Patches of functions that clip gradients, so that they clip the gradients of masters.
 
 Between a block and the step, the gradient of a 16-bit parameter with a master is in the master's
 `.grad`, and its own `.grad` is None: `clip_grad_norm_(model.parameters(), 1.0)` would find nothing.
@@ -22,9 +22,9 @@ from amp.undo import Undo
 
 
 def _gradients_of(parameters: Sequence[Tensor]) -> list[Gradients]:
-    """Return the gradients of the optimizers in open sessions that have one of some parameters.
+    """Return the `Gradients` of the optimizers in open sessions that have one of the parameters.
 
-    Those of all optimizers, where no parameters are given: they may have been chosen by `.grad`.
+    Without parameters, return those of all optimizers: the caller may have chosen by `.grad`.
     """
     ids = set(map(id, parameters))
     return [
@@ -36,10 +36,10 @@ def _gradients_of(parameters: Sequence[Tensor]) -> list[Gradients]:
 
 
 def patch_clipping(undo: Undo, has_masters: bool) -> None:
-    """Let functions that clip find gradients where they are, until `undo`.
+    """Make functions that clip use the gradients of masters, until `undo`.
 
-    They are torch's, and those of packages that are loaded. Modules that imported them by name find
-    them too.
+    The functions are torch's, and those of loaded packages. Modules that imported one by name get the
+    patched one too.
     """
     patches = Patches()
     shown: dict[int, tuple[Any, str, Any]] = {}
@@ -63,13 +63,13 @@ def patch_clipping(undo: Undo, has_masters: bool) -> None:
 
 
 def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clip the gradients of what is stepped for the parameters."""
+    """Clip the gradients of masters in place of parameters that have one."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return original(_stepped_for(given, name) or parameters, *args, **kwargs)
 
 
 def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-    """Return masters in place of parameters that have one, whose gradients are unscaled then."""
+    """Return masters in place of parameters that have one, with unscaled gradients."""
     found = _gradients_of(parameters)
     if not found:
         return parameters
@@ -89,7 +89,7 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
 def _warn_if_chosen_by_gradient(
     parameters: Sequence[Tensor], found: Iterable[Gradients], name: str
 ) -> None:
-    """Warn of `[p for p in model.parameters() if p.grad is not None]`, which leaves out all masters."""
+    """Warn of `[p for p in model.parameters() if p.grad is not None]`, which finds no masters."""
     ids = set(map(id, parameters))
     for gradients in found:
         lists = gradients.lists
@@ -105,7 +105,7 @@ def _warn_if_chosen_by_gradient(
 
 
 def _are_in_masters(gradients: Gradients) -> bool:
-    """Whether masters have gradients to step on, or get them when somebody looks."""
+    """Whether masters have gradients for a step, in `.grad` or deferred."""
     if gradients.of_masters.were_stepped:
         return False
     return gradients.state is State.DEFERRED or have_grads(gradients.lists.masters)
@@ -124,7 +124,7 @@ def _warn_in_block(gradients: Gradients, name: str) -> None:
 def _total_norm(
     name: str, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Warn where a norm is asked of gradients that are scaled, or without those of masters."""
+    """Warn if gradients are scaled, or lack those of masters, and return their norm."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for gradients in _gradients_of(()):
         if gradients.state is not State.DELAYED and not _are_in_masters(gradients):
@@ -150,13 +150,13 @@ def _total_norm(
 def clip_by_weights(
     name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Clip the gradients of what is stepped for the parameters, whose weights are FP32 meanwhile.
+    """Do `_clip` for a function that reads weights too; masters have FP32 values meanwhile.
 
     Args:
-        name: how messages call the function.
-        original: the function, which may look at weights as well as at gradients.
-        parameters: of a model, or what is stepped for them.
-        *args: what else it takes.
+        name: the function's name in messages.
+        original: the function, which may read weights as well as gradients.
+        parameters: of a model, or their masters.
+        *args: further arguments of the function.
         **kwargs: likewise.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -169,7 +169,7 @@ def clip_by_weights(
 
 
 class _AsStepped:
-    """Names the parameters of a module as it does, and yields what is stepped for them."""
+    """A module's named parameters, with masters in place of those that have one."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         named = list(module.named_parameters())
@@ -203,7 +203,7 @@ PATCHES = (
     _patch(_TORCH, "clip_grad_value_", _clip),
     _patch(_TORCH[1:], "get_total_norm", _total_norm),
 )
-"""What is replaced in a session with masters, or with a loss scale."""
+"""The functions that are patched in a session with masters, or with a loss scale."""
 PATCHES_WITH_MASTERS = (
     _patch(_TORCH[1:], "clip_grads_with_norm_", _clip),
     _patch(_TIMM, "adaptive_clip_grad", clip_by_weights),
@@ -212,4 +212,4 @@ PATCHES_WITH_MASTERS = (
         for package in ("lightning.pytorch", "pytorch_lightning")
     ),
 )
-"""What is replaced besides them in a session with masters."""
+"""The functions that are patched besides in a session with masters."""

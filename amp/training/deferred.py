@@ -1,6 +1,6 @@
 """The gradients of masters between a block and the step: in their `.grad`, or deferred.
 
-Deferred ones are kept as backward left them, for a step that unscales them itself.
+Deferred gradients stay as backward left them, for a step that unscales them itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Deferred(NamedTuple):
         of: the masters that have a gradient, and the model's parameters.
         grads: the gradients, dense: as backward left them, or float32 sums.
         inv_scale: float32 `[1]`, what to multiply them by; None is 1.
-        norms: of the unscaled gradients, if the check has found them.
+        norms: the norms of the unscaled gradients, if the check has computed them.
     """
 
     of: ParameterLists
@@ -42,7 +42,7 @@ class Deferred(NamedTuple):
     norms: Norms | None = None
 
     def now(self) -> Deferred:
-        """Return the same, asked where each tensor lies now."""
+        """Return the same with the current address of each tensor."""
         return self._replace(of=self.of.now(), grads=self.grads.now())
 
     def checked(
@@ -61,7 +61,7 @@ class Deferred(NamedTuple):
         return self._replace(norms=norms)
 
     def plus(self, later: Deferred, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Deferred:
-        """Return the sums with the gradients of a later block, which are checked. No host sync."""
+        """Check the gradients of a later block, and return the sums with them. No host sync."""
         a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (later, self)]
         sums = [torch.empty_like(grad, dtype=torch.float32) for grad in later.grads]
         grads = TensorList(sums, like=later.grads, dtype=torch.float32)
@@ -87,9 +87,9 @@ class MasterGradients:
         takes_scaled: whether the optimizer takes scaled gradients.
 
     Attributes:
-        lists: what its groups held when that was last looked at.
+        lists: the parameters of its groups, as of the last look at them.
         deferred: the gradients that are kept for the step, or None.
-        were_stepped: whether they are those of the last step, still to be dropped.
+        were_stepped: whether the last step has used them, and they are still to be dropped.
     """
 
     def __init__(self, optimizer: Any, masters: MasterWeights, takes_scaled: bool) -> None:
@@ -104,7 +104,7 @@ class MasterGradients:
         self.were_stepped = False
 
     def take_lists(self, lists: ParameterLists) -> None:
-        """Go on with other lists, after what is deferred was unscaled."""
+        """Unscale deferred gradients, and go on with other lists."""
         for master in lists.masters:
             if isinstance(master, MasterParameter) and master.holder is MasterParameter.holder:
                 master.holder = self
@@ -115,11 +115,11 @@ class MasterGradients:
         self.lists = lists
 
     def are_there(self) -> bool:
-        """Whether there are any."""
+        """Whether any master has a gradient."""
         return self.deferred is not None or have_grads(self.lists.masters)
 
     def can_defer(self, new: NewGradients) -> bool:
-        """Whether those that a block has made may stay as they are until the step."""
+        """Whether the gradients of a block may stay as they are until the step."""
         masters = self.lists.masters
         return (
             self._can_defer
@@ -136,14 +136,14 @@ class MasterGradients:
         found_inf: Tensor | None,
         bad_steps: BadSteps | None,
     ) -> None:
-        """Check those that a block has made, and keep them for the step, with those of others."""
+        """Check the gradients of a block, add those of earlier ones, and keep all for the step."""
         if not new.grads:
             return
         deferred = Deferred(new.of_masters, new.grads, inv_scale)
         if self.deferred is not None:
             deferred = self.deferred.plus(deferred, found_inf, bad_steps)
         else:
-            # The norms of shards are those of one rank; the step asks the others.
+            # Norms of shards are those of one rank; the step combines all ranks.
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
             deferred = deferred.checked(found_inf, max_norm, bad_steps)
             # DDP's gradients are views of a buffer, which any backward through it overwrites.
@@ -153,7 +153,7 @@ class MasterGradients:
         store_grads(new.of_masters.models)
 
     def show(self) -> None:
-        """Put deferred ones, unscaled, into the masters' `.grad`: somebody looks. No host sync."""
+        """Move deferred gradients, unscaled, to the masters' `.grad`, to be read. No host sync."""
         if not self._are_shown:
             ThreadState().around(self._show)
 
@@ -165,7 +165,7 @@ class MasterGradients:
         self.deferred, self._are_shown = None, True
 
     def for_step(self) -> Deferred:
-        """Return them for an optimizer that unscales them itself."""
+        """Return the gradients for an optimizer that unscales them itself."""
         if self.deferred is not None:
             return self.deferred
         there = [stored_grad(master) is not None for master in self.lists.masters]
@@ -173,16 +173,16 @@ class MasterGradients:
         return Deferred(of, dense([master.grad for master in of.masters]), None)
 
     def of_models(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield the model's parameters that have a master, and their gradients, as they are."""
+        """Yield the model's parameters that have a master, and their gradients, scaled or not."""
         if self.deferred is not None:
             yield from zip(self.deferred.of.models, self.deferred.grads, strict=True)
         else:
             yield from zip(self.lists.models, map(stored_grad, self.lists.masters), strict=True)
 
     def drop_stepped(self) -> None:
-        """Free them if they were stepped on, so that nothing is added to them.
+        """Free the gradients if a step has used them, so that nothing is added to them.
 
-        A script that calls `model.zero_grad()` does not reach them.
+        `model.zero_grad()` does not reach them.
         """
         if self.were_stepped:
             self.deferred = None

@@ -1,10 +1,9 @@
 """Where the gradients of one optimizer are, from backward to the step.
 
-A gradient is the sum of two parts. `new` is what the last block's backward made: it is scaled,
-and lies in the `.grad` of the model's parameters, where backward put it. `total` is the sum of what
-came before: it is unscaled. What an optimizer steps is a master, for a 16-bit parameter under
-master weights, or the model's parameter itself ("unmastered"). At any time the gradients are in one
-of four states:
+A gradient is the sum of two parts. `new` comes from the last block's backward: it is scaled, and in the
+`.grad` of the model's parameters. `total` is the sum of earlier gradients: it is unscaled. The
+optimizer updates the FP32 masters of 16-bit parameters, or the parameter itself ("unmastered"). At any
+time the gradients are in one of four states:
 
 | state    | new                        | total of masters          | total of unmastered parameters |
 |----------|----------------------------|---------------------------|--------------------------------|
@@ -15,14 +14,14 @@ of four states:
 
 | event                      | from           | to             | what happens                          |
 |----------------------------|----------------|----------------|---------------------------------------|
-| a block is entered         | SETTLED*       | OPEN           | unmastered parameters' total is aside |
+| a block is entered         | SETTLED*       | OPEN           | unmastered total is set aside         |
 |   at the scale of `new`    | DELAYED        | OPEN           | nothing: backward adds to `new`       |
 |   at another scale         | DELAYED        | OPEN           | `new` unscaled first, as on leaving   |
 | the block is left          | OPEN           | SETTLED*       | `new` checked, unscaled, added        |
 |   with delay_unscale       | OPEN           | DELAYED        | nothing                               |
 |   by an exception          | OPEN           | as before      | `new` dropped                         |
-|   by one in leaving        | OPEN           | SETTLED        | all dropped                           |
-| a master's `.grad` is seen | DEFERRED, OPEN | SETTLED, OPEN  | deferred ones unscaled into `.grad`   |
+|   by an error in leaving   | OPEN           | SETTLED        | all dropped                           |
+| a master's `.grad` is read | DEFERRED, OPEN | SETTLED, OPEN  | deferred ones unscaled into `.grad`   |
 | the step                   | DELAYED        | SETTLED*       | `new` unscaled first, as on leaving   |
 |   then                     | SETTLED*       | SETTLED        | masters' gradients used, and dropped  |
 |                            |                |                | by the next forward, block or step    |
@@ -31,14 +30,14 @@ of four states:
 SETTLED* is SETTLED or DEFERRED.
 
 DEFERRED is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are kept
-as backward left them, and the step unscales them. The next block's are added in FP32, which is kept
-too. Nothing is deferred when the optimizer does not take it, when somebody has put gradients into the
-masters, when optimizers share a master, or when a gradient is sparse or of a class of its own.
+as backward left them, and the step unscales them. The next block's are added to them in FP32, and the
+sum is kept instead. Nothing is deferred if the optimizer does not take scaled gradients, if masters
+have gradients in `.grad` already, if optimizers share a master, or if a gradient is sparse or of a
+class that keeps its values elsewhere.
 
-At a scale of 1 `new` needs no unscaling, so unmastered parameters keep it in `.grad`, where
-backward adds to the total, and nothing is set aside. What a backward outside of any block leaves in
-a 16-bit parameter is unscaled, and is added to the master's gradient when a block is entered and
-before a step.
+At a scale of 1 `new` needs no unscaling: in the `.grad` of unmastered parameters backward adds it to
+the total, and nothing is set aside. A backward outside of any block leaves unscaled gradients in 16-bit
+parameters. They are added to the masters' when a block is entered and before a step.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
 
 
 MOST_VERDICTS = 256
-"""What is kept of blocks until a step, which may never come: more than these are made one."""
+"""How many verdicts are kept until a step, which may never come; more than these are joined."""
 
 
 class State(enum.Enum):
@@ -84,14 +83,14 @@ class Gradients:
     """The gradients of one optimizer.
 
     Attributes:
-        masters: of the session.
+        masters: the masters of the session.
         of_masters: the total of masters.
-        check: of the model's parameters.
+        check: the check of the model's parameters.
         verdicts: what the checks found since the last step.
-        delayed: the block that left its gradients scaled, if one did.
-        were_reduced: whether these were reduced over the ranks.
+        delayed: the block that left its gradients scaled, or None.
+        were_reduced: whether delayed gradients were reduced over the ranks.
         were_scaled: whether a block was ever entered for this optimizer.
-        skips_on_device: tells whether the optimizer skips a step without a word from the host.
+        skips_on_device: returns whether the optimizer itself skips a step on the device.
     """
 
     def __init__(
@@ -128,11 +127,11 @@ class Gradients:
 
     @property
     def lists(self) -> ParameterLists:
-        """What the optimizer's groups held when that was last looked at."""
+        """The parameters of the optimizer's groups, as of the last look at them."""
         return self.of_masters.lists
 
     def look_at_groups(self) -> ParameterLists:
-        """Return what the optimizer's groups hold now."""
+        """Return the parameters that the optimizer's groups hold now."""
         lists = ParameterLists.of(self._optimizer, self.masters, self.lists)
         if lists is not self.lists:
             self.check.dtypes()
@@ -141,13 +140,13 @@ class Gradients:
 
     @property
     def are_whole_in_block(self) -> bool:
-        """Whether what backward adds to in the open block is all that will be stepped."""
+        """Whether the open block's backward adds to the whole gradient, unscaled."""
         is_open = self._open is not None and self._open.scaler.is_identity
         return is_open and not self.of_masters.are_there()
 
     @property
     def open_scale(self) -> Tensor | None:
-        """What the loss of the open block was scaled by, on the device; None outside of any."""
+        """The scale of the open block's loss, on the device; None outside of a block."""
         return None if self._open is None else self._open.scale.scale
 
     @property
@@ -163,7 +162,7 @@ class Gradients:
         lists = self.look_at_groups()
         every = (*lists.stepped, *lists.models) if self.verdicts else ()
         if self.of_masters.deferred is None and not self._aside and not have_grads(every):
-            self.verdicts = []  # what overflowed, if anything did, was cleared by hand
+            self.verdicts = []  # the user has cleared the gradients that they are about
         self.of_masters.drop_stepped()
         self.masters.drop_stepped_grads(lists.masters)
         aside = []
@@ -178,7 +177,7 @@ class Gradients:
             parameter.grad = None
 
     def move_to_masters(self) -> None:
-        """Add to masters what a backward outside of any block has left in 16-bit parameters."""
+        """Add to masters the gradients of 16-bit parameters from a backward outside of any block."""
         if not self.lists.are_plain:
             place_gradients(self.lists.models)
         there = [model.grad is not None for model in self.lists.models]
@@ -187,10 +186,10 @@ class Gradients:
             add_to_masters(self.lists.only(there))
 
     def take_for_step_in_block(self) -> None:
-        """Prepare a step inside the block, from a hook of backward: at a scale of 1 that is right.
+        """Prepare a step inside the block, from a hook of backward, which a scale of 1 allows.
 
         Raises:
-            AmpRuntimeError: the gradients are scaled.
+            AmpRuntimeError: the gradients are scaled, or still to be checked.
         """
         scaler = None if self._open is None else self._open.scaler
         if scaler is None or not scaler.is_identity or scaler.config.check is True:
@@ -203,10 +202,10 @@ class Gradients:
         self.of_masters.show()
 
     def abort(self, block: Block) -> None:
-        """Leave a block that raised, if it was entered. It may be called again.
+        """Leave a block that raised, if it was entered. Idempotent.
 
-        Its gradients are dropped, and those that were set aside come back. Gradients that it has added
-        to others of its own scale, delayed ones or ones of a scale of 1, stay, as they do without amp.
+        Its gradients are dropped, and those that were set aside come back. If they were added to others
+        of the same scale (delayed ones, or any at a scale of 1), the sums stay, as they do without amp.
         """
         if self._open is not block:
             return
@@ -224,22 +223,22 @@ class Gradients:
         return self._synchronization.are_reduced(self._of_model)
 
     def drop_unreduced(self) -> None:
-        """Drop gradients that a wrapper keeps to be reduced by a later backward."""
+        """Drop gradients that a wrapper keeps for a later backward to reduce."""
         self._synchronization.drop_unreduced(self._of_model)
 
     def delay(self, block: Block) -> Change:
-        """Return what leaves a block with its gradients as they are: OPEN becomes DELAYED."""
+        """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
         delayed = {"_open": None, "delayed": self.delayed or block, "were_reduced": self.are_reduced()}
         return functools.partial(vars(self).update, delayed)
 
     def collect(self, scale: ScaleSnapshot, claimed: Collection[int], are_final: bool) -> NewGradients:
-        """Look at the gradients that a block has made, once, and change nothing.
+        """Return the gradients that a block has made.
 
         Args:
-            scale: what the loss was scaled by.
-            claimed: ids of parameters whose gradients another optimizer of the block sees to.
-            are_final: whether they are unscaled next. Then what backward has left of DTensors to be
-                summed over ranks is summed, as torch's optimizers would do it.
+            scale: the scale of the loss.
+            claimed: ids of parameters whose gradients another optimizer of the block handles.
+            are_final: whether they are unscaled next. Then partial gradients of DTensors are first
+                summed over the ranks, as torch's optimizers would do.
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
@@ -255,13 +254,13 @@ class Gradients:
         return new
 
     def unscale(self, new: NewGradients, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
-        """Unscale what `collect` returned, or let the step do so, and check it. No host sync.
+        """Check and unscale what `collect` returned, or defer it to the step. No host sync.
 
-        What it was called for cannot be taken back: after an error all gradients are to be dropped.
+        This cannot be undone: after an error the caller drops all gradients.
 
         Args:
             new: what `collect` returned.
-            scale: what the loss was scaled by.
+            scale: the scale of the loss.
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
         """
         scaler, is_one = scale.scaler, scale.scaler.is_identity
@@ -295,26 +294,26 @@ class Gradients:
     # Between blocks and the step.
 
     def finish_delayed(self) -> None:
-        """Unscale what `delay_unscale` left, as leaving its block without it would have done."""
+        """Unscale delayed gradients, as leaving their block without `delay_unscale` does."""
         if self.delayed is not None:
             self.delayed.finish()
 
     def are_none(self) -> bool:
-        """Whether there is no gradient to step on."""
+        """Whether there is no gradient for a step."""
         return not (self.of_masters.are_there() or have_grads(self.lists.unmastered))
 
     def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the model's parameters that have a gradient to be stepped on, and that, as it is."""
+        """Yield the model's parameters that have a gradient for the step, with it, scaled or not."""
         own = [(parameter, parameter.grad) for parameter in self.lists.unmastered]
         for parameter, grad in (*own, *self.of_masters.of_models()):
             if grad is not None:
                 yield parameter, grad
 
     def end_step(self, was_skipped: bool = False) -> None:
-        """Say that the masters' gradients were stepped on. It may be called again.
+        """Note that a step has used the masters' gradients. Idempotent.
 
-        They stay until the next forward, block or step: a wrapper may look at them after the step that
-        it wraps, and pass over parameters that have none. After a skipped step there is nothing to see.
+        They stay until the next forward, block or step: a wrapper may read them after the step that it
+        wraps, and ignore parameters without one. After a skipped step they are dropped at once.
         """
         self.of_masters.were_stepped, self.verdicts = True, []
         is_in_backward = self._open is not None
@@ -329,7 +328,7 @@ class Gradients:
                 parameter.grad = total
 
     def forget(self) -> None:
-        """Drop what is delayed, set aside or deferred, and what checks found."""
+        """Forget the delayed block, gradients that are set aside or deferred, and verdicts."""
         self.delayed = self.of_masters.deferred = None
         self._aside, self.verdicts = [], []
 
@@ -339,7 +338,7 @@ class Gradients:
         self.of_masters.lists = ParameterLists((), self.masters)
 
     def clear(self) -> None:
-        """Drop all gradients, and leave a block. It may be called again."""
+        """Drop all gradients, and leave a block. Idempotent."""
         self.forget()
         for parameter in (*self.lists.stepped, *self.lists.models):
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Copies of small device tensors that reach the host late, so that it need not wait for them."""
+"""Asynchronous copies of small device tensors to the host, which need not wait for them."""
 
 from collections import deque
 
@@ -15,17 +15,17 @@ class HostCopies:
     """A queue of copies on their way from a device to the host."""
 
     def __init__(self) -> None:
-        # What nobody asks for is forgotten, the oldest first.
+        # Copies that nobody asks for are dropped, the oldest first.
         self._underway: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque(maxlen=256)
 
     def send(self, tensor: Tensor, number: int = 0) -> None:
         """Start to copy what a tensor holds now. The host does not wait for the device.
 
-        Nothing is sent in CUDA graph capture: what a graph does, each replay does unseen.
+        Nothing is sent in CUDA graph capture: the host does not see what a replay does.
 
         Args:
-            tensor: of a few numbers.
-            number: what to call the copy; they grow.
+            tensor: a few numbers.
+            number: the number of the copy; later copies have larger ones.
         """
         if not tensor.is_cuda:
             self._underway.append((number, tensor.clone(), None))
@@ -40,15 +40,15 @@ class HostCopies:
         self._underway.append((number, copy, event))
 
     def arrived(self, wait: bool = False, until: int = -1) -> list[tuple[int, list[float]]]:
-        """Return the copies that came since the last call, and what they are called, oldest first.
+        """Return the copies that came since the last call, with their numbers, oldest first.
 
         Args:
-            wait: for those that are still under way. Otherwise the host waits for no CUDA device; on
-                other kinds of device, which have no pinned memory here, it does.
-            until: wait for those of numbers up to this one.
+            wait: wait for copies that are still under way. Otherwise the host does not wait for a CUDA
+                device; for other devices, which have no pinned memory here, it does.
+            until: wait for copies with numbers up to this one.
         """
         if self._underway and self._underway[0][2] and torch.cuda.is_current_stream_capturing():
-            return []  # there it is forbidden to ask for an event
+            return []  # there events cannot be queried
         values = []
         while self._underway:
             number, copy, event = self._underway[0]

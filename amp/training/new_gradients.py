@@ -1,4 +1,4 @@
-"""The gradients that the backward of one block has made for one optimizer: found, checked, unscaled."""
+"""Find, check and unscale the gradients that a block's backward has made for one optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Logs(NamedTuple):
-    """Where checks log whose gradients are bad, if the host does not find out by itself."""
+    """Where kernels log which gradients are bad, if the host does not find out by itself."""
 
     of_masters: BadSteps | None = None
     of_own: BadSteps | None = None
@@ -37,11 +37,11 @@ class NewGradients(NamedTuple):
 
     Attributes:
         of_masters, grads: masters and the model's parameters that have a gradient, and these gradients.
-        unmastered, own_grads: parameters without a master that have one, and what is in their `.grad`;
-            of a DTensor what this rank has of it.
-        own_are_dense: whether these are dense numbers.
-        are_dense: whether the masters' gradients are dense numbers, which a kernel can unscale later.
-        will_be_deferred: whether they stay as they are until the step.
+        unmastered, own_grads: parameters without a master that have a gradient, and these gradients; of
+            a DTensor this rank's shard.
+        own_are_dense: whether `own_grads` are dense, in dtypes that a kernel can unscale.
+        are_dense: whether `grads` are.
+        will_be_deferred: whether `grads` stay as they are until the step.
     """
 
     of_masters: ParameterLists
@@ -54,12 +54,12 @@ class NewGradients(NamedTuple):
 
     @classmethod
     def of(cls, lists: ParameterLists, check: ParameterCheck, claimed: Collection[int]) -> NewGradients:
-        """Return what backward has made, and change nothing.
+        """Return the gradients that backward has made, and change nothing.
 
         Args:
             lists: what the optimizer's groups hold.
-            check: which raises if the model was cast.
-            claimed: ids of parameters whose gradients another optimizer sees to.
+            check: raises if the model was cast.
+            claimed: ids of parameters whose gradients another optimizer handles.
         """
         found = [parameter.grad for parameter in lists.models]
         there = _are_there(lists.models, found, claimed)
@@ -70,7 +70,7 @@ class NewGradients(NamedTuple):
         )
         kind = _kind_of(grads)
         if kind is not lists.model_list.kind:
-            check.dtypes()  # where gradients are what their parameters were, so are these
+            check.dtypes()  # not needed for equal kinds: no parameter was cast
         check.dtypes(lists.unmastered)
         own: list[Any] = [parameter.grad for parameter in lists.unmastered]
         there = _are_there(lists.unmastered, own, claimed)
@@ -84,7 +84,7 @@ class NewGradients(NamedTuple):
         return cls(of_masters, grads, unmastered, own_grads, own_are_dense, _are_scalable(kind))
 
     def check(self, check: ParameterCheck) -> None:
-        """Raise if one of them cannot be unscaled; `check` says how to call a parameter.
+        """Raise if a gradient cannot be unscaled; `check` names parameters in messages.
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
@@ -94,7 +94,7 @@ class NewGradients(NamedTuple):
         gradients: list[tuple[Tensor, Any]] = []
         if not self.own_are_dense:
             gradients += zip(self.unmastered, self.own_grads, strict=True)
-        if self.will_be_deferred:  # the step looks at each of them
+        if self.will_be_deferred:  # the step checks each of them
             masters, models = masters[:1], models[:1]
         else:
             gradients += zip(models, self.grads, strict=True)
@@ -109,7 +109,7 @@ class NewGradients(NamedTuple):
                 )
 
     def logs(self, scaler: LossScaler, lists: ParameterLists, name: Callable[[Tensor], str]) -> Logs:
-        """Return where kernels log whose gradients are bad; `name` names a parameter of `lists`."""
+        """Return where kernels log which gradients are bad; `name` names a parameter of `lists`."""
         masters = own = None
         if of := self.of_masters.models:
             masters = scaler.bad_steps_of(of, name)
@@ -129,13 +129,13 @@ class NewGradients(NamedTuple):
     ) -> None:
         """Unscale the gradients, and add them to those of earlier blocks. No host sync.
 
-        Those that will be deferred are left alone. Those of masters go to the masters' `.grad`.
+        Gradients that will be deferred are left alone. Others of masters go to the masters' `.grad`.
 
         Args:
             totals: unscaled gradients of earlier blocks, of parameters without a master.
             inv_scale: float32 `[1]`, what to multiply by.
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
-            logs: where to log whose gradients are bad.
+            logs: where to log which gradients are bad.
         """
         moves = []
         if not self.will_be_deferred:
@@ -153,10 +153,10 @@ class NewGradients(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """The way of one gradient: from `source` to the `.grad` of `stepped`.
+    """One gradient that is unscaled from `source` to the `.grad` of `stepped`.
 
     Attributes:
-        stepped: what the optimizer steps, a master or a parameter of the model.
+        stepped: what the optimizer updates, a master or a parameter of the model.
         parameter: the model's parameter.
         source: the scaled gradient.
         total: the unscaled gradient of earlier blocks, to add to.
@@ -182,9 +182,9 @@ class _Move(NamedTuple):
 def _unscale_moves(
     moves: Sequence[_Move], inv_scale: Tensor, found_inf: Tensor | None, bad_steps: BadSteps | None
 ) -> None:
-    """Unscale gradients to where they go. `bad_steps` has an entry for each move.
+    """Unscale gradients into their targets. `bad_steps` has an entry for each move.
 
-    It is not written where some are sums and others are not.
+    It is not written if some of the targets are sums and others are not.
     """
     if not moves:
         return
@@ -206,7 +206,7 @@ def _unscale_moves(
 def _are_there(
     parameters: Sequence[Tensor], grads: Sequence[Tensor | None], claimed: Collection[int]
 ) -> list[bool]:
-    """Return which gradients there are, and are not claimed."""
+    """Return which gradients exist and are not claimed."""
     there = [grad is not None for grad in grads]
     if claimed:
         there = [has and id(p) not in claimed for has, p in zip(there, parameters, strict=True)]

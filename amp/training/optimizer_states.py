@@ -1,6 +1,6 @@
 """Checks of an optimizer's state dict before torch loads it: structure, settings, steps, and moments.
 
-torch takes over what it is given, and finds out in the next step, or never.
+torch loads a wrong state dict as it is, and fails in the next step, or never.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 def structure_of(
     checks: StateChecks, optimizer: Any, state_dict: Any
 ) -> tuple[dict[str, Any], dict[Any, Tensor]]:
-    """Return a state dict, whose structure is checked, and the optimizer's parameters by its keys.
+    """Return a copy of a state dict with a checked structure, and the parameters by its keys.
 
-    What is returned may be changed: it, its groups and the entries of parameters are new, plain dicts.
+    The copy may be changed: it, its groups and the entries of parameters are new, plain dicts.
 
     Raises:
-        AmpTypeError, AmpValueError: it is no state dict of an optimizer with these groups.
+        AmpTypeError, AmpValueError: it is not a state dict of an optimizer with these groups.
     """
     kind = type(optimizer).__name__
     own = as_dict(state_dict, f"what {kind}.state_dict() returns")
@@ -61,7 +61,7 @@ def structure_of(
 
 
 def check_no_others(checks: StateChecks, state: Mapping[Any, Any], found: Mapping[Any, Tensor]) -> None:
-    """Check that all states are of parameters of the groups."""
+    """Check that each state is of a parameter of the groups."""
     for key in state:
         if key not in found:
             known = brief(list(found))
@@ -75,14 +75,14 @@ def check_settings(
     defaults: Mapping[str, Any],
     takes_tensors: Collection[str] = ("lr",),
 ) -> None:
-    """Check the settings of a group: each is what its default is, a bool, a number or several.
+    """Check that each setting of a group is of its default's kind: a bool, a number or several.
 
-    Numbers of NumPy become Python's.
+    NumPy numbers become Python numbers.
 
     Args:
         checks: of the state dict.
         group: a saved group.
-        path: what errors call it.
+        path: the group's name in errors.
         defaults: of the optimizer.
         takes_tensors: the settings that may be tensors of one element.
     """
@@ -101,7 +101,7 @@ def check_settings(
             )
             if not is_list or len(value) != len(default):
                 checks.fail(path, name, brief(value), expected)
-            if isinstance(value, (list, tuple)):  # torch tells 0 from 0.0
+            if isinstance(value, (list, tuple)):  # torch treats 0 and 0.0 differently
                 pairs = zip(value, default, strict=True)
                 floats = [as_float(x) if type(x) is int and type(y) is float else x for x, y in pairs]
                 group[name] = value = floats if isinstance(value, list) else tuple(floats)
@@ -114,20 +114,20 @@ def check_settings(
 
 
 def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let an optimizer load a state dict: after checks, and all of it or nothing.
+    """Check a state dict and let an optimizer load it, all of it or nothing.
 
-    What changes a state dict before torch looks at it, a hook of the user's, comes before the checks.
-    The host waits once for each device.
+    The user's pre-hooks, which may change the state dict, run before the checks. An optimizer class
+    with a `load_state_dict` of its own is left to check by itself. The host waits once for each device.
 
     Raises:
-        AmpError: the state dict is not what it should be. Nothing has been changed then.
+        AmpError: the state dict is not valid. Nothing has been changed then.
     """
     if not inherits(optimizer, "load_state_dict"):
         with all_or_nothing(optimizer):
             return load_state_dict(*args, **kwargs)
     given: Any = args[0] if args else kwargs.get("state_dict")
     given = as_dict(given, f"what {type(optimizer).__name__}.state_dict() returns")
-    # What is copied in inference mode could not be stepped outside of it.
+    # Tensors copied in inference mode could not be stepped outside of it.
     with all_or_nothing(optimizer), torch.inference_mode(False):
         handle = optimizer.register_load_state_dict_pre_hook(checked)
         try:
@@ -137,13 +137,13 @@ def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwar
 
 
 def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
-    """Return the state dict that torch is to load instead of another, after checks.
+    """Return a checked copy of a state dict, for torch to load.
 
-    Of torch's own optimizers also settings, steps and other numbers are looked at, and entries with
-    the parameter's shape. What else an entry may be, the class itself knows.
+    For torch's own optimizers, settings, steps, other numbers and entries with the parameter's shape
+    are checked too. For other classes, only the structure is: their entries may be anything.
 
     Raises:
-        AmpTypeError, AmpValueError: an entry is not what it should be.
+        AmpTypeError, AmpValueError: an entry is not valid.
     """
     checks = StateChecks()
     own, found = structure_of(checks, optimizer, state_dict)

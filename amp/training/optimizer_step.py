@@ -1,4 +1,4 @@
-"""`optimizer.step` in a session: what is checked before it, the way in which it steps, what ends it."""
+"""`optimizer.step` in a session: checks before it, the way in which it steps, and work after it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ from amp.training.write_back import WriteBack
 
 
 class OptimizerStep:
-    """The step of one optimizer. It is called in the place of the optimizer's own, which it is given.
+    """The step of one optimizer, called in place of the optimizer's own, which is an argument.
 
     Args:
-        attached: what there is of the optimizer in its session.
-        skips_on_its_own: tells whether it skips a step without a word from the host.
+        attached: the `AttachedOptimizer`.
+        gradients: the optimizer's gradients.
+        write_back: writes its masters to the model.
+        capabilities: what the optimizer declares.
 
     Attributes:
         verdicts: what the checks before the last step found.
@@ -47,7 +49,7 @@ class OptimizerStep:
         write_back: WriteBack,
         capabilities: Capabilities,
     ) -> None:
-        self._attached = weakref.ref(attached)  # which has this
+        self._attached = weakref.ref(attached)  # weak: it refers to this
         self._optimizer = attached.optimizer
         self._gradients = gradients
         self._masters: MasterWeights = gradients.masters
@@ -114,13 +116,13 @@ class OptimizerStep:
 
         def run() -> Any:
             result = way.run(step, verdicts)
-            forget_casts()  # of the old weights, if a forward is under way
+            forget_casts()  # casts of old weights, if a forward is under way
             self._tell_end()
             return result
 
         result = followed_by(run, functools.partial(self._end, way))
         self._end_iteration()
-        self._learn(verdicts)  # last: a warning may be an error
+        self._learn(verdicts)  # last: it may warn, which may be an error
         return result
 
     def _way(self) -> Stepper:
@@ -136,7 +138,7 @@ class OptimizerStep:
             observer.step_ends(attached)
 
     def _end(self, way: Stepper) -> None:
-        """Do what is left to do after a step that was taken. It may be called again."""
+        """Do what follows a step that was taken or skipped. Idempotent."""
         forget_inputs(self._optimizer)
         if way.has_stepped:
             was_skipped = any(verdict.is_known_overflow for verdict in self.verdicts)
@@ -144,7 +146,7 @@ class OptimizerStep:
             way.has_stepped = False
 
     def _end_iteration(self) -> None:
-        """Move the scales of `fp8="delayed"`, if no block has done that."""
+        """Move the scales of `fp8="delayed"`, if no block has done so."""
         history = self._owner.amax_history
         if history is not None:
             if not history.ended_in_block:
@@ -158,7 +160,7 @@ class OptimizerStep:
 
     @contextmanager
     def none_of_the_training(self) -> Iterator[None]:
-        """Say nothing of gradients that are not scaled to a step that makes the optimizer's state."""
+        """Do not warn of unscaled gradients in a step that only makes the optimizer's state."""
         before, self._has_stepped = self._has_stepped, True
         try:
             yield
@@ -166,7 +168,7 @@ class OptimizerStep:
             self._has_stepped = before
 
     def _warn_if_unscaled(self) -> None:
-        """Warn if gradients are stepped on whose loss was to be scaled, and was not."""
+        """Warn if a step uses gradients of a loss that should have been scaled, and was not."""
         owner = self._owner
         if self._gradients.were_scaled or all(scaler.is_identity for scaler in owner.scalers):
             return
@@ -195,10 +197,10 @@ class Capabilities:
         )
 
     def skips_on_its_own(self) -> bool:
-        """Whether it skips its next step, if a check says so, without a word from the host."""
+        """Whether it skips its next step after an overflow by itself, without the host."""
         return self.takes_scaled or (self._skips_on_device and can_skip_on_device(self._optimizer))
 
 
 def declares(optimizer: Any, capability: str) -> bool:
-    """Whether the optimizer itself says so: what a wrapper passes on is not the wrapper's own."""
+    """Whether the optimizer itself declares it; what a wrapper passes on does not count."""
     return inspect.getattr_static(optimizer, capability, False) is True

@@ -53,7 +53,7 @@ def _share_groups(a: Any, b: Any) -> bool:
 
 
 def own_methods(optimizer: Any) -> Iterator[str]:
-    """Yield the names of the public methods that an optimizer has besides those of every optimizer."""
+    """Yield the names of an optimizer's public methods that `torch.optim.Optimizer` does not have."""
     for cls in type(optimizer).__mro__:
         if cls is torch.optim.Optimizer or cls is object:
             continue
@@ -64,5 +64,5 @@ def own_methods(optimizer: Any) -> Iterator[str]:
 
 
 def inherits(optimizer: Any, name: str) -> bool:
-    """Whether a method is that of `torch.optim.Optimizer`, which knows nothing of what is wrapped."""
+    """Whether a method is that of `torch.optim.Optimizer`, which ignores a wrapped optimizer."""
     return getattr(type(optimizer), name, None) is getattr(torch.optim.Optimizer, name)

@@ -1,4 +1,4 @@
-"""The check that a model still has the parameters, and the dtypes, which an optimizer is to train."""
+"""The check that a model still has the parameters that an optimizer trains, in the same dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp.errors import AmpRuntimeError, first_few
 
 
 class ParameterCheck:
-    """The model's parameters in the groups of one optimizer, as they were when they came.
+    """The model's parameters in the groups of one optimizer, as they were when they were added.
 
     Args:
         optimizer: the optimizer.
@@ -49,7 +49,7 @@ class ParameterCheck:
         return self.called(parameter).strip("'")
 
     def dtypes(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Raise AmpRuntimeError if some parameters, or any, were cast after `initialize`."""
+        """Raise AmpRuntimeError if one of some parameters, or of all, was cast after `initialize`."""
         ids = self._dtypes if parameters is None else map(id, parameters)
         for parameter, dtype in filter(None, map(self._dtypes.get, ids)):
             if parameter.dtype is not dtype:
@@ -60,10 +60,10 @@ class ParameterCheck:
                 )
 
     def names(self) -> None:
-        """Raise AmpRuntimeError if a model has other parameters, with gradients, in place of these.
+        """Raise AmpRuntimeError if a model has replaced one of these by a parameter with a gradient.
 
-        `fully_shard` and `parallelize_module` exchange them. So does FSDP2 for the time of a forward,
-        but those that it shows then have no gradients.
+        `fully_shard` and `parallelize_module` replace parameters. So does FSDP2 during a forward, but
+        by parameters without gradients.
         """
         now = self._named_parameters()
         lost = [

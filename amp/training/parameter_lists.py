@@ -1,4 +1,4 @@
-"""What an optimizer's groups hold, as lists that stay the same objects while it stays the same."""
+"""Lists of an optimizer's parameters, which stay the same objects while its groups do not change."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ParameterLists:
     """The parameters of an optimizer's groups at one time, each once.
 
     Attributes:
-        in_groups: a list for each group, as the group has it; torch lets one be in a group twice.
+        in_groups: a list for each group, with the duplicates that torch allows.
         stepped: each parameter once, in the order of the groups: masters, and those without a master.
         masters, master_ids: the masters.
         models: the model's parameter of each master.
-        unmastered: the parameters that are stepped themselves.
+        unmastered: the parameters without a master.
         are_plain: whether none is a DTensor, or of another class with its values elsewhere.
-        process_groups: whose ranks hold parts or copies of any of `stepped`.
-        master_list, model_list, unmastered_list: what they hold, with what a launch must know of them.
-            `now` brings the first two up to date.
+        process_groups: the process groups whose ranks hold parts or copies of any of `stepped`.
+        master_list, model_list, unmastered_list: the same as `TensorList`s, of local shards. `now`
+            brings the first two up to date.
     """
 
     def __init__(self, in_groups: Sequence[Sequence[Tensor]], masters: MasterWeights) -> None:
@@ -49,7 +49,7 @@ class ParameterLists:
 
     @cached_property
     def ids(self) -> frozenset[int]:
-        """The ids of all of them, masters and the model's."""
+        """The ids of all parameters, masters and the model's."""
         return frozenset(map(id, (*self.stepped, *self.models)))
 
     @classmethod
@@ -74,7 +74,7 @@ class ParameterLists:
         return lists
 
     def now(self) -> ParameterLists:
-        """Ask where the masters and the model's parameters lie now, and return these lists."""
+        """Update the addresses of the masters and the model's parameters, and return these lists."""
         if self.are_plain:
             self.master_list, self.model_list = self.master_list.now(), self.model_list.now()
         else:  # a DTensor may have another shard
@@ -82,7 +82,7 @@ class ParameterLists:
         return self
 
     def only(self, chosen: Sequence[bool]) -> ParameterLists:
-        """Return the lists of the chosen masters alone: the same as the last time if these are."""
+        """Return the lists of the chosen masters alone; for the same masters, the same object again."""
         if all(chosen):
             return self
         masters = list(compress(self.masters, chosen))

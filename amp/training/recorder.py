@@ -1,4 +1,4 @@
-"""What a loss scaler did lately, from the copies of its state that reach the host by themselves."""
+"""The recent updates of a loss scaler, from copies of its state that reach the host asynchronously."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp.training.bad_gradients import BadGradientLog
 from amp.training.host_copies import HostCopies
 
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
-"""Where in a scaler's state each number is; see `amp.kernels.update_scale`."""
+"""The index of each number in a scaler's state; see `amp.kernels.update_scale`."""
 STATE_SIZE = 7
 KEPT = 256
 BELOW_ONE = 3
@@ -30,11 +30,10 @@ class Transition(NamedTuple):
         loss_id: the scaler's.
         scale: what the loss was multiplied by.
         overflow: whether a gradient was inf or NaN, so that the step was skipped.
-        in_a_row: how many overflows there were in a row.
+        in_a_row: how many overflows there were in a row, with this one.
         next_scale: the scale after it.
-        norm: of the unscaled gradients, where `max_grad_norm` has it; None elsewhere.
-        bad: names of the parameters whose gradients were bad then, and have not been since; they are
-            not known where the optimizer skips on a CUDA device by itself.
+        norm: the norm of the unscaled gradients if it was computed for `max_grad_norm`, else None.
+        bad: names of the parameters whose gradients were inf or NaN then, and have not been since.
     """
 
     step: int
@@ -48,7 +47,7 @@ class Transition(NamedTuple):
 
 
 class FlightRecorder:
-    """The last updates of a scaler of which the host has learnt, and whose gradients were bad.
+    """The last updates of a scaler that have reached the host, and which gradients were bad.
 
     Args:
         loss_id: the scaler's.
@@ -56,10 +55,10 @@ class FlightRecorder:
         scale: the first scale.
 
     Attributes:
-        rows: the last 256, oldest first.
-        streak: what there was when a streak was reached last.
-        streaks: the steps at which one was, each streak once.
-        scale: after the newest row.
+        rows: the last 256 updates, oldest first.
+        streak: the update that made the last streak.
+        streaks: the steps at which streaks were reached, each streak once.
+        scale: the scale after the newest row.
         overflows: how many there were.
     """
 
@@ -76,14 +75,14 @@ class FlightRecorder:
         self._newest = self._counted_to = -1
         self._overflowed: set[int] = set()
         self._steps: deque[frozenset[int]] = deque()
-        """The updates of each step that is not counted yet, and those of them that overflowed."""
+        """The updates of each step that `_skipped` does not count yet."""
         self._states, self._flags = HostCopies(), HostCopies()
         self._names_of: dict[int, Sequence[str]] = {}
         self._log = BadGradientLog()
         self._bad_steps: dict[str, int] = {}
-        """For each parameter whose gradient was bad, by its name, the last update after that."""
+        """For each parameter whose gradient was bad, by its name, the last update at which it was."""
 
-    # What it is told.
+    # Recording.
 
     def send(self, step: int, state: Tensor, norm: Tensor | None) -> None:
         """Start to copy the state after an update to the host. No host sync.
@@ -91,36 +90,36 @@ class FlightRecorder:
         Args:
             step: the number of the update.
             state: float32 `[STATE_SIZE]`.
-            norm: of the unscaled gradients, float32 of one element, if it is known.
+            norm: the norm of the unscaled gradients, float32 of one element, if it is known.
         """
         self._states.send(state if norm is None else torch.cat([state, norm.reshape(1)]), step)
 
     def log_entries(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> Tensor:
-        """Return where kernels log whose gradients are bad; see `BadGradientLog.entries_of`."""
+        """Return where kernels log which gradients are bad; see `BadGradientLog.entries_of`."""
         return self._log.entries_of(parameters, name)
 
     def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
-        """Note whose gradients were bad at a step, by a flag for each name. No host sync."""
+        """Note which gradients were bad at a step, by a flag for each name. No host sync."""
         self._flags.send(flags, step)
         self._names_of[step] = names
 
     def note_step(self, updates: Iterable[int]) -> None:
-        """Note that an optimizer has stepped on what these updates checked, or has skipped the step.
+        """Note that an optimizer has stepped, or skipped a step, after these updates.
 
-        Optimizers that step on the same are one.
+        Optimizers that step after the same updates count once.
         """
         numbers = frozenset(updates)
         if max(numbers) > self._counted_to and numbers not in self._steps:
             self._steps.append(numbers)
 
-    # What it knows.
+    # Reading.
 
     def learn(self, wait: bool = False, until: int = -1) -> list[Transition]:
-        """Return the updates that the host has learnt of since the last call.
+        """Return the updates that have reached the host since the last call.
 
         Args:
-            wait: for those that are still under way. Otherwise there is no host sync.
-            until: wait for those up to this one.
+            wait: wait for updates that are still under way. Otherwise there is no host sync.
+            until: wait for updates up to this one.
         """
         for step, flags in self._flags.arrived(wait, until):
             names = compress(self._names_of.pop(step, ()), flags)
@@ -145,7 +144,7 @@ class FlightRecorder:
             self.overflows += 1
             self._overflowed.add(step)
         self._newest = step
-        self._count_steps_before(step)  # another optimizer may still step on this one
+        self._count_steps_before(step)  # another optimizer may still step after this one
         self._below_one = self._below_one + 1 if overflow and self.scale < 1.0 else 0
         is_streak = in_a_row >= self._patience or self._below_one >= min(BELOW_ONE, self._patience)
         if is_streak and not self._is_streak:
@@ -156,13 +155,13 @@ class FlightRecorder:
         return row
 
     def warn_if_endless(self) -> None:
-        """Warn, once, if overflows go on."""
+        """Warn once, after a streak of overflows."""
         if self.streak is not None and not self._has_warned and not self._log.is_underway:
             self._has_warned = True
             warn(describe_streak(self.streak, self.rows, self._bad_steps))
 
     def history(self) -> list[Transition]:
-        """Return the last updates that the host has learnt of, oldest first. No host sync."""
+        """Return the last updates that have reached the host, oldest first. No host sync."""
         bad: dict[int, list[str]] = {}
         for name, step in self._bad_steps.items():
             bad.setdefault(step, []).append(name)
@@ -170,7 +169,7 @@ class FlightRecorder:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped, of those whose updates have come."""
+        """How many steps were skipped, of those whose updates have reached the host."""
         come = [numbers for numbers in self._steps if max(numbers) <= self._newest]
         return self._skipped + sum(not numbers.isdisjoint(self._overflowed) for numbers in come)
 
@@ -182,12 +181,12 @@ class FlightRecorder:
 
 
 def describe_streak(last: Transition, rows: Iterable[Transition], bad_steps: Mapping[str, int]) -> str:
-    """Return what is said of overflows that do not end.
+    """Return the message about a streak of overflows.
 
     Args:
-        last: the one with which they became a streak.
-        rows: the last ones.
-        bad_steps: for each parameter the last step whose gradient was bad.
+        last: the update that made the streak.
+        rows: the last updates.
+        bad_steps: for each parameter, the last step at which its gradient was bad.
     """
     scales = ", ".join(f"{row.scale:g}" for row in rows if last.step - 6 < row.step <= last.step)
     names = [name for name, step in bad_steps.items() if step >= last.step]

@@ -1,4 +1,4 @@
-"""Running statistics of norms, which a forward with an inf or NaN ruins though its step is skipped."""
+"""Repair of the running statistics of normalization layers after a forward with an inf or NaN."""
 
 import weakref
 from collections import defaultdict
@@ -18,11 +18,12 @@ _NAMES = ("running_mean", "running_var")
 
 
 class RunningStatistics:
-    """The running means and variances of models' norms, and their last finite values.
+    """The running means and variances of normalization layers, and their last finite values.
 
-    Where one of them is not finite after a backward, it gets its last finite value back. Without that a
-    model whose steps are all skipped or good evaluates to NaN. Costs a copy of them all, and four small
-    operations for each device and dtype after each backward. The host does not wait for the device.
+    Where one of them is not finite after a backward, it gets its last finite value back. Without that,
+    one bad batch makes the model evaluate to NaN although its step is skipped. Costs a copy of all of
+    them, and four small operations for each device and dtype after each backward. The host
+    does not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class RunningStatistics:
         self._finite: dict[Any, Tensor] = {}
 
     def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
-        """Keep what norms of models have now, and what is loaded into them, until `undo`."""
+        """Keep the statistics that models have now, and those that are loaded, until `undo`."""
         for module in chain.from_iterable(model.modules() for model in models):
             if any(module._buffers.get(name) is not None for name in _NAMES):
                 self._modules.append(weakref.ref(module))
@@ -41,12 +42,12 @@ class RunningStatistics:
 
     @without_grad
     def snapshot(self) -> None:
-        """Take what the norms have now as their last finite values."""
+        """Take the current statistics as the last finite values."""
         self._finite = {key: _joined(buffers) for key, buffers in self._groups().items()}
 
     @without_grad
     def repair(self) -> None:
-        """Bring finite values back to where they are not any more. No host sync."""
+        """Replace values that are not finite by the last finite ones. No host sync."""
         for key, buffers in self._groups().items():
             values = _joined(buffers)
             finite = self._finite.get(key)
@@ -59,12 +60,12 @@ class RunningStatistics:
                 continue
             self._finite[key] = finite = torch.where(is_finite, values, finite)
             pieces = torch.split(finite, [buffer.numel() for buffer in buffers])
-            # Through `.data`: a graph that has saved finite values has not lost them.
+            # Through `.data`: a graph that has saved the buffers stays valid.
             targets = [buffer.data.view(-1) for buffer in buffers]
             torch._foreach_copy_(targets, pieces)
 
     def _groups(self) -> dict[Any, list[Tensor]]:
-        """Return the buffers there are, by device and dtype."""
+        """Return the buffers by device and dtype."""
         groups = defaultdict(list)
         for module in filter(None, [reference() for reference in self._modules]):
             for name in _NAMES:
@@ -79,7 +80,7 @@ def _joined(buffers: list[Tensor]) -> Tensor:
 
 
 class _Snapshot:
-    """A hook on a norm: what was loaded is what to come back to. A copy of the model has none."""
+    """A hook on a layer: loaded statistics are the last finite ones. Idle in a copy of the model."""
 
     def __init__(self, statistics: RunningStatistics | None) -> None:
         self._statistics = statistics

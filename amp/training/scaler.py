@@ -1,10 +1,10 @@
 """The loss scaler: one state machine, with its state in one small tensor on the loss's device.
 
-Static scaling and no scaling are members of the same family: they never move, and no caller has to ask
-which kind it holds. Whether gradients are checked is asked for each optimizer, see `checks`.
+Static scaling and no scaling are the same class with a scale that never moves, so no caller has to ask
+which kind it has. `checks` says for each optimizer whether gradients are checked.
 
-What happened reaches the host in two ways: a `Verdict` is asked, and the host waits for it; a
-`Transition` comes by itself, late.
+The host learns of an overflow in two ways: from a `Verdict`, for which it waits, and from a
+`Transition`, which arrives later without waiting.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 LARGEST_STATE_COUNT = 2**24
-"""Counts in the state are exact up to this, where they stay."""
+"""Counts in the state are exact up to this number, and do not go beyond it."""
 
 
 class ScaleSnapshot(NamedTuple):
     """The scale that a loss was scaled by, float32 `[]`, and its inverse, float32 `[1]`.
 
-    The scaler may have moved since; `version` is its version of that time.
+    The scale may have changed since; `version` is the scaler's version at that time.
     """
 
     scaler: LossScaler
@@ -62,7 +62,7 @@ class ScaleSnapshot(NamedTuple):
 
 
 class Verdict:
-    """What the check of one loss's gradients found: `found_inf`, float32 `[1]`, 1 after an overflow."""
+    """The result of the check of one loss's gradients: `found_inf`, float32 `[1]`, 1 on overflow."""
 
     def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
         self.scaler = scaler
@@ -92,7 +92,7 @@ def joined(verdicts: Iterable[Verdict]) -> list[Verdict]:
 class ScalerState(NamedTuple):
     """A saved state of a scaler, whose entries have been checked; see `LossScaler.state_dict`.
 
-    `dynamic` and `hysteresis_left` are None where the state does not say, as apex's.
+    `dynamic` and `hysteresis_left` are None if the saved state lacks them, as apex's does.
     """
 
     scale: float
@@ -110,7 +110,7 @@ def read_state(state: Mapping[str, Any], path: str) -> ScalerState:
 
     Args:
         state: what `LossScaler.state_dict` returns.
-        path: what errors call it.
+        path: the state's name in errors.
 
     Raises:
         AmpValueError: an entry is missing, unknown, or not what it should be.
@@ -134,13 +134,13 @@ class LossScaler:
     Attributes:
         config: how the scale starts and moves.
         loss_id: its number in the session.
-        process_groups: whose ranks skip a step together.
-        version: counts the times the scale may have changed, so that two scaled losses can be told
-            to share one scale without asking the device.
+        process_groups: the process groups whose ranks skip a step together.
+        version: counts the times that the scale may have changed. It shows, without asking the device,
+            whether two losses share one scale.
         updates: how often it was updated.
-        recorder: what it did lately, as far as the host has learnt of it.
-        device: where the scale is, which is where the last loss was.
-        scale_on_device: the scale, float32 `[]`; it changes with it.
+        recorder: the recent updates, as far as they have reached the host.
+        device: the device of the scale, which is that of the last loss.
+        scale_on_device: the scale, float32 `[]`: a view that changes with it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class LossScaler:
         self._set(config.start, 0, config.hysteresis)
 
     def groups_with(self, others: Iterable[ProcessGroup]) -> list[ProcessGroup]:
-        """Return the groups that agree on an overflow, given those of the gradients' ranks."""
+        """Return the groups whose ranks agree on an overflow, given those of the gradients."""
         groups = tuple(dict.fromkeys((*self.process_groups, *others)))
         if groups != self._known_groups[0]:
             self._known_groups = groups, without_contained(groups)
@@ -188,7 +188,7 @@ class LossScaler:
         return bool(self.config.check) or not self.is_identity
 
     def check_loss(self, loss: Tensor) -> None:
-        """Raise AmpTypeError for a loss that has no values, where the scale would lose its own."""
+        """Raise AmpTypeError for a meta or quantized loss, which cannot be scaled."""
         if self._is_used and (loss.device.type == "meta" or loss.is_quantized):
             where = (
                 "is quantized" if loss.is_quantized else "is on the device meta, which has no values"
@@ -199,7 +199,7 @@ class LossScaler:
             )
 
     def _keep_on(self, device: torch.device) -> None:
-        """Move the state to a device, and take views of it, which a step asks for again and again."""
+        """Move the state to a device, and make the views of it that each step uses."""
         self.device = device
         self._state = self._state.to(device)
         self.scale_on_device = self._state[SCALE]
@@ -214,16 +214,17 @@ class LossScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._keep_on(self.device)  # pickle has made the views tensors of their own
+        self._keep_on(self.device)  # pickle has made separate tensors of the views
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """Set the scale, and nothing else. The host does not wait, but for a static scaler's tensor.
+        """Set the scale alone. The host waits only if a static scaler gets a device tensor.
 
         Args:
-            scale: a number, or a tensor of one element; on a device it is not looked at.
+            scale: a number, or a tensor of one element; a dynamic scaler does not check its value on a
+                device.
 
         Raises:
-            AmpValueError: it is no number that a scale can be.
+            AmpValueError: it is not a valid scale.
         """
         if isinstance(scale, Tensor):
             is_plain = scale.layout is torch.strided and not scale.is_meta
@@ -247,12 +248,12 @@ class LossScaler:
         self._inv_scale.copy_(kernels.update_scale.inverse(self.scale_on_device))
 
     def scale_now(self) -> ScaleSnapshot:
-        """Return the scale of this moment, for the gradients of a loss scaled at this moment."""
+        """Return the current scale, for the gradients of a loss that is scaled now."""
         return ScaleSnapshot(self, self.version, self.scale_on_device.clone(), self._inv_scale.clone())
 
     @property
     def found_inf(self) -> Tensor | None:
-        """Where a check reports, float32 `[1]`; None for a scaler that checks nothing."""
+        """The flag that checks set, float32 `[1]`; None for a scaler that checks nothing."""
         return self._found_inf if self.config.check else None
 
     @property
@@ -264,22 +265,22 @@ class LossScaler:
         """Whether an optimizer's gradients are checked.
 
         Args:
-            skips_on_device: tells whether it skips without a word from the host.
+            skips_on_device: returns whether it skips a step on the device by itself.
         """
         if self.config.check == "auto":
             return self.is_on_host or skips_on_device()
         return bool(self.config.check)
 
     def verdict(self) -> Verdict | None:
-        """Return what was found since the last update; None for a scaler that checks nothing."""
+        """Return the verdict since the last update; None for a scaler that checks nothing."""
         found_inf = self.found_inf
         return None if found_inf is None else Verdict(self, found_inf.clone())
 
     def update(self, norm: Tensor | None = None) -> None:
-        """Move the scale by what was found since the last update. No host sync.
+        """Move the scale, by the checks since the last update. No host sync.
 
         Args:
-            norm: of the unscaled gradients, float32 of one element, for the recorder.
+            norm: the norm of the unscaled gradients, float32 of one element, for the recorder.
         """
         number = self.updates
         self._advance()
@@ -288,7 +289,7 @@ class LossScaler:
             self.recorder.send(number, self._state, norm)
 
     def forget_check(self) -> None:
-        """Forget what was found since the last update, which an error or an interrupt has ended."""
+        """Forget the checks since the last update, after an error or an interrupt."""
         self._found_inf.zero_()
         self._updates_on_device.fill_(self.updates)
 
@@ -307,11 +308,11 @@ class LossScaler:
         )
 
     def bad_steps_of(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> BadSteps:
-        """Return what a kernel needs to log whose gradients are bad; the host asks for it later.
+        """Return where a kernel logs which gradients are bad; the host reads it later.
 
         Args:
             parameters: of the model, the same list each time.
-            name: names one of them.
+            name: returns the name of a parameter.
         """
         entries = self.recorder.log_entries(parameters, name)
         bad_steps: BadSteps = kernels.tables.BadSteps(entries, self._updates_on_device)
@@ -322,7 +323,7 @@ class LossScaler:
         return float(self._state[SCALE])
 
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts the scale back to what it is now. No host sync."""
+        """Return a function that restores the current state. No host sync."""
         state, names = self._state.clone(), ("config", "updates", "recorder")
         before = {name: getattr(self, name) for name in names}
         scale = self.recorder.scale
@@ -337,7 +338,7 @@ class LossScaler:
         return put_back
 
     def state_dict(self) -> dict[str, Any]:
-        """Return apex's two entries and what an exact resume needs besides. The host waits."""
+        """Return apex's two entries, and others for an exact resume. The host waits."""
         scale, _, good, left, _, overflows, _ = self._state.tolist()
         return {
             "loss_scale": scale,
@@ -348,10 +349,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], path: str = "state_dict") -> None:
-        """Go on from a saved state, ours or apex's; see `restore`. `path` says in errors what it is.
+        """Go on from a saved state, ours or apex's; see `restore`. `path` is its name in errors.
 
         Raises:
-            AmpValueError: an entry is not what it should be. Nothing has been changed then.
+            AmpValueError: an entry is not valid. Nothing has been changed then.
         """
         self.restore(read_state(state, path))
 
@@ -359,8 +360,8 @@ class LossScaler:
         """Go on from a state.
 
         A static scaler keeps the scale it was configured with, and a dynamic one does not take over
-        the scale of a static one. A scale outside `min` and `max` is brought within them, such as
-        the 0 that apex could reach.
+        the scale of a static one. A scale outside `min` and `max`, such as the 0 that apex could reach,
+        is clamped to them.
         """
         if saved.dynamic not in (None, self.config.dynamic):
             return

@@ -1,4 +1,4 @@
-"""What an optimizer that takes scaled gradients is shown while it steps."""
+"""`StepInputs`: gradients and masters for an optimizer that takes scaled gradients."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class StepInputs:
-    """What an optimizer that says `_step_takes_scaled_grads = True` finds as its `scaled_grads`.
+    """The `scaled_grads` of an optimizer that declares `_step_takes_scaled_grads = True`.
 
-    It is looked up when it is first asked for, inside the step: hooks that run before may still look at
-    gradients and change them. Parameters without a master are not among it: their gradients are
-    unscaled, in their `.grad`.
+    Gradients are looked up on first use, inside the step: hooks that run before it may still read and
+    change them. Parameters without a master are not included: their gradients are unscaled, in their
+    `.grad`.
 
     Attributes:
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
-        changes: what the step is going to change, for an optimizer that plans it first: an interrupt
-            then finds all of it done, or none. It raises the version of each of `models` by one.
+        changes: the plan of the step, for an optimizer that plans it first: an interrupt then leaves
+            all changes made, or none. The planned changes raise the version of each of `models` by one.
         own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
     """
 
@@ -48,7 +48,7 @@ class StepInputs:
 
     @cached_property
     def deferred(self) -> Deferred:
-        """The gradients of masters, and the masters, asked where each lies now."""
+        """The gradients of masters, and the masters, with their current addresses."""
         return self._look_up().now()
 
     @property
@@ -58,7 +58,7 @@ class StepInputs:
 
     @property
     def params(self) -> TensorList:
-        """What they hold, to be stepped in place."""
+        """The same masters, to be updated in place."""
         return self.deferred.of.master_list
 
     @property
@@ -73,9 +73,9 @@ class StepInputs:
 
     @cached_property
     def lows(self) -> Sequence[Tensor] | None:
-        """The low halves that make masters of the weights (`amp.kernels.split`), if masters are lean.
+        """The low halves of lean masters (`amp.kernels.split`); None if masters are whole.
 
-        What is in `stepped` has a shape and nothing else then. None where masters are whole.
+        Lean masters in `stepped` have a shape, and no values.
         """
         return self._low_halves(self.stepped)
 
@@ -86,7 +86,7 @@ class StepInputs:
 
     @property
     def norms(self) -> Norms | None:
-        """The norm of the unscaled gradients, and what clips it to `max_grad_norm`, if it is known."""
+        """The norm of the unscaled gradients, and the factor that clips it, if they are known."""
         return self.deferred.norms
 
 
@@ -94,7 +94,7 @@ _NOTHING = Deferred(ParameterLists((), MasterWeights()), TensorList([]), None)
 
 
 def inputs_outside_of_a_session(optimizer: Any) -> StepInputs:
-    """Return what an optimizer steps with that has no masters, and perhaps a GradScaler."""
+    """Return the inputs of an optimizer without masters, and perhaps with a GradScaler."""
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     found_inf = None if found_inf is None else found_inf.reshape(1)
     inputs = StepInputs(lambda: _NOTHING, lambda masters: None, found_inf)

@@ -8,8 +8,8 @@
 |             | fused ones do                                     |                                 |
 | HostSkip    | any other                                         | the host reads it and skips     |
 
-Each runs on gradients that are unscaled, or deferred for it (`amp.training.gradients`), and writes the
-masters to the model.
+Each uses gradients that are unscaled, or deferred (`amp.training.gradients`), and writes the masters to
+the model.
 """
 
 import functools
@@ -35,10 +35,10 @@ _CLOSURE_TRIES = 300
 
 
 class Stepper:
-    """What all ways share.
+    """The base of all ways.
 
     Attributes:
-        has_stepped: whether the step was taken, or skipped: what comes after it is still to be done.
+        has_stepped: whether the step was taken or skipped, and the work after it is still to be done.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Stepper:
         self.has_stepped = False
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
-        """Call the optimizer's own step, or skip it where a check since the last one says so."""
+        """Call the optimizer's own step, or skip it if `verdicts` has an overflow."""
         raise NotImplementedError
 
     def follow_models(self) -> None:
-        """Let masters take over what was written to the model."""
+        """Update masters from values that were written to the model."""
         lists = self.gradients.lists
         self.masters.follow_requires_grad(lists.masters, lists.models)
         self.masters.follow_all(lists.masters, lists.models)
 
     def run_unscaled(self, step: Callable[[], Any]) -> Any:
-        """Step on what is in `.grad`, and write masters to the model."""
+        """Step with the gradients in `.grad`, and write masters to the model."""
 
         def run_step() -> Any:
             with disable_casts():
@@ -77,12 +77,12 @@ class FusedStep(Stepper):
     """The optimizer unscales, skips, and writes masters and the model's weights itself."""
 
     _latest: ParameterLists | None = None
-    """What had gradients in the last step."""
+    """The masters that had gradients in the last step."""
     _versions: Sequence[int] = ()
-    """Of its model's parameters after that step, when each was its rounded master."""
+    """The versions of their parameters after that step, when each equalled its rounded master."""
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
-        """Show the optimizer what is deferred for it, and step."""
+        """Give the optimizer the deferred gradients, and step."""
         lists, of = self.gradients.lists, self.gradients.of_masters.for_step().of
         self.gradients.check.dtypes()
         versions = [model._version for model in of.models]
@@ -99,13 +99,13 @@ class FusedStep(Stepper):
                 result = step()
             has_returned = True
         finally:
-            if has_returned or inputs.changes.are_made:  # an error of a hook may come after the step
+            if has_returned or inputs.changes.are_made:  # a hook may raise after the step
                 self.has_stepped = True
                 self._agree(inputs, versions)
         return result
 
     def _agree(self, inputs: StepInputs, versions: Sequence[int]) -> None:
-        """Note that the model has what the masters hold, which the optimizer has written."""
+        """Note that the optimizer has written the masters to the model."""
         lists, of = self.gradients.lists, inputs.deferred.of
         if of is self._latest and of.are_plain and inputs.changes.are_made:
             self._versions = [version + 1 for version in versions]
@@ -118,7 +118,7 @@ class FusedStep(Stepper):
 
 
 class DeviceSkip(Stepper):
-    """The optimizer reads `found_inf`, in the way that `torch.amp.GradScaler` shows it."""
+    """The optimizer reads `found_inf`, which is set as by `torch.amp.GradScaler`."""
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Step; the optimizer skips by itself."""
@@ -145,10 +145,9 @@ class HostSkip(Stepper):
 
 
 class ClosureStep(Stepper):
-    """The optimizer evaluates the model as often as it likes, on the weights that it has set.
+    """The optimizer evaluates the model any number of times, on weights that it sets.
 
-    A closure can be evaluated again, so an overflow in it is answered by doing that at the lowered
-    scale, and the step is not skipped.
+    After an overflow the closure is evaluated again, at the lowered scale, and the step is not skipped.
     """
 
     def __init__(
@@ -190,10 +189,10 @@ class ClosureStep(Stepper):
 
 
 def can_skip_on_device(optimizer: Any) -> bool:
-    """Whether an optimizer that reads `found_inf` leaves everything as it was where that is set.
+    """Whether an optimizer that reads `found_inf` changes nothing if it is set.
 
-    Torch's SGD reads it where `fused` is set. It leaves the momentum of a parameter's first step
-    uninitialized when that step is skipped, so the host decides about that one.
+    Torch's SGD reads it only if `fused` is set. If a parameter's first step is skipped, its momentum
+    stays uninitialized, so the host decides about that step.
     """
     return all(
         group.get("fused", True)
@@ -203,13 +202,13 @@ def can_skip_on_device(optimizer: Any) -> bool:
 
 
 def forget_inputs(optimizer: Any) -> None:
-    """Take away what a step has shown an optimizer: later ones would go by it."""
+    """Remove the inputs of a step from an optimizer: later steps would use them."""
     for name in ("scaled_grads", "grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
 
 
 def found_inf_of(verdicts: Sequence[Verdict]) -> Tensor | None:
-    """Return what the checks found, float32 `[1]`; None if there were none. No host sync."""
+    """Return whether any check found an overflow, float32 `[1]`; None without checks. No host sync."""
     found = [verdict.found_inf for verdict in verdicts]
     if not found:
         return None

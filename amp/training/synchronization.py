@@ -1,11 +1,11 @@
 """Whether the wrappers of a session's models have reduced gradients over the ranks.
 
-Accumulation without communication leaves gradients where they are: DDP's and FSDP's `no_sync`, FSDP2's
-`set_requires_gradient_sync(False)`. What is not reduced yet must not be unscaled, because the next
-backward reduces it together with its own gradients, at one scale.
+Gradient accumulation without communication (DDP's and FSDP's `no_sync`, FSDP2's
+`set_requires_gradient_sync(False)`) does not reduce gradients. They must not be unscaled yet, because
+the next backward reduces them together with its own gradients, at one scale.
 
-DDP decides in its forward whether the backward will reduce, so each DDP of the models notes that. FSDP
-decides in the backward, and what it has left is found where FSDP keeps it.
+DDP decides in its forward whether the backward will reduce, so the forward notes it. FSDP decides in
+the backward, and keeps unreduced gradients in places of its own, where they are looked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from amp.undo import Undo
 
 
 class Synchronization:
-    """What a session knows of its models' wrappers.
+    """The DDP and FSDP wrappers of a session's models.
 
     Args:
         properties: what the session's profile resolved to.
@@ -48,7 +48,7 @@ class Synchronization:
         self._undo: weakref.ref[Undo] | None = None
 
     def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
-        """Look at the wrappers that models have inside, and at every DDP around them until `undo`."""
+        """Watch the wrappers inside of models, and every DDP around them, until `undo`."""
         self._was_alone |= distributed.world_size() == 1
         self._undo = weakref.ref(undo)
         for model in models:
@@ -59,7 +59,7 @@ class Synchronization:
         """Note a DDP that has been made, if it wraps these models or parts of them.
 
         Raises:
-            AmpRuntimeError: the session does not know of its ranks.
+            AmpRuntimeError: the process group was made after the session's masters.
         """
         own = set(map(id, self._named_parameters().values()))
         undo = None if self._undo is None else self._undo()
@@ -72,7 +72,7 @@ class Synchronization:
                 "equal. Call init_process_group before amp.initialize"
             )
         ddp._amp_reduces, ddp._amp_may_join = True, self._may_join
-        if "_pre_forward" not in vars(ddp):  # its own, for a forward may pass hooks by
+        if "_pre_forward" not in vars(ddp):  # on the instance: a forward may bypass hooks
             ddp._pre_forward = types.MethodType(_pre_forward, ddp)
         self._ddps.append(weakref.ref(ddp))
 
@@ -107,10 +107,10 @@ class Synchronization:
 
 
 def _pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Begin a DDP's forward, and note in the DDP, as Dynamo can, whether it reduces the gradients.
+    """Begin a DDP's forward, and note, in a way that Dynamo can trace, whether it will reduce.
 
     Raises:
-        AmpRuntimeError: the DDP is inside `join`, and a session cannot follow that.
+        AmpRuntimeError: the DDP is inside `join`, which this session does not support.
     """
     if torch.is_grad_enabled():
         if self._join_config.enable and not self._amp_may_join:
@@ -143,7 +143,7 @@ PATCHES = (
         "gradients of `no_sync` would be unscaled before they are reduced, and ranks would drift apart",
     ),
 )
-"""What is replaced in a session with masters, a loss scale, or FP8 scales that ranks share."""
+"""The functions that are patched in a session with masters, a loss scale, or shared FP8 scales."""
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:

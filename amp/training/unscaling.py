@@ -1,4 +1,4 @@
-"""Unscaled gradients, and how they are added to `.grad`, dense or sparse, of parameters and masters."""
+"""Add unscaled gradients, dense or sparse, to the `.grad` of parameters and masters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from amp.training.parameter_lists import ParameterLists
 
 @without_grad
 def add_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Add an unscaled gradient to the one that a parameter has. No host sync."""
+    """Add an unscaled gradient to a parameter's `.grad`. No host sync."""
     _adding(parameter, grad)()
 
 
 @without_grad
 def add_to_masters(lists: ParameterLists) -> None:
-    """Move the gradients of 16-bit parameters, which are unscaled, to their masters. No host sync.
+    """Add the unscaled gradients of 16-bit parameters to those of masters. No host sync.
 
-    They go one by one, and an interrupt finds each in one place.
+    They move one by one, and an interrupt finds each in exactly one place.
     """
     for master, model in zip(lists.masters, lists.models, strict=True):
         check_device(master, model)
@@ -37,7 +37,7 @@ def add_to_masters(lists: ParameterLists) -> None:
 
 
 def _adding(parameter: Tensor, grad: Tensor) -> Callable[[], object]:
-    """Return what adds a gradient to the one that a parameter has, by one call into C++."""
+    """Return a function that adds a gradient to a parameter's `.grad`, by one call into C++."""
     total = parameter.grad
     if total is None:
         return functools.partial(store_grad, parameter, grad)

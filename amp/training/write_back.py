@@ -1,9 +1,9 @@
-"""Write-back: masters are written to the model by a step, and after whatever else has changed them.
+"""Write masters to the model: in a step, and after other code has changed them.
 
-Something else is SAM's two steps, Schedule-Free's `eval`, averages. Methods of the optimizer, and of
-wrappers around it, are followed by a write-back. Anything else that changes a master leaves a trace,
-its version or its address, and the model's forward looks for it. A forward in compiled code does not
-look; then the next `scale_loss` warns.
+Other code is SAM's two steps, Schedule-Free's `eval`, averages. Methods of the optimizer, and of
+wrappers around it, are followed by a write-back. Any other change of a master shows in its version or
+its address, which the model's forward checks. A forward in compiled code does not check; then the next
+`scale_loss` warns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WriteBack:
     """Writes the masters of one optimizer to the model.
 
     Args:
-        gradients: those of the optimizer.
+        gradients: the gradients of the optimizer.
         masters: the session's.
     """
 
@@ -45,7 +45,7 @@ class WriteBack:
         """Write masters to the model. A frozen parameter without a gradient stays as it is.
 
         Args:
-            without: masters that the step has written itself.
+            without: masters that the step itself has written.
         """
         self._masters.write_back(self._trained(without))
 
@@ -59,7 +59,7 @@ class WriteBack:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Run the optimizer's step, which writes to the model itself."""
+        """Run the optimizer's step, which itself writes masters to the model."""
         try:
             self._is_stepping = True
             with self._masters.as_they_are_kept():
@@ -71,7 +71,7 @@ class WriteBack:
     # Outside of a step.
 
     def note(self) -> None:
-        """Note that the model has what the masters hold now. No host sync."""
+        """Note that the masters are written to the model now. No host sync."""
         self._lists = self._gradients.lists
         self._traces = self._traces_now()
         self._has_looked = False
@@ -85,7 +85,7 @@ class WriteBack:
         return traces
 
     def _changed(self) -> list[Tensor]:
-        """Return the masters that something else has changed."""
+        """Return the masters that other code has changed."""
         now = self._traces_now()
         if now == self._traces:
             return []
@@ -95,12 +95,12 @@ class WriteBack:
         return [masters[i] for i in dict.fromkeys(changed)]
 
     def before_forward(self) -> None:
-        """Free the gradients of the last step, and let the model see its masters. No host sync."""
+        """Free the gradients of the last step, and write changed masters to the model. No host sync."""
         self._gradients.of_masters.drop_stepped()
         self.if_changed()
 
     def if_changed(self) -> None:
-        """Write the masters that something else has changed to the model. No host sync."""
+        """Write the masters that other code has changed to the model. No host sync."""
         changed = [] if self._is_stepping else self._changed()
         if changed:
             self._masters.write_back(changed)
@@ -139,17 +139,17 @@ class WriteBack:
         self.note()
 
     def _up_to_date(self, lists: ParameterLists) -> Sequence[Tensor]:
-        """Return the masters, which agree with the model."""
+        """Make masters and model agree, and return the masters."""
         self.if_changed()
         self._masters.follow_requires_grad(lists.masters, lists.models)
         self._masters.follow_all(lists.masters, lists.models)
         return lists.masters
 
     def _after_method(self) -> None:
-        """Write all masters to the model, for they may have been changed through `.data` as well.
+        """Write all masters to the model, because changes through `.data` leave no trace.
 
-        That leaves no trace, and where none is, writing leaves none either: a graph that is still to be
-        run backward stays valid if nothing was changed.
+        Masters without a trace of a change are written without one too: a graph that is still to be run
+        backward stays valid if nothing was changed.
         """
         lists = self._gradients.lists
         changed = dict.fromkeys(self._changed() if self._masters.are_whole else lists.masters)

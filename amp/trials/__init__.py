@@ -1,6 +1,6 @@
-"""Running a step again, in other precisions, to see what helps.
+"""Running a step or a training again, in other precisions, to see what helps.
 
-What `amp.doctor`, `amp.check`, `amp.compare` and `amp.explain` return are classes of this package.
+`amp.doctor`, `amp.check`, `amp.compare` and `amp.explain` return objects of classes in this package.
 """
 
 import importlib
@@ -43,7 +43,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first asked for: some are slow to load."""
+    """Import a class on first use: some modules are slow to load."""
     if name in _MODULES:
         return getattr(importlib.import_module(f"amp.trials.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'amp.trials' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""`amp.check`: what can go wrong at a level, before training."""
+"""`amp.check`: finding what can go wrong at a level, before training."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _SHOWN = 12
 
 @dataclass
 class Checkup:
-    """What `amp.check` has found.
+    """The result of `amp.check`.
 
     Attributes:
-        level: what it is about.
-        findings: what can make numbers wrong, what is certain first.
+        level: the level that was checked.
+        findings: what can make numbers wrong, certain problems first.
         remarks: what costs time.
-        products: floating-point operations of matrix products in each dtype, by its name.
-        casts: how many casts of activations there were.
-        cast_bytes: what they read and wrote.
+        products: floating-point operations of matrix products, by the name of their dtype.
+        casts: how many casts of activations a forward has.
+        cast_bytes: how many bytes these casts read and write.
         ops: how many ops a forward has.
     """
 
@@ -53,7 +53,7 @@ class Checkup:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing was found that can make numbers wrong."""
+        """Whether there are no findings. Remarks do not count."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Checkup:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what `json.dumps` takes."""
+        """Return the result as a dict for `json.dumps`."""
         return {"healthy": self.is_healthy, **asdict(self)}
 
 
@@ -86,28 +86,28 @@ def check(
 
         print(amp.check(model, images, opt_level="O2"))
 
-    The forward runs at the level, and in FP32 to know what the numbers would be. Afterwards weights,
-    buffers and random numbers are what they were; a model that has not been through `initialize` is
-    copied. No backward is run: for that use `amp.diagnose` or `python -m amp doctor`. The host waits
-    for the device after each op.
+    The forward runs at the level, and in FP32 for comparison. Weights, buffers and random numbers are
+    restored afterwards; a model that has not been through `initialize` is copied. There is no backward:
+    to check one, use `amp.diagnose` or `python -m amp doctor`. The host waits for the device after each
+    op.
 
     Findings are: constants that become 0 or inf, integers and masks that a cast changes, numbers larger
-    than a quarter of float16's maximum, rows that are masked entirely, a forward that fails at the
-    level only, weights in 16 bits before `initialize`, a static scale whose gradients are not checked,
-    and tied weights with different rules. Remarks are about speed: sizes that tensor cores do not like,
-    casts that undo each other, and too little work in half precision.
+    than a quarter of float16's maximum, rows that are masked entirely, a forward that fails only at the
+    level, weights in 16 bits before `initialize`, a static scale without a check of gradients, and tied
+    weights with different rules. Remarks are about speed: sizes that do not suit tensor cores, casts
+    that undo each other, and too little work in half precision.
 
     Args:
-        model: before `initialize`, or what it returned, wrapped or not.
-        batch: what the model is called with: a tuple or list of arguments, a mapping of keyword
-            arguments, or the only argument.
+        model: a model before `initialize`, or one that it returned, wrapped or not.
+        batch: the arguments of the model: a tuple or list of arguments, a mapping of keyword arguments,
+            or the only argument.
         opt_level: a level, an alias or a YAML profile, for a model before `initialize`.
         **overrides: as in `amp.initialize`.
 
     Raises:
         AmpTypeError: `model` is not a module, or does not take the batch.
         AmpValueError: `opt_level` is missing, or is given for a model that has a level.
-        Exception: what the forward raises in FP32 too.
+        Exception: an error that the forward raises in FP32 too.
     """
     model = one_model(model, "amp.check")
     args, kwargs = arguments_of(model, batch)
@@ -122,7 +122,7 @@ def check(
 
 
 def one_model(model: Any, caller: str) -> nn.Module:
-    """Return a model without its wrappers; raise AmpTypeError for what is no module."""
+    """Return a model without its wrappers; raise AmpTypeError if it is not one module."""
     named_models(model, caller)
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"{caller} takes one model, and got {brief(model)}")
@@ -130,10 +130,10 @@ def one_model(model: Any, caller: str) -> nn.Module:
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with.
+    """Return the positional and keyword arguments of a model for a batch.
 
     Raises:
-        AmpTypeError: it does not take that.
+        AmpTypeError: the model's forward does not take them.
     """
     args: tuple[Any, ...] = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     kwargs: dict[str, Any] = {}
@@ -157,7 +157,12 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
 def at_level(
     model: nn.Module, opt_level: Any, overrides: dict[str, Any], caller: str
 ) -> Iterator[tuple[Session, nn.Module]]:
-    """Yield the session of a model, and the model; or one of a copy, until the block ends."""
+    """Yield a model's session and the model; if it has none, a new session and a copy, for the block.
+
+    Raises:
+        AmpTypeError: the model cannot be copied.
+        AmpValueError: `opt_level` is missing, or is given for a model that has a level.
+    """
     session = active.session_of(model)
     if session is not None:
         if opt_level is not None or overrides:
@@ -186,14 +191,14 @@ def at_level(
 def check_forward(
     session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Checkup:
-    """Return what is wrong with a forward of a session's model, leaving all as it was.
+    """Check a forward of a session's model, and restore the state afterwards.
 
     Raises:
-        Exception: what the forward raises in FP32 too.
+        Exception: an error that the forward raises in FP32 too.
     """
     level = str(session.properties.opt_level or "this profile")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpWarning)  # what they warn of is found
+        warnings.simplefilter("ignore", AmpWarning)  # the findings report the same
         return _check_forward(
             Replay(lambda: model(*args, **kwargs), {"": model}, session), model, level
         )
@@ -237,7 +242,7 @@ def _without_repetition(certain: list[Finding], possible: list[Finding]) -> list
 
 
 def merged(checkups: Sequence[Checkup]) -> Checkup:
-    """Return what was found of several models as one."""
+    """Return the results for several models as one."""
     if len(checkups) == 1:
         return checkups[0]
     whole = Checkup(checkups[0].level if checkups else "no forward")
@@ -258,7 +263,7 @@ def _of_model(number: int, finding: Finding) -> Finding:
 
 
 def checkup_of_json(found: dict[str, Any]) -> Checkup:
-    """Return what `Checkup.to_json` was of."""
+    """Return a checkup from the result of `Checkup.to_json`."""
     known = {key: value for key, value in found.items() if key != "healthy"}
     for key in ("findings", "remarks"):
         known[key] = [Finding(**x) for x in known[key]]

@@ -1,4 +1,4 @@
-"""One run of a script that nobody has edited, in a process of its own."""
+"""The child process that runs an unmodified script, watches it, and writes what was seen to a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from amp.trials.script_watching import CallExplainer, StepWatcher
 
 
 class Watcher(Protocol):
-    """What looks at the sessions of a script, from `with` to its end.
+    """Watches the sessions of a script inside a `with` block.
 
     Attributes:
         is_complete: whether enough was seen.
@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything came through `initialize`."""
+        """Whether the script called `initialize`."""
         ...
 
     def __enter__(self) -> Any: ...
@@ -38,7 +38,7 @@ class Watcher(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def seen(self) -> Any:
-        """Return what was seen so far, as plain values and tensors."""
+        """Return the results so far, as plain values and tensors."""
         ...
 
 
@@ -50,14 +50,14 @@ WATCHERS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Watcher]] = {
 
 
 class _EnoughError(BaseException):
-    """The run is complete. Scripts catch exceptions, and seldom this."""
+    """Raised when the run is complete; a BaseException, because scripts seldom catch these."""
 
 
 def main(job: str) -> None:
     """Make a run, and write what was seen to a file.
 
     Args:
-        job: JSON, as `amp.trials.scripts` writes it.
+        job: the JSON text from `amp.trials.scripts`.
     """
     given = json.loads(job)
     found: dict[str, Any] = {"error": ""}
@@ -81,14 +81,14 @@ def main(job: str) -> None:
     if not watcher.is_complete:
         found["error"] = error
         save()
-    # What the script has left running, such as a logger's threads, has nothing to wait for.
+    # Do not wait for threads that the script has left running, such as a logger's.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
 
 
 def _error_of(run: Callable[[], object]) -> str:
-    """Run a script, and return how it failed, in a line; nothing if it did not."""
+    """Run a script, and return its error in one line, or an empty string."""
     try:
         run()
     except _EnoughError:
@@ -103,9 +103,9 @@ def _error_of(run: Callable[[], object]) -> str:
 
 
 class AtLevel(Observer):
-    """Lets sessions begin at another level than the script says, with what else it says.
+    """Makes sessions use another level than the script's, with the script's overrides.
 
-    O0 is a baseline, to which overrides of another level do not apply.
+    O0 is the baseline: there the overrides are dropped.
     """
 
     def __init__(self, level: str) -> None:

@@ -38,7 +38,7 @@ _EXPLAIN = """examples:
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parsers of these commands to those of the program."""
+    """Add the parsers of these commands to the program."""
     _add_compare(commands)
     _add_doctor(commands)
     _add_explain(commands)

@@ -1,4 +1,4 @@
-"""`amp.compare`: the same training at several levels, side by side."""
+"""`amp.compare`: running the same training at several levels, and comparing the runs."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from amp.trials.verdicts import outstanding, problems_of, recommend, remarks_of,
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 REFERENCES = ("fp64", "fp32")
 _PATIENCE = 1000
-"""How many calls of `step` may pass without a step of the optimizer."""
+"""The most calls of `step` in a row without an optimizer step."""
 _SEARCHES = 4
-"""How many runs may be spent on finding a loss scale."""
+"""The most extra runs to find a loss scale."""
 _UNLIKE = 1e-2
-"""A larger error of FP32 gradients is not of rounding: the runs were different ones."""
+"""A larger relative error of FP32 gradients is not due to rounding: the runs differ."""
 _ZERO = {"FP64": 1e-12, "FP32": 1e-6}
-"""A gradient smaller than this, beside the median of all modules, is 0 but for rounding."""
+"""A gradient smaller than this times the median of all modules is 0 up to rounding errors."""
 
 Run = Callable[[Trial], Record]
-"""Makes a run, or raises what went wrong in it."""
+"""Makes a run and returns its record; raises what the run raised."""
 
 
 def compare(
@@ -80,27 +80,27 @@ def compare(
         print(amp.compare(build, step))
 
     Each run starts from the same seed, so that weights, data and dropout are the same; `step` must take
-    its data from `i`, from random numbers or from what `build` made, not from an iterator that
+    its data from `i`, from random numbers or from objects that `build` makes, not from an iterator that
     continues from run to run. Losses, gradients, skipped steps, weights, time and memory are measured
-    from outside. When it returns, random numbers, the default session and the default dtype are as
-    before. O0 is always run: its distance from the reference is the noise that other levels are judged
-    by.
+    without changes to your code. Afterwards random numbers, the default session and the default dtype
+    are as before. O0 is always run: its distance from the reference is the noise level by which the
+    other levels are judged.
 
     Args:
         build: returns an FP32 model and its optimizer, or lists of them, on their device.
-        step: one iteration. It is called until the optimizer has made `steps` steps; what it returns is
+        step: one iteration. It is called until the optimizer has made `steps` steps; its result is
             ignored.
         levels: levels, aliases or YAML profiles.
         steps: how many optimizer steps to compare.
-        seed: of torch, Python and NumPy.
+        seed: the seed of torch, Python and NumPy.
         reference: `fp64` compares with a run of the model in FP64, or in FP32 if that fails; `fp32`
-            with O0, run twice.
+            compares with O0, which is run twice.
         num_losses: as in `amp.initialize`.
 
     Raises:
         AmpValueError: a level, `steps` or `reference` is not valid.
         AmpRuntimeError: a session that casts functions is open, or two runs at O0 differ.
-        Exception: whatever the run at O0 raises. What another level raises is in its result.
+        Exception: an error in the run at O0. An error at another level is in that level's result.
     """
     if active.newest_caster() is not None:
         raise AmpRuntimeError(
@@ -111,7 +111,7 @@ def compare(
 
 
 def check_request(levels: Sequence[str], steps: int, reference: str) -> None:
-    """Raise AmpError unless these levels can be resolved, and the others are what they may be."""
+    """Raise AmpError if a level, `steps` or `reference` is not valid."""
     if isinstance(levels, str) or not isinstance(levels, Collection) or not levels:
         raise AmpValueError(f"levels={brief(levels)} is not a list of levels, such as {list(LEVELS)}")
     for level in levels:
@@ -130,7 +130,7 @@ class _InProcess:
         self._build, self._step, self._num_losses = build, step, num_losses
 
     def __call__(self, trial: Trial) -> Record:
-        """Make a run, and leave everything as it was."""
+        """Make a run, and restore the state of the process."""
         with (
             _everything_kept(),
             RunObserver(trial) as observer,
@@ -158,12 +158,12 @@ class _InProcess:
 
 @contextmanager
 def _everything_kept() -> Iterator[None]:
-    """Put random numbers, the default session and dtype, and the grad mode back after the block."""
+    """Restore random numbers, the default session and dtype, and the grad mode after the block."""
     restore, session = keep_random_numbers(), frontend._Default.session
     dtype, grad_mode = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AmpWarning)  # what they warn of is in the results
+            warnings.simplefilter("ignore", AmpWarning)  # the results report the same
             yield
     finally:
         frontend._Default.session = session
@@ -173,7 +173,7 @@ def _everything_kept() -> Iterator[None]:
 
 
 class InScript:
-    """Makes runs of a script that nobody has edited."""
+    """Makes runs of an unmodified script."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -197,7 +197,7 @@ class InScript:
 def compare_runs(
     run: Run, levels: Sequence[str], steps: int, seed: int = 0, reference: str = "fp64"
 ) -> Comparison:
-    """Compare levels, whatever it takes to make a run; see `compare`."""
+    """Compare levels, with a function that makes a run; see `compare`."""
     check_request(levels, steps, reference)
     base = Trial("O0", steps, seed)
     floor = run(base)
@@ -209,7 +209,7 @@ def compare_runs(
         if level != "O0":
             try:
                 record, searched = _settled(run, replace(base, level=level))
-            except Exception as error:  # of the script, at this level: that is a result
+            except Exception as error:  # the script fails at this level: that is a result
                 results.append(LevelResult(level, (Problem("not_run", f"not run: {_short(error)}"),)))
             else:
                 results.append(_measured(level, record, basis, searched))
@@ -236,13 +236,13 @@ def compare_runs(
 
 @dataclass(frozen=True)
 class _Basis:
-    """What levels are compared with.
+    """The runs that levels are compared with.
 
     Attributes:
-        name: of the precision of the reference.
+        name: the precision of the reference, `FP64` or `FP32`.
         record: the reference.
         floor: a run at O0, whose distance from the reference is noise.
-        notes: what there is to say of them.
+        notes: remarks on both, for the user.
     """
 
     name: str
@@ -256,7 +256,7 @@ def _basis(run: Run, base: Trial, floor: Record, reference: str) -> _Basis:
     if reference == "fp64":
         try:
             wide = run(replace(base, in_float64=True))
-        except Exception as error:  # an op or an optimizer that has no FP64
+        except Exception as error:  # an op or an optimizer may not support FP64
             notes.append(f"compared with FP32, since the run in FP64 failed: {_short(error)}")
         else:
             apart = _median_error(floor, wide)
@@ -281,16 +281,16 @@ def _median_error(record: Record, reference: Record) -> float:
 
 
 def _settled(run: Run, trial: Trial) -> tuple[Record, int]:
-    """Make a run whose loss scale fits from the start, and say how many steps the search for it took.
+    """Make a run whose loss scale fits from the start; return it, and the steps that the search took.
 
-    A first step that is skipped has no gradients to compare, and a run that is behind by some steps
-    no losses: a run that begins like that is made again, from the scale that it found.
+    A skipped first step has no gradients to compare, and the losses after it belong to other steps than
+    the reference's. So a run that begins with skipped steps is repeated, from the scale that it found.
     """
     record, searched = run(trial), 0
     for _ in range(_SEARCHES):
         skipped = next((i for i, each in enumerate(record.skipped) if not each), len(record.skipped))
         at_fault = [loss for losses in record.losses.values() for loss in losses[:skipped]]
-        if not skipped or not all(map(math.isfinite, at_fault)):  # no scale helps a loss of inf
+        if not skipped or not all(map(math.isfinite, at_fault)):  # no scale helps if the loss is inf
             break
         searched += skipped
         record = run(replace(trial, scales=record.scales))
@@ -346,7 +346,7 @@ def _measured(level: str, record: Record, basis: _Basis, searched: int = 0) -> L
 
 
 def _total(record: Record) -> int:
-    """Return the bytes in all: what a GPU says, or the sum of the parts."""
+    """Return the total of bytes: the peak on a GPU, else the sum of the parts."""
     parts = (size for part, size in record.memory.items() if part != "peak")
     return record.memory.get("peak") or sum(parts)
 

@@ -1,4 +1,4 @@
-"""`amp.doctor`: what makes a step finite, tried out."""
+"""`amp.doctor`: finding a change that makes a step finite, by trying it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from amp.errors import AmpTypeError
 from amp.trials.replay import Replay
 
 CURABLE = ("range", "absorbed range", "eps", "loss scale", "underflow")
-"""The causes that precision can be a cure of."""
+"""The causes that another precision can cure."""
 _TRIES = 8
 _ENOUGH = 3
-"""With more modules than these in FP32, another level is the better advice."""
+"""If more modules than this need FP32, another level is the better advice."""
 _LOWEST_SCALE = 2.0**-24
 
 
 @dataclass(frozen=True)
 class Cure:
-    """What makes the step finite.
+    """A change that makes the step finite.
 
     Attributes:
-        modules: the names of those that have to be in FP32; empty if none has to.
-        scale: the highest loss scale at which it is; None if the scale may stay.
-        level: another level, if nothing else helps.
-        runs: in how many replays that was seen.
+        modules: the names of the modules that must run in FP32; may be empty.
+        scale: the highest loss scale at which the step is finite; None if the scale need not change.
+        level: another level, if nothing else helps; else None.
+        runs: how many replays were made.
     """
 
     modules: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Cure:
 
     @property
     def yaml(self) -> str:
-        """What to paste into a profile."""
+        """The cure as YAML, to paste into a profile."""
         lines = []
         if self.level is not None:
             lines.append(f"extends: {self.level}")
@@ -53,12 +53,12 @@ class Cure:
 
 @dataclass(frozen=True)
 class Prescription:
-    """What `amp.doctor` has found.
+    """The result of `amp.doctor`.
 
     Attributes:
         report: what went wrong.
-        cure: what helps, or None.
-        why_not: why there is no cure.
+        cure: the change that helps, or None.
+        why_not: why there is no cure; empty if there is one, or nothing went wrong.
     """
 
     report: Report
@@ -81,21 +81,22 @@ def doctor(
         print(amp.doctor(lambda: train_step(model, optimizer, batch), model, optimizer))
 
     `step` is run repeatedly from the same state: with modules in FP32, as few as possible, and with
-    lower loss scales. Nothing of it remains: afterwards weights, buffers, gradients, optimizer state,
-    loss scales and random numbers are what they were. The host waits for the device.
+    lower loss scales. Afterwards weights, buffers, gradients, optimizer state, loss scales and random
+    numbers are restored. The host waits for the device.
 
     Args:
-        step: runs a forward, `amp.scale_loss` and a backward on one batch; it may step the optimizer,
-            which does nothing here, and must not step a schedule or draw the next batch.
-        model: the model of `amp.initialize`, or a list of models.
+        step: runs a forward, `amp.scale_loss` and a backward on one batch. It may call
+            `optimizer.step()`, which does nothing here. It must not step a schedule or draw the next
+            batch.
+        model: the model from `amp.initialize`, or a list of models.
         optimizer: its optimizer, or a list of them.
 
     Returns:
-        A `Prescription`; `print` it, or look at its `report`, `cure` and `why_not`.
+        A `Prescription`, with a `report`, a `cure` and `why_not`, which can be printed.
 
     Raises:
         AmpTypeError: `model` is not a module, or `optimizer` is an empty list.
-        AmpRuntimeError: the optimizer is not one of `initialize`.
+        AmpRuntimeError: the optimizer has not been through `initialize`.
     """
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers:
@@ -148,14 +149,14 @@ def _search(replay: Replay) -> Cure | str:
 
 
 def _curable(findings: list[Finding]) -> list[Finding]:
-    """Return what a trial has left, casts included that made gradients inf or NaN."""
+    """Return the findings that a further trial may remove, casts that ruined gradients included."""
     return [
         x for x in findings if x.cause in (*CURABLE, "mathematics") or (x.cause == "cast" and x.reached)
     ]
 
 
 def _next_module(finding: Finding, modules: Sequence[str]) -> str | None:
-    """Return the module of a finding, or the innermost around it, that is in no trial yet."""
+    """Return the finding's module, or the innermost one around it, that is not tried yet, or None."""
     name = finding.module
     while name in modules or any(name.startswith(f"{other}.") for other in modules):
         name = name.rpartition(".")[0]
@@ -163,7 +164,7 @@ def _next_module(finding: Finding, modules: Sequence[str]) -> str | None:
 
 
 def _by_level(replay: Replay, finding: Finding) -> Cure | str:
-    """Return the level in bfloat16, if the step is finite with all of the model in FP32."""
+    """Return the bfloat16 level if the step is finite with the whole model in FP32, else why not."""
     properties = replay.owner.properties
     level = {"O1": "O4", "O2": "O5", "O3": "O5"}.get(str(properties.opt_level))
     where = f"{finding.op}, line {finding.line}"

@@ -26,12 +26,13 @@ class Explained:
     """Calls of one function at one place.
 
     Attributes:
-        op: its full name.
-        module: the name of the innermost module; empty outside of any.
-        file, line: where it was called.
-        takes: the dtypes of the floating tensors that it was given.
+        op: the function's full name.
+        module: the name of the innermost module; empty outside of any module.
+        file: the file of the line that called it.
+        line: the number of that line.
+        takes: the dtypes of its floating arguments.
         gives: the dtypes of its results.
-        rule: what decides, and where it is written.
+        rule: what decides the precision, and where that is written, as a sentence.
         count: how many calls there were.
     """
 
@@ -53,11 +54,11 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `amp.explain` has found.
+    """The result of `amp.explain`.
 
     Attributes:
-        level: at which the forward ran.
-        calls: in the order in which they came first.
+        level: the level at which the forward ran.
+        calls: the calls, in the order of their first occurrence.
     """
 
     level: str
@@ -67,7 +68,7 @@ class Explanation:
         return "\n".join(map(str, self.calls))
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what `json.dumps` takes."""
+        """Return the explanation as a dict for `json.dumps`."""
         return asdict(self)
 
 
@@ -83,21 +84,22 @@ def explain(
 
         print(amp.explain(model, images, op="softmax", module="blocks.3.attn"))
 
-    Afterwards weights, buffers and random numbers are what they were; a model that has not been through
+    Weights, buffers and random numbers are restored afterwards; a model that has not been through
     `initialize` is copied. The host waits for the device after each op.
 
     Args:
-        model: before `initialize`, or what it returned, wrapped or not.
-        batch: what the model is called with; see `amp.check`.
-        op: the name of a function, full or short: `torch.softmax`, `softmax`. None is all functions.
-        module: the name of a module; calls in it and in the modules inside it are reported. None is
-            all.
+        model: a model before `initialize`, or one that it returned, wrapped or not.
+        batch: the arguments of the model; see `amp.check`.
+        op: the name of a function, full or short: `torch.softmax`, `softmax`. None reports all
+            functions.
+        module: the name of a module; calls in it and in its submodules are reported. None reports all.
         opt_level: a level, an alias or a YAML profile, for a model before `initialize`.
         **overrides: as in `amp.initialize`.
 
     Raises:
         AmpTypeError: `model` is not a module, or does not take the batch.
-        AmpValueError: nothing of that name was called. The message names what was called.
+        AmpValueError: no such function was called, and the message names those that were; or
+            `opt_level` is missing, or is given for a model that has a level.
     """
     model = one_model(model, "amp.explain")
     args, kwargs = arguments_of(model, batch)
@@ -108,7 +110,7 @@ def explain(
 def explain_forward(
     session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
-    """Explain all calls of a forward of a session's model, leaving all as it was."""
+    """Explain all calls in a forward of a session's model, and restore the state afterwards."""
     recording = Recording({"": model})
     Replay(lambda: model(*args, **kwargs), {"": model}, session).watched_by(recording)
     counts = Counter(_explained(session, model, call) for call in recording.calls)
@@ -117,10 +119,10 @@ def explain_forward(
 
 
 def chosen(explanation: Explanation, op: str | None, module: str | None) -> Explanation:
-    """Return the part of an explanation that is about an op and a module.
+    """Return the calls of an explanation that are of an op and in a module; None selects all.
 
     Raises:
-        AmpValueError: there is none; what there is is named.
+        AmpValueError: there are none; the message names the existing ones.
     """
     modules = {call.module for call in explanation.calls}
     calls = [x for x in explanation.calls if is_about(x, None, module)]
@@ -136,7 +138,7 @@ def chosen(explanation: Explanation, op: str | None, module: str | None) -> Expl
 
 
 def explanation_of_json(found: dict[str, Any]) -> Explanation:
-    """Return what `Explanation.to_json` was of."""
+    """Return an explanation from the result of `Explanation.to_json`."""
     calls = [{key: _frozen(value) for key, value in call.items()} for call in found["calls"]]
     return Explanation(found["level"], tuple(Explained(**call) for call in calls))
 
@@ -146,7 +148,7 @@ def _frozen(value: Any) -> Any:
 
 
 def is_about(call: Explained, op: str | None, module: str | None) -> bool:
-    """Whether a call is of a function of this name, in a module or in one inside of it."""
+    """Whether a call is of the function `op`, in a module or one of its submodules."""
     name = call.module
     is_inside = not module or name == module or name.startswith(f"{module}.")
     return is_inside and (op is None or op in (call.op, call.op.rpartition(".")[2]))
@@ -166,7 +168,7 @@ def _explained(session: Session, model: nn.Module, call: Call) -> Explained:
 
 
 def _op_rule(session: Session, call: Call) -> tuple[str, OpRule | None]:
-    """Return the full name of a function, and the rule for it, if one is."""
+    """Return the full name of a function, and its rule, if there is one."""
     name = f"torch.{call.place.op}" if call.place.op.startswith("Tensor.") else call.place.op
     caster = _caster(session)
     if caster is None:
@@ -181,7 +183,7 @@ def _caster(session: Session) -> CastOps | None:
 
 
 def _reason(session: Session, model: nn.Module, call: Call, rule: OpRule | None) -> str:
-    """Return what decides of a call's precision, as a sentence."""
+    """Return, as a sentence, what decides the precision of a call."""
     properties = session.properties
     name = call.place.module
     module = model.get_submodule(name)
@@ -205,7 +207,7 @@ def _reason(session: Session, model: nn.Module, call: Call, rule: OpRule | None)
 
 
 def _module_rule(session: Session, model: nn.Module, name: str) -> Rule | None:
-    """Return the rule for a module, or for one around it."""
+    """Return the rule for a module, or for the innermost module around it with a rule."""
     while True:
         inner = model.get_submodule(name)
         rule = next((x for x in session.properties.rules if x.matches(name, inner)), None)

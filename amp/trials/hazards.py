@@ -1,4 +1,4 @@
-"""What can go wrong at a level, seen in a forward at that level and in the same one in FP32."""
+"""Finding what can go wrong at a level, from a forward at that level and the same forward in FP32."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from amp.profiles.rules import Rule
 from amp.trials.recording import Op, Product, Recording
 
 HEADROOM = 4
-"""A number is near the limit of its format that is above this part of it."""
+"""A number is near the limit of its format if it is above the limit divided by this."""
 SMALL_CHANNELS = 4
-"""Images have as many channels: no width to choose."""
+"""Images have at most so many channels, which the user cannot choose."""
 
 
 def before_initialize(models: Iterable[nn.Module]) -> Iterator[Finding]:
@@ -34,20 +34,20 @@ def before_initialize(models: Iterable[nn.Module]) -> Iterator[Finding]:
             if tensor.dtype in LOW_PRECISION:
                 yield Finding(
                     "cast before initialize",
-                    f"'{name}' is {dtype_name(tensor.dtype)} before amp.initialize: what masters could "
-                    "have kept is rounded away",
+                    f"'{name}' is {dtype_name(tensor.dtype)} before amp.initialize: the digits that "
+                    "masters would keep are rounded away",
                     "Leave out .half() and .bfloat16(): amp.initialize casts the model itself.",
                 )
                 return
 
 
 def of_properties(properties: Properties, model: nn.Module, is_checked: bool) -> Iterator[Finding]:
-    """Yield what is wrong with a profile for a model, whatever the numbers.
+    """Yield the problems of a profile for a model that do not depend on data.
 
     Args:
-        properties: of the session.
-        model: before or after `initialize`.
-        is_checked: whether gradients are looked at before a step takes them.
+        properties: the session's properties.
+        model: the model, before or after `initialize`.
+        is_checked: whether gradients are checked before a step.
     """
     yield from unchecked(properties, is_checked)
     yield from _tied(properties, model)
@@ -58,7 +58,7 @@ def _is_half(properties: Properties) -> bool:
 
 
 def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
-    """Yield a finding for each parameter that two modules share, and rules do not treat alike."""
+    """Yield a finding for each parameter that is shared by modules with different rules."""
     if not properties.casts_model:
         return
     chosen = dtypes_to_be(model, properties)
@@ -88,7 +88,7 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
 
 
 def _is_inside(rule: Rule, name: str, model: nn.Module) -> bool:
-    """Whether a rule is for a module, or for one that it is inside of."""
+    """Whether a rule matches a module, or a module around it."""
     while not rule.matches(name, model.get_submodule(name)):
         if not name:
             return False
@@ -97,7 +97,7 @@ def _is_inside(rule: Rule, name: str, model: nn.Module) -> bool:
 
 
 def of_failure(recording: Recording, error: Exception) -> Finding:
-    """Return what a forward fails by at this level, and not in FP32."""
+    """Return a finding for a forward that raises at this level, but not in FP32."""
     place = recording.failed or Place("", "", "", 0)
     where = ("forward", place.op, place.module, place.file, place.line)
     constant = next((x for x in recording.constants if x.place == place), None)
@@ -113,12 +113,12 @@ def of_failure(recording: Recording, error: Exception) -> Finding:
 
 
 def of_numbers(recording: Recording, wide: Recording | None, trace: Trace) -> list[Finding]:
-    """Return what a format does to the numbers of a forward: constants, and values near its limit.
+    """Return findings about constants that a format changes, and values near its limit.
 
     Args:
         recording: the forward at the level.
-        wide: the same in FP32, or None.
-        trace: the forward at the level, again.
+        wide: the forward in FP32, or None.
+        trace: a trace of the forward at the level.
     """
     found = [_of_constant(x.place, x.value, x.dtype) for x in recording.constants]
     for lost in trace.lost:
@@ -145,7 +145,7 @@ def of_numbers(recording: Recording, wide: Recording | None, trace: Trace) -> li
 
 
 def _numbered(ops: Iterable[Op]) -> Iterator[tuple[Hashable, Op]]:
-    """Yield ops that are no casts, each with what it is known by in another run of the same code."""
+    """Yield ops other than casts, each with a key that identifies it in other runs of the same code."""
     seen: Counter[Hashable] = Counter()
     for op in ops:
         if op.aten not in CASTS:
@@ -184,7 +184,7 @@ def _of_constant(place: Place, value: float, dtype: torch.dtype, raises: bool = 
 
 
 def grouped(findings: Iterable[Finding]) -> list[Finding]:
-    """Return one finding for each cause and line, the one with the largest value."""
+    """Return one finding for each cause, op and line: the one with the largest value."""
     groups: defaultdict[Hashable, list[Finding]] = defaultdict(list)
     for finding in findings:
         groups[finding.cause, finding.op, finding.file, finding.line, finding.gives].append(finding)
@@ -197,11 +197,11 @@ def grouped(findings: Iterable[Finding]) -> list[Finding]:
     return chosen
 
 
-# What costs time, and no numbers.
+# Speed.
 
 
 def remarks(recording: Recording, properties: Properties) -> Iterator[Finding]:
-    """Yield what keeps a level from being fast."""
+    """Yield findings about what slows a level down."""
     yield from grouped(_alignment(recording.products))
     undone = recording.casts.undone
     for place, count in undone.most_common(3):
@@ -222,7 +222,7 @@ def remarks(recording: Recording, properties: Properties) -> Iterator[Finding]:
         yield Finding(
             "share",
             f"only {in_half / flops.total():.0%} of the work of matrix products is in 16 bits or "
-            "fewer; the largest that is not is here",
+            "fewer; the largest of the others is here",
             "Look for FP32 inputs that come from outside of the model, rules, and norms before it.",
             *("forward", place.op, place.module, place.file, place.line),
         )
@@ -234,7 +234,7 @@ def _alignment(products: Iterable[Product]) -> Iterator[Finding]:
         sizes = product.sizes
         if multiple is None or not sizes:
             continue
-        # The rows of a plain product are tokens, of which a batch has as many as it has.
+        # The rows of a plain product are tokens, whose number the user cannot choose.
         chosen = sizes[1:] if product.is_plain else sizes
         odd = [size for size in chosen if size % multiple]
         if len(sizes) == 2:  # of a convolution

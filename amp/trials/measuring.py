@@ -1,4 +1,4 @@
-"""How far the gradients and losses of one run are from those of another."""
+"""Measuring how far the gradients and losses of one run are from those of another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from amp.trials.observing import ModuleGradients
 
 
 class Error(NamedTuple):
-    """How far a gradient g is from the reference's, r.
+    """How far a gradient g is from the reference gradient r.
 
     Attributes:
-        relative: |g - r| / |r|, 0 where both are 0; inf where g is not finite.
-        cosine: of the angle between them; NaN where one of them is 0 or not finite.
+        relative: |g - r| / |r|; 0 if both are 0, and inf if g is not finite or only r is 0.
+        cosine: the cosine of the angle between them; NaN if one of them is 0 or not finite.
     """
 
     relative: float
@@ -26,7 +26,7 @@ class Error(NamedTuple):
 
 
 def error_of(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> Error:
-    """Return the error of some gradients, taken as one vector, in FP64."""
+    """Return the error of gradients as one vector, computed in FP64."""
     found, exact = _as_vector(grads), _as_vector(reference)
     if found.shape != exact.shape or not found.isfinite().all():
         return Error(math.inf, math.nan)
@@ -43,7 +43,7 @@ def errors_of(grads: ModuleGradients, reference: ModuleGradients) -> dict[str, E
 
 
 def total_error_of(grads: ModuleGradients, reference: ModuleGradients) -> Error:
-    """Return the error of all modules that have a gradient in both runs, taken as one vector."""
+    """Return the error of all modules that have a gradient in both runs, as one vector."""
     names = [name for name in reference if name in grads]
     return error_of(
         [grad for name in names for grad in grads[name]],
@@ -52,11 +52,11 @@ def total_error_of(grads: ModuleGradients, reference: ModuleGradients) -> Error:
 
 
 def vanishing_modules(reference: ModuleGradients, limit: float) -> set[str]:
-    """Return the modules whose gradient is 0 but for rounding, such as a bias before a BatchNorm.
+    """Return modules whose gradient is 0 up to rounding errors, as for a bias before a BatchNorm.
 
     Args:
-        reference: gradients.
-        limit: how small, beside the median of all modules.
+        reference: the gradients of the reference.
+        limit: the largest such gradient, relative to the median of all modules.
     """
     sizes = {
         name: float(vector.norm()) / math.sqrt(max(vector.numel(), 1))
@@ -68,30 +68,30 @@ def vanishing_modules(reference: ModuleGradients, limit: float) -> set[str]:
 
 
 def median_of(values: Iterable[float]) -> float:
-    """Return the median, 0 of nothing."""
+    """Return the median, or 0 if there are no values."""
     found = list(values)
     return statistics.median(found) if found else 0.0
 
 
 def mean_of(values: Iterable[float]) -> float:
-    """Return the mean, 0 of nothing."""
+    """Return the mean, or 0 if there are no values."""
     found = list(values)
     return sum(found) / len(found) if found else 0.0
 
 
 def window_of(steps: int) -> int:
-    """Return over how many of the last steps losses are compared: a third."""
+    """Return the number of last steps whose losses are compared: a third of all."""
     return max(1, math.ceil(steps / 3))
 
 
 def gap_of(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return how far the mean of the last losses is above that of the reference's."""
+    """Return how far the mean of the last losses is above the reference's mean."""
     both = list(zip(losses, reference, strict=False))
     return mean_of(x - y for x, y in both[-window_of(len(both)) :])
 
 
 def spread_of(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the mean of how far each of the last losses is from the reference's, either way."""
+    """Return the mean absolute difference of the last losses from the reference's."""
     both = list(zip(losses, reference, strict=False))
     return mean_of(abs(x - y) for x, y in both[-window_of(len(both)) :])
 

@@ -1,4 +1,4 @@
-"""The bytes of a run: of tensors that last, and of those that autograd keeps for a backward."""
+"""Counting the bytes of a run: of given tensors, and of tensors that autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return what tells one memory from another."""
+    """Return an identifier of a tensor's memory."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory of dense tensors, each memory counted once."""
+    """Return the bytes of dense tensors, counting each storage once."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     return sum({address_of(t): t.untyped_storage().nbytes() for t in strided}.values())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in dicts, lists and tuples."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -32,13 +32,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class Activations:
-    """Counts what autograd keeps for a backward, as hooks on saved tensors.
+    """Counts the bytes that autograd saves for backward, by `pack` and `unpack` hooks on saved tensors.
 
     Args:
-        weights: what is there anyway, and is not counted.
+        weights: tensors that exist anyway, and are not counted.
 
     Attributes:
-        most: the most bytes that were kept at once.
+        most: the most bytes that were saved at once.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -48,30 +48,30 @@ class Activations:
         self.most = 0
 
     def pack(self, tensor: Tensor) -> _Saved:
-        """Return what stands for a tensor that a node of the graph keeps."""
+        """Return the object that a node of the graph saves in place of a tensor."""
         return _Saved(self, tensor)
 
     @staticmethod
     def unpack(saved: _Saved) -> Tensor:
-        """Return the tensor."""
+        """Return the saved tensor."""
         return saved.tensor
 
     def take(self, address: int, size: int) -> None:
-        """Count a memory, once for all nodes that keep it."""
+        """Count a storage, once for all nodes that save it."""
         if address not in self._weights:
             self._users[address] = self._users.get(address, 0) + 1
             self._now += size if self._users[address] == 1 else 0
             self.most = max(self.most, self._now)
 
     def let_go(self, address: int, size: int) -> None:
-        """Take it off again, when the last of them lets it go."""
+        """Stop counting a storage after its last node has released it."""
         if self._users.get(address, 0):
             self._users[address] -= 1
             self._now -= 0 if self._users[address] else size
 
 
 class _Saved:
-    """A tensor that a node of the graph keeps."""
+    """A tensor that a node of the graph saves."""
 
     def __init__(self, activations: Activations, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,7 +1,7 @@
-"""One training run, watched from outside: its losses, gradients, skipped steps, time and memory.
+"""Observing a training run: its losses, gradients, skipped steps, time and memory.
 
-A `RunObserver` looks on where a session scales a loss and where an optimizer steps. It changes no
-number of the run, and what it does itself is not counted as the run's time.
+A `RunObserver` is called when a session scales a loss and when an optimizer steps. It changes no values
+of the run, and its own time is not counted as the run's.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from amp.training.gradients import State
 from amp.trials.memory import Activations, size_of, tensors_in
 
 ModuleGradients = dict[str, list[Tensor]]
-"""The gradients of the parameters that a module owns, unscaled, on the host, by its name."""
+"""The unscaled gradients of each module's own parameters, on the host, by the module's name."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run that is to be made.
+    """The description of one run to make.
 
     Attributes:
         level: a level, an alias, or a path to a YAML profile.
-        steps: after how many optimizer steps it ends.
-        seed: of every generator of random numbers.
-        in_float64: whether the model and its inputs are widened, as a reference.
-        scales: where the loss scales start, for each session in its turn; empty is where they say.
+        steps: how many optimizer steps to make.
+        seed: the seed of all random number generators.
+        in_float64: whether the model and its inputs are cast to FP64, for a reference.
+        scales: the initial loss scales of each session, in order; empty uses those of the profile.
     """
 
     level: str
@@ -51,21 +51,23 @@ class Trial:
 
 @dataclass
 class Record:
-    """What a run left behind.
+    """The measurements of a run.
 
     Attributes:
-        device: where its weights were: `cpu`, `cuda`.
-        has_bfloat16: whether that device computes in bfloat16, and does not emulate it.
+        device: the type of the weights' device: `cpu`, `cuda`.
+        has_bfloat16: whether the device computes in bfloat16 without emulation.
         losses: by the name of the loss, for each step the sum over its `scale_loss` blocks.
         skipped: for each step, whether an optimizer skipped it.
         first: the gradients of the first step, after clipping.
-        last: those of step `steps - 1`.
-        still: for each step that was taken and looked at, the share of weights that it left as they
-            were although their gradient is not 0. Masters are looked at where there are any.
-        seconds: for each step but the first, without what the observer did.
+        last: the gradients of step `steps - 1`, after clipping.
+        still: for each step that was not skipped, the fraction of weights, or of masters if there are
+            any, that it did not change although their gradient is not 0.
+        seconds: the time of each step but the first, without the observer's own time.
         memory: bytes: `weights` with masters, `gradients`, `optimizer_state`, `activations` (the most
-            that autograd kept in the first step, on the CPU) and `peak` (of the second, on a GPU).
-        scales: the loss scales once every optimizer had taken a step, or at the end; see `Trial`.
+            that autograd saved in the first step; not on a GPU) and `peak` (of the second step, on a
+            GPU).
+        scales: the loss scales after every optimizer had made a step that was not skipped, or at the
+            end; see `Trial`.
     """
 
     device: str = "cpu"
@@ -81,12 +83,12 @@ class Record:
 
 
 class _Log:
-    """What is noted of one optimizer."""
+    """The notes on one optimizer."""
 
     def __init__(self, attached: AttachedOptimizer) -> None:
         self.attached = attached
         self.sums: dict[int, Tensor] = {}
-        """By `loss_id`, of the blocks since the last step."""
+        """The sums of losses by `loss_id`, over the blocks since the last step."""
         self.losses: dict[int, list[Tensor]] = {}
         self.skipped: list[bool] = []
 
@@ -96,14 +98,14 @@ class _Log:
 
 
 class RunObserver(Observer, AbstractContextManager["RunObserver"]):
-    """Watches the sessions of this process, from `with` to its end.
+    """Watches the sessions of this process inside a `with` block.
 
-    Steps are counted by the first optimizer that is given to `initialize`. The run is complete when
-    all optimizers that step have made enough, or when the first one is about to make one too many.
+    Steps are counted by the first optimizer that is given to `initialize`. The run is complete when all
+    optimizers that step have made `trial.steps` steps, or when the first one begins another step.
 
     Args:
         trial: the run.
-        when_complete: called once the run is complete; what it raises comes out of `optimizer.step`.
+        when_complete: called when the run is complete; it may raise, out of `optimizer.step`.
     """
 
     def __init__(self, trial: Trial, when_complete: Callable[[], None] = lambda: None) -> None:
@@ -117,7 +119,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         self._weights: dict[int, _Weights | None] = {}
         self._record = Record()
         self._counts: list[tuple[Tensor, Tensor]] = []
-        """For each step that was looked at, how many weights stood still, and of how many."""
+        """For each step, how many weights did not change, and of how many with a gradient."""
         self._activations: Activations | None = None
         self._clock = _Clock()
 
@@ -136,7 +138,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
     @property
     def steps(self) -> int:
-        """How many steps any optimizer has made."""
+        """The most steps that an optimizer has made."""
         return max((log.steps for log in self._logs.values()), default=0)
 
     def seen(self) -> dict[str, Any]:
@@ -144,7 +146,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         return vars(self.record())
 
     def record(self) -> Record:
-        """Return what was seen so far. The host waits for the device."""
+        """Return the measurements so far. The host waits for the device."""
         logs = self._logs.values()
         steps = min(self.trial.steps, self.steps)
         record = self._record
@@ -167,10 +169,10 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             unique = ids.count(loss_id) == 1
             yield (name if unique else f"{name} of optimizer {i}"), logs[i].losses[loss_id]
 
-    # Where it looks on.
+    # Events of sessions and optimizers.
 
     def initialize_begins(self, session: Session, models: Sequence[nn.Module]) -> None:
-        """Widen the model of a reference."""
+        """Cast the model to FP64, for a reference."""
         for model in models if self.trial.in_float64 else ():
             model.double()
             hook = model.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
@@ -179,7 +181,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
     def initialize_ends(
         self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
     ) -> None:
-        """Begin to measure, once there is an optimizer."""
+        """Begin to measure when there is an optimizer."""
         if session not in self._sessions:
             self._sessions.append(session)
             place = len(self._sessions) - 1
@@ -212,9 +214,9 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             log.sums[loss_id] = log.sums[loss_id] + value if loss_id in log.sums else value
 
     def step_begins(self, attached: AttachedOptimizer, closure: Callable[[], Any] | None) -> Any:
-        """Look at gradients and weights, or let the closure be followed by a look."""
+        """Note gradients and weights, or return a closure that notes gradients."""
         log = self._logs.get(id(attached))
-        if log is None or attached.gradients.state is State.OPEN:  # a call that is refused
+        if log is None or attached.gradients.state is State.OPEN:  # the call will be refused
             return closure
         is_first = log is next(iter(self._logs.values()))
         if self.is_complete or (is_first and log.steps == self.trial.steps):
@@ -246,10 +248,10 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         self.is_complete = True
         self._when_complete()
 
-    # What is noted.
+    # Notes.
 
     def _look_before(self, log: _Log) -> _Weights | None:
-        """Note the gradients of this step, as they are after unscaling and clipping."""
+        """Note the gradients of this step, after unscaling and clipping, and return the weights."""
         gradients = log.attached.gradients
         gradients.look_at_groups()
         gradients.finish_delayed()
@@ -258,12 +260,12 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         if log.steps == 0:
             self._add_memory("gradients", size_of(grad for _, grad in trained))
         self._note_gradients(log)
-        if self._record.device == "cuda" and log.steps == 1:  # whose peak is measured
+        if self._record.device == "cuda" and log.steps == 1:  # a copy would raise its measured peak
             return None
         return _Weights(log.attached, trained)
 
     def _look_into(self, closure: Callable[[], Any], log: _Log) -> Callable[[], Any]:
-        """Return a closure whose first evaluation in a step is looked at, and no other."""
+        """Return a closure that notes gradients at its first evaluation in a step only."""
         evaluated = False
 
         @functools.wraps(closure)
@@ -325,7 +327,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         return tuple(tuple(each.loss_scale() for each in one.scalers) for one in self._sessions)
 
     def _note_weights(self, log: _Log) -> None:
-        """Note the bytes of what lasts from step to step."""
+        """Note the bytes of weights, masters and optimizer state."""
         attached = log.attached
         if log is next(iter(self._logs.values())):
             tensors = [
@@ -345,17 +347,17 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
 
 class _Clock:
-    """The time of a run, without that of whoever watches it."""
+    """The time of a run, without the time of its observer."""
 
     is_running = False
 
     def start(self, device: str) -> None:
-        """Begin on a type of device."""
+        """Start the clock, on a type of device."""
         self._device, self.is_running = device, True
         self._began, self._apart = self._now(), 0.0
 
     def lap(self) -> float:
-        """Return the seconds since the last call, and begin anew."""
+        """Return the seconds since the last call or the start. On a GPU the host waits for it."""
         now = self._now()
         seconds = now - self._began - self._apart
         self._began, self._apart = now, 0.0
@@ -368,7 +370,7 @@ class _Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Run the block in time that is not the run's, without autograd."""
+        """Exclude the time of the block, and run it without autograd."""
         began = self._now()
         try:
             with torch.no_grad():
@@ -378,7 +380,7 @@ class _Clock:
 
 
 class _Weights:
-    """The weights of an optimizer before a step, and which of them have a gradient."""
+    """The weights of an optimizer before a step, and which elements have a gradient."""
 
     def __init__(self, attached: AttachedOptimizer, trained: list[tuple[Tensor, Tensor]]) -> None:
         self._parts = [
@@ -387,7 +389,7 @@ class _Weights:
         ]
 
     def count_still(self, attached: AttachedOptimizer) -> tuple[Tensor, Tensor]:
-        """Return how many weights are as they were although they have a gradient, and of how many."""
+        """Return how many weights with a gradient are unchanged, and how many have a gradient."""
         still, of = torch.zeros(2, dtype=torch.int64, device="cpu")
         for parameter, before, has_gradient in self._parts:
             same = (_value(attached, parameter) == before) & has_gradient
@@ -396,7 +398,10 @@ class _Weights:
 
 
 def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what an optimizer is about to step, and its gradient, perhaps scaled."""
+    """Yield the masters and parameters that an optimizer is about to update, and their gradients.
+
+    Gradients of masters may be scaled still.
+    """
     deferred = attached.gradients.of_masters.for_step()
     yield from zip(deferred.of.masters, deferred.grads, strict=True)
     for parameter in attached.gradients.lists.unmastered:
@@ -405,7 +410,7 @@ def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _value(attached: AttachedOptimizer, stepped: Tensor) -> Tensor:
-    """Return what a master stands for, or a parameter that has none."""
+    """Return the FP32 values of a master, or the values of a parameter without a master."""
     has_model = attached.masters.model(stepped) is not None
     return attached.masters.values(stepped) if has_model else stepped.detach()
 
@@ -419,5 +424,5 @@ def _on_host(grad: Tensor) -> Tensor:
 
 
 def _widen_inputs(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook: floating inputs go in as float64."""
+    """A forward pre-hook that casts floating inputs to float64."""
     return cast_tensors(args, CASTABLE, torch.float64), cast_tensors(kwargs, CASTABLE, torch.float64)

@@ -1,4 +1,4 @@
-"""The generators of random numbers: torch's, Python's and NumPy's."""
+"""Saving, restoring and seeding the random number generators of torch, Python and NumPy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def keep_random_numbers() -> Callable[[], None]:
-    """Return what puts all generators back to where they are now."""
+    """Return a function that restores the present state of all generators."""
     on_cpu, python = torch.get_rng_state(), random.getstate()
     has_cuda: Any = torch.cuda.is_initialized
     on_cuda = torch.cuda.get_rng_state_all() if has_cuda() else None
@@ -30,7 +30,7 @@ def keep_random_numbers() -> Callable[[], None]:
 
 
 def seed_random_numbers(seed: int) -> None:
-    """Seed all generators, those of all devices included."""
+    """Seed all generators, on all devices."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy")

@@ -1,4 +1,4 @@
-"""What ran in a forward: ops with shapes, dtypes and magnitudes, and the functions of torch called."""
+"""Recording a forward: its ops with dtypes and magnitudes, and the torch functions called."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "_slow_conv
 
 
 class Op(NamedTuple):
-    """An op of aten.
+    """An ATen op that ran.
 
     Attributes:
         place: where it was called.
-        aten: its own name.
+        aten: its name in ATen.
         gives: the dtype of its floating result, or None.
-        largest: the magnitude of its result: inf and NaN where there are some.
+        largest: the largest magnitude of its results; inf or NaN if they contain one.
     """
 
     place: Place
@@ -45,11 +45,11 @@ class Product(NamedTuple):
 
     Attributes:
         place: where it was called.
-        dtype: of what is multiplied.
-        flops: floating-point operations, two for a multiplication and an addition.
-        sizes: rows, inner dimension and columns of a matrix product; channels in and out of a
-            convolution; nothing of an attention.
-        is_plain: whether it is a product of two matrices, and not of batches of them.
+        dtype: the dtype of the factors.
+        flops: floating-point operations; a multiplication with an addition counts as two.
+        sizes: rows, inner dimension and columns of a matrix product; input and output channels of a
+            convolution; empty for an attention.
+        is_plain: whether it is a product of two matrices, and not of batches of matrices.
     """
 
     place: Place
@@ -60,7 +60,7 @@ class Product(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A Python number among the arguments of an op whose result is of a dtype that ends below it."""
+    """A Python number among the arguments of an op, too large for the dtype of its first tensor."""
 
     place: Place
     value: float
@@ -68,13 +68,13 @@ class Constant(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function of torch that was called, from outside of torch.
+    """A call of a torch function, from outside of torch.
 
     Attributes:
-        place: where.
-        function: it.
-        takes: the dtypes of the floating tensors that the caller gave.
-        gives: those of its results.
+        place: where it was called.
+        function: the function.
+        takes: the dtypes of its floating arguments, before amp's casts.
+        gives: the dtypes of its floating results.
     """
 
     place: Place
@@ -88,9 +88,9 @@ class Casts:
     """Casts of activations from one floating dtype to another.
 
     Attributes:
-        count: how many there were.
-        bytes: what they read and wrote.
-        undone: how many undid the cast before, by place.
+        count: how many casts there were.
+        bytes: how many bytes they read and wrote.
+        undone: how many casts undid the one before, by place.
     """
 
     count: int = 0
@@ -99,15 +99,18 @@ class Casts:
 
 
 class Recording(AbstractContextManager["Recording"]):
-    """Notes what runs while it is open. The host waits for the device after each op.
+    """Records what runs while it is open. The host waits for the device after each op.
 
     Args:
-        models: whose modules and parameters have names, by what these begin with.
+        models: the models whose modules are named, by the prefix of the names.
 
     Attributes:
-        ops, products, constants, calls: in the order in which they ran.
-        casts: those of activations.
-        failed: the op that raised, if one did.
+        ops: all ops but views, in the order in which they ran.
+        products: the matrix products, convolutions and attentions, in order.
+        constants: the constants that are too large for their dtype, in order.
+        calls: the calls of torch functions with a floating result, in order.
+        casts: the casts of activations.
+        failed: where the first op that raised was called, or None.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
@@ -121,8 +124,8 @@ class Recording(AbstractContextManager["Recording"]):
         self._places = Places(models, note_call=self._note_call)
         self._weights: set[int] = set()
         self._in_fp8: set[str] = set()
-        self._was: dict[int, torch.dtype] = {}  # what memory that a cast has made was before
-        self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, and from what
+        self._was: dict[int, torch.dtype] = {}  # for memory made by a cast, the dtype before the cast
+        self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, dtypes before
         self._open = ExitStack()
 
     def __enter__(self) -> Recording:
@@ -145,7 +148,7 @@ class Recording(AbstractContextManager["Recording"]):
         self._open.close()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op, and note it."""
+        """Run an op, and record it."""
         aten = func.overloadpacket.__name__
         place, _ = self._places.here(aten)
         self._note_constants(place, func, args)
@@ -179,7 +182,7 @@ class Recording(AbstractContextManager["Recording"]):
         flops = _flops(func, args, kwargs, result)
         if flops:
             multiplied = floats_in(args)[-1]
-            emulated = self._was.get(memory_of(multiplied))  # FP8 where no tensor core has it
+            emulated = self._was.get(memory_of(multiplied))  # FP8 on hardware without FP8 products
             dtype = emulated if emulated and _is_eighth(emulated) else multiplied.dtype
             is_plain = func.overloadpacket.__name__ in ("mm", "addmm", "_scaled_mm")
             self.products.append(Product(place, dtype, flops, tuple(_sizes(func, args)), is_plain))
@@ -215,7 +218,7 @@ class Recording(AbstractContextManager["Recording"]):
             self.calls.append(Call(place, function, tuple(dict.fromkeys(takes)), gives))
 
     def _note_fp8(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Note a layer that the library itself multiplies in FP8."""
+        """Record the call of a layer that amp runs in FP8."""
         if self.products and self.products[-1].place.module == name:
             place = self.products[-1].place._replace(op="torch.nn.functional.linear")
             takes = (args[0].dtype, self.products[-1].dtype)
@@ -223,7 +226,7 @@ class Recording(AbstractContextManager["Recording"]):
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a recording run each op."""
+    """Makes a recording run each op."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -259,7 +262,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _sizes(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
-    """Yield what should be a multiple of 8: of a product, or the channels of a convolution."""
+    """Yield the sizes that tensor cores want aligned: of a product, or a convolution's channels."""
     name = func.overloadpacket.__name__
     if name in _CONVOLUTIONS:
         yield from (args[0].shape[1], args[1].shape[0])

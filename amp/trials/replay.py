@@ -1,8 +1,8 @@
-"""A step that is run again and again, from the same state, and never taken.
+"""Running a step repeatedly from the same state, without updating the model.
 
-What a step reads is put back after each run: weights, buffers, gradients, optimizer state, loss scales,
-amax history, and the generators of random numbers. `optimizer.step` does nothing meanwhile, and a
-`scale_loss` block drops its gradients once they were looked at.
+All state of the step is restored after each run: weights, buffers, gradients, optimizer state, loss
+scales, amax history, and the random number generators. `optimizer.step` does nothing meanwhile, and a
+`scale_loss` block drops its gradients after it has checked them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from amp.trials.random_numbers import keep_random_numbers
 
 
 class Replay:
-    """Runs one step of a session's model again.
+    """Runs one step of a session's models repeatedly.
 
     Args:
         step: runs a forward, `scale_loss` and a backward, on the same batch each time.
-        models: by the prefix of their names.
+        models: the models, by the prefix of the names of their modules.
         owner: the session.
-        attached: its optimizers, whose gradients are put back too.
+        attached: its optimizers, whose gradients are restored too.
 
     Attributes:
-        models: by the prefix of their names.
+        models: the models, by the prefix of the names of their modules.
         owner: the session.
-        runs: how many there were.
+        runs: how many runs were made.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Replay:
         """Run the step with some modules in FP32, at a loss scale, and return what went wrong.
 
         Args:
-            modules: their names; "" is all of the model.
-            scale: None is the scale as it is.
+            modules: the modules' names; "" is the whole model.
+            scale: the loss scale; None keeps the present scale.
 
         Raises:
-            Exception: whatever the step raises; all is as before then too.
+            Exception: an error of the step; the state is restored then too.
         """
         trace = Trace(self.models, functools.partial(open_scale, self._attached))
         self.watched_by(trace, modules, scale)
@@ -77,7 +77,7 @@ class Replay:
         modules: Sequence[str] = (),
         scale: float | None = None,
     ) -> Any:
-        """Run the step inside of a context manager, as `run` does, and return what it returns."""
+        """Run the step like `run`, but inside a given context manager, and return the step's result."""
         self.runs += 1
         with self._unchanged(), self._in_float32(modules), watcher:
             if scale is not None:
@@ -87,7 +87,7 @@ class Replay:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Put back whatever the block changes, and let no optimizer step."""
+        """Restore all state that the block changes, and disable `optimizer.step` in it."""
         with ExitStack() as stack:
             for ddp in self.owner.synchronization.own_ddps():  # each rank runs as often as it needs
                 stack.enter_context(ddp.no_sync())
@@ -107,7 +107,7 @@ class Replay:
 
     @contextmanager
     def _in_float32(self, names: Sequence[str]) -> Iterator[None]:
-        """Run modules in FP32, as a rule for each would."""
+        """Run modules in FP32, like a rule for each."""
         chosen = [self._module(name) for name in names]
         caster = next((x for x in self.owner.strategies if isinstance(x, CastOps)), None)
         is_cast = any(isinstance(x, CastModel) for x in self.owner.strategies)
@@ -122,10 +122,10 @@ class Replay:
 
     @contextmanager
     def _upcast(self, module: nn.Module) -> Iterator[None]:
-        """Put FP32 in the place of a module's weights, with the values of their masters.
+        """Replace a module's weights by FP32 ones with the values of their masters, in the block.
 
-        Its own keep their dtype: torch forgets what hooks the gradient of one that changes it, and
-        DistributedDataParallel would reduce no more.
+        The original weights keep their dtype: a change of dtype would lose the hooks on their gradient,
+        and DistributedDataParallel would stop to reduce it.
         """
         masters = self.owner.masters
         wide: dict[int, Tensor] = {}
@@ -157,7 +157,7 @@ class Replay:
 
 
 def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Keep the values and gradients of tensors; not those of a trial's own, which go."""
+    """Return a function that restores the values and gradients of tensors."""
     held = [(x, x.data, x.detach().clone(), x.grad) for x in tensors]
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
-    """Keep the gradients of masters, what is deferred of them, and the numbers of the groups."""
+    """Return a function that restores gradients of masters, deferred ones too, and group options."""
     optimizer: Optimizer = attached.optimizer
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     masters = [(master, stored_grad(master)) for master in attached.gradients.lists.masters]

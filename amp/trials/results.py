@@ -1,4 +1,4 @@
-"""What a comparison of levels has found: text, JSON and a page of it."""
+"""`Comparison`: the result of comparing levels, and its output as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Problem:
     Attributes:
         cause: `not_run`, `loss_not_finite`, `steps_skipped`, `loss_gap`, `module_stands_out`,
             `gradient_error` or `weights_stand_still`. The names are stable.
-        what: the same in a sentence, with the numbers.
+        what: the problem in a sentence, with the numbers.
     """
 
     cause: str
@@ -28,18 +28,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class ModuleError:
-    """How far the gradient of a module's own parameters is from the reference's.
+    """How far the gradient g of a module's own parameters is from the reference gradient r.
 
     Attributes:
-        module: its name.
+        module: the module's name.
         error: |g - r| / |r| at the first step, where the weights are the same; None for a gradient
-            that is 0 but for rounding.
-        cosine: of the angle between both, at the first step.
-        later_error: the same at the last step. The weights have gone apart by then, each run along
-            its own way, and this says how far.
-        later_cosine: likewise.
-        stands_out: whether the error is far above what is usual at this level, or the largest where
-            the error of all gradients together is too large.
+            that is 0 up to rounding errors.
+        cosine: the cosine of the angle between g and r at the first step; None like `error`.
+        later_error: |g - r| / |r| at the last step. By then the weights of the runs differ too, and
+            this includes that difference.
+        later_cosine: the cosine at the last step.
+        stands_out: whether the error is far above the median at this level, or the largest one if the
+            error of all gradients together is too large.
     """
 
     module: str
@@ -55,25 +55,25 @@ class LevelResult:
     """One level of a comparison.
 
     Attributes:
-        level: as it was given.
-        problems: why it is not healthy; empty if it is.
-        remarks: what deserves a look, and is no reason against it.
-        losses: of each step, by the name of the loss.
-        loss_gap: how far the loss is above the reference's, a mean over the last third of the steps;
-            of the loss where that is worst.
-        loss_gap_allowed: the most that is within noise, for that loss.
+        level: the level, as it was given.
+        problems: why the level is not healthy; empty if it is healthy.
+        remarks: observations that deserve a look, but do not speak against the level.
+        losses: the losses of each step, by the name of the loss.
+        loss_gap: how far the loss is above the reference, as a mean over the last third of the steps;
+            with several losses, that of the worst one.
+        loss_gap_allowed: the largest gap within noise, for that loss.
         gradient_error: |g - r| / |r| of all gradients of the first step, as one vector.
-        gradient_cosine: of the angle between both.
+        gradient_cosine: the cosine of the angle between g and r at the first step.
         median_error: the median of the modules' errors at the first step.
-        later_error: as `gradient_error`, at the last step.
-        later_cosine: likewise.
+        later_error: |g - r| / |r| of all gradients of the last step, as one vector.
+        later_cosine: the cosine of the angle between g and r at the last step.
         modules: the error of each module.
         skipped: how many steps were skipped.
-        scale_search: how many were skipped before, in a first run, until the loss scale fitted; the
-            run that is shown starts from the scale that was found.
-        still: the share of weights that a step left as they were although their gradient is not 0.
-        seconds: the median of a step.
-        memory: bytes, see `amp.trials.observing.Record`, and their `total`.
+        scale_search: how many steps earlier runs skipped until the loss scale fitted; the reported run
+            starts from the scale that they found.
+        still: the fraction of weights that a step did not change although their gradient is not 0.
+        seconds: the median time of a step.
+        memory: bytes, as in `amp.trials.observing.Record`, and their `total`.
     """
 
     level: str
@@ -96,35 +96,35 @@ class LevelResult:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing was found."""
+        """Whether no problem was found."""
         return not self.problems
 
     @property
     def was_run(self) -> bool:
-        """Whether there is anything to compare."""
+        """Whether the run has losses to compare."""
         return bool(self.losses)
 
     @property
     def worst_module(self) -> ModuleError | None:
-        """The module whose gradient is furthest off at the first step."""
+        """The module with the largest gradient error at the first step, or None."""
         known = [each for each in self.modules if each.error is not None]
         return max(known, key=lambda each: each.error or 0.0, default=None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `amp.compare` has found.
+    """The result of `amp.compare`.
 
     Attributes:
-        levels: each level, O0 first.
-        recommended: the cheapest healthy level on this hardware; None if there is none.
-        reason: why that one, in a sentence.
-        reference: what the levels were compared with: `FP64` or `FP32`.
+        levels: the result of each level, O0 first.
+        recommended: the healthy level that is cheapest on this hardware; None if O0 is not healthy.
+        reason: why it is recommended, in a sentence.
+        reference: the precision of the reference: `FP64` or `FP32`.
         reference_losses: the losses of the reference.
         steps: how many steps each run had.
         seed: the seed of every run.
-        device: where the runs were made: `cpu`, `cuda`.
-        notes: what else a reader should know.
+        device: the type of device of the runs: `cpu`, `cuda`.
+        notes: further remarks for the reader.
     """
 
     levels: tuple[LevelResult, ...]
@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all levels are."""
+        """Whether all levels are healthy."""
         return all(level.is_healthy for level in self.levels)
 
     def __getitem__(self, level: str) -> LevelResult:
@@ -149,13 +149,13 @@ class Comparison:
         return self.describe()
 
     def describe(self) -> str:
-        """Return a table, what was found at each level, and which level to take."""
+        """Return a text: a table, the problems of each level, and the level to take."""
         stream = io.StringIO()
         self.print_to(Printer(stream))
         return stream.getvalue().rstrip("\n")
 
     def print_to(self, printer: Printer) -> None:
-        """Write the same, with colours if there are any."""
+        """Write the text of `describe`, with the printer's colours."""
         printer.line(
             f"{self.steps} steps on {self.device}, seed {self.seed}; compared with the same run in "
             f"{self.reference}"
@@ -174,7 +174,7 @@ class Comparison:
         yield f"recommended: {self.recommended or 'none'}. {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what `json.dumps` takes; numbers that are not finite are strings."""
+        """Return the comparison as a dict for `json.dumps`; inf and NaN become strings."""
         data: dict[str, Any] = {"healthy": self.is_healthy, **asdict(self)}
         for level, row in zip(self.levels, data["levels"], strict=True):
             row["healthy"] = level.is_healthy
@@ -182,10 +182,10 @@ class Comparison:
         return found
 
     def write_html(self, path: str | Path) -> Path:
-        """Write a page that needs nothing else, and return its path.
+        """Write a self-contained HTML page, and return its path.
 
         Raises:
-            AmpValueError: it cannot be written.
+            AmpValueError: the file cannot be written, or another kind of file is there.
         """
         return page.write(self.to_json(), path)
 

@@ -1,4 +1,4 @@
-"""What `python -m amp doctor` and `python -m amp explain --script` see of a script that runs."""
+"""Watching a running script, for `python -m amp doctor` and `python -m amp explain --script`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from amp.trials.explaining import Explanation, explain_forward, is_about
 
 
 class ScriptWatcher(Observer, AbstractContextManager["ScriptWatcher"]):
-    """Looks at the first forward of each model in which gradients are wanted, and counts steps.
+    """The base class of watchers: calls `look` before each forward that needs gradients.
 
     Args:
-        when_complete: called once enough was seen; what it raises ends the script.
+        when_complete: called when enough was seen; it raises an exception to end the script.
 
     Attributes:
         is_complete: whether enough was seen.
-        has_begun: whether anything came through `initialize`.
+        has_begun: whether the script called `initialize`.
     """
 
     takes_half_models = True
@@ -55,7 +55,7 @@ class ScriptWatcher(Observer, AbstractContextManager["ScriptWatcher"]):
         self._when_complete()
 
     def look(self, session: Session, model: nn.Module, number: int, args: Any, kwargs: Any) -> None:
-        """Look at the first forward of a model, before it runs."""
+        """Examine a forward before it runs; `number` is the model's, in the order of `initialize`."""
 
     def initialize_ends(
         self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
@@ -67,7 +67,7 @@ class ScriptWatcher(Observer, AbstractContextManager["ScriptWatcher"]):
         self._open.callback(watch_forwards(self, session, models))
 
     def forward_begins(self, session: Session, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at a forward in which gradients are wanted."""
+        """Examine a forward that needs gradients."""
         if not self._is_looking and torch.is_grad_enabled():
             self._is_looking = True
             try:
@@ -77,10 +77,10 @@ class ScriptWatcher(Observer, AbstractContextManager["ScriptWatcher"]):
 
 
 class StepWatcher(ScriptWatcher):
-    """Checks the first forward of each model, and diagnoses some steps.
+    """Checks the first forward of each model, and diagnoses the first steps.
 
     Args:
-        steps: how many.
+        steps: how many steps to watch.
         when_complete: as in `ScriptWatcher`.
     """
 
@@ -93,13 +93,13 @@ class StepWatcher(ScriptWatcher):
         self._checkups: dict[int, Checkup] = {}
 
     def initialize_begins(self, session: Session, models: Sequence[nn.Module]) -> None:
-        """Look for weights that are in 16 bits already."""
+        """Check for weights that are in 16 bits already."""
         self._found += hazards.before_initialize(models)
 
     def initialize_ends(
         self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
     ) -> None:
-        """Look at the profile, and arm a diagnosis."""
+        """Check the profile, and arm a diagnosis."""
         super().initialize_ends(session, models, optimizers)
         attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
         checked = is_checked(attached)
@@ -118,13 +118,13 @@ class StepWatcher(ScriptWatcher):
         armed.arm()
 
     def look(self, session: Session, model: nn.Module, number: int, args: Any, kwargs: Any) -> None:
-        """Check it."""
+        """Check the first forward of a model."""
         if number not in self._checkups:
             self._checkups[number] = Checkup(str(session.properties.opt_level))
             self._checkups[number] = check_forward(session, model, args, kwargs)
 
     def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
-        """Count steps."""
+        """Count steps, and end the script before the first step beyond the limit."""
         made = self._steps.setdefault(id(attached), 0)
         if made == self._limit:
             self.complete()
@@ -141,10 +141,11 @@ class StepWatcher(ScriptWatcher):
 
 
 class CallExplainer(ScriptWatcher):
-    """Explains the first forward of each model, up to the first that calls what is asked for.
+    """Explains the first forward of each model, until one calls the op that was asked for.
 
     Args:
-        op, module: as in `amp.explain`.
+        op: as in `amp.explain`.
+        module: as in `amp.explain`.
         when_complete: as in `ScriptWatcher`.
     """
 
@@ -154,14 +155,14 @@ class CallExplainer(ScriptWatcher):
         self._explained: dict[int, Explanation] = {}
 
     def look(self, session: Session, model: nn.Module, number: int, args: Any, kwargs: Any) -> None:
-        """Explain it."""
+        """Explain the first forward of a model."""
         if number not in self._explained:
             self._explained[number] = found = explain_forward(session, model, args, kwargs)
             if any(is_about(call, self._op, self._module) for call in found.calls):
                 self.complete()
 
     def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
-        """Look no further than the first step."""
+        """End the script at the first step."""
         self.complete()
         return closure
 

@@ -1,4 +1,4 @@
-"""A script that nobody has edited, run in a process of its own."""
+"""Running an unmodified script in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ROOT = Path(amp.__file__).parents[1]
 
 
 class Script:
-    """Makes runs of a script: it is started anew, watched, and ended when enough was seen.
+    """Makes runs of a script: each starts it anew, watches it, and ends it after enough was seen.
 
     Args:
-        arguments: what `python` would be given: `script.py ...` or `-m package.module ...`.
+        arguments: the arguments of `python`: `script.py ...` or `-m package.module ...`.
 
     Raises:
         AmpValueError: there is no such file.
@@ -40,16 +40,17 @@ class Script:
     def watched_by(
         self, watcher: str, options: dict[str, Any], level: str | None = None, seed: int | None = None
     ) -> tuple[Any, str]:
-        """Run it, and return what was seen, and how it failed, in a line; nothing if it did not.
+        """Run the script, and return what was seen and the error in one line, empty if there was none.
 
         Args:
             watcher: a name in `amp.trials.child.WATCHERS`.
-            options: what that is made of, plain values.
-            level: in place of the script's own, unless None.
-            seed: of all random numbers, unless None.
+            options: the watcher's arguments, plain values.
+            level: replaces the script's own level, unless None.
+            seed: the seed of all random number generators; None does not seed them.
 
         Raises:
-            AmpRuntimeError: it came to no end, or passed nothing to `initialize`.
+            AmpRuntimeError: the process ended without a result, or the script never called
+                `initialize` with an optimizer.
         """
         with _signals_clean_up(), tempfile.TemporaryDirectory() as folder:
             result = Path(folder, "seen.pt")
@@ -74,9 +75,9 @@ class Script:
 
 
 def _run(job: dict[str, Any], seed: int | None, folder: Path) -> tuple[int, str]:
-    """Run a job to its end, with all the processes that it starts; return its exit status and stderr.
+    """Run a job, and end all processes that it started; return its exit status and stderr.
 
-    What the script prints goes to a file: a process that it leaves behind would keep a pipe open.
+    Its stderr goes to a file, because a process that it leaves behind would keep a pipe open.
     """
     stderr = folder / "stderr"
     with stderr.open("wb") as file:
@@ -86,7 +87,7 @@ def _run(job: dict[str, Any], seed: int | None, folder: Path) -> tuple[int, str]
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=file,
-            start_new_session=True,  # so that it is the first of a group, and asks no terminal
+            start_new_session=True,  # a process group of its own, without a terminal
         )
         try:
             status = process.wait()
@@ -100,11 +101,11 @@ sys.path.append(sys.argv[1])
 from amp.trials.child import main
 main(sys.argv[2])
 """
-"""What finds this library without a word in the environment, which other programs would read too."""
+"""The child's code. It sets `sys.path`, since other programs would read an environment variable too."""
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and what is left of its group."""
+    """Kill a process, and the rest of its process group."""
     with contextlib.suppress(ProcessLookupError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -114,18 +115,18 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class _EndedError(BaseException):
-    """A signal that would have ended this process at once."""
+    """Raised for a signal that would have ended this process at once."""
 
 
 @contextlib.contextmanager
 def _signals_clean_up() -> Iterator[None]:
-    """Let what is inside clean up when a signal ends this process."""
+    """Run the cleanup of the block if a signal ends this process."""
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     ours = [each for each in map(signal.Signals.__getitem__, names) if _ends_at_once(each)]
 
     def end(number: int, frame: object) -> None:
         for each in ours:
-            signal.signal(each, signal.SIG_IGN)  # one is enough
+            signal.signal(each, signal.SIG_IGN)  # ignore further signals during the cleanup
         raise _EndedError(number)
 
     for each in ours:
@@ -142,5 +143,5 @@ def _signals_clean_up() -> Iterator[None]:
 
 
 def _ends_at_once(number: signal.Signals) -> bool:
-    in_main = threading.current_thread() is threading.main_thread()  # others may not set handlers
+    in_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
     return in_main and signal.getsignal(number) is signal.SIG_DFL

@@ -1,4 +1,4 @@
-"""Which levels are healthy, and which of them to take."""
+"""Judging the levels of a comparison: which are healthy, and which to recommend."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from amp.trials.measuring import Error, gap_of, mean_of, median_of, spread_of
 from amp.trials.results import LevelResult, Problem
 
 FLOORS = 10
-"""How many times the distance of FP32 from the reference a loss may be above it."""
+"""A loss may be above the reference by so many times the distance of FP32 from the reference ..."""
 OF_THE_LOSS = 0.01
-"""How far it may be above it in any case, as a part of the mean loss of the run."""
+"""... or by this fraction of the run's mean loss, if that is more."""
 MEDIANS = 10
-"""A module stands out whose error is more than so many times the median of its level ..."""
+"""A module stands out if its error is more than so many times the median at its level ..."""
 LEAST_ERROR = 0.01
 """... and more than this."""
 LARGEST_ERROR = 0.2
-"""The largest error, at a healthy level, of a module that stands out, and of all gradients together,
-which in FP8 is below 0.1."""
+"""The largest error at a healthy level, of modules that stand out and of all gradients together. The
+latter is below 0.1 in FP8."""
 STILL = 0.1
-"""How many more weights than at O0, as a part of all, may stand still."""
+"""The fraction of weights that may stand still, beyond those at O0."""
 SKIPPED = 0.5
-"""The part of the steps that may be skipped, once the loss scale was found."""
+"""The fraction of steps that may be skipped, after the search for the loss scale."""
 AS_FAST = 1.05
-"""Times that differ by less are the same."""
+"""Times within this factor of the fastest count as equal."""
 
 ON_A_GPU = ("O5", "O4", "O7", "O6", "O2", "O1")
-"""From the cheapest on, with bfloat16 tensor cores; FP8 pays for layers wider than 2,000 only."""
+"""The cheapest level first, with bfloat16 tensor cores; FP8 pays only for layers wider than 2,000."""
 WITHOUT_BFLOAT16 = ("O2", "O1")
 
 
 class Gap(NamedTuple):
-    """How far a loss is above the reference's, and how far it may be."""
+    """How far a loss is above the reference, and how far it may be."""
 
     size: float
     allowed: float
@@ -43,12 +43,12 @@ Losses = dict[str, list[float]]
 
 
 def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> Gap | None:
-    """Return the gap of the loss that is worst; None if there is none in both runs.
+    """Return the gap of the worst loss; None if the runs have no loss in common.
 
     Args:
-        losses: of the level.
-        reference: those it is compared with.
-        floor: those of FP32, whose distance from the reference is what rounding makes of it.
+        losses: the losses of the level.
+        reference: the losses of the reference.
+        floor: the losses of FP32, whose distance from the reference is due to rounding.
     """
     gaps = [
         Gap(
@@ -65,14 +65,14 @@ def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> Gap | None:
 
 
 def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: float) -> set[str]:
-    """Return the modules whose error is far above what is usual at this level.
+    """Return the modules whose error is far above the median at this level.
 
-    A gradient that is hard to compute in FP32 already is allowed as many times more here. A fault in
-    the forward spoils the gradients of most modules, and then the worst one stands out.
+    A module whose error is above the median in FP32 already may have more error, in proportion. A fault
+    in the forward spoils the gradients of most modules; then the worst module stands out.
 
     Args:
-        errors: of the modules of one level.
-        floor: those of FP32.
+        errors: the errors of the modules at one level.
+        floor: their errors in FP32.
         together: the error of all gradients as one vector.
     """
     usual = median_of(error.relative for error in errors.values())
@@ -90,7 +90,7 @@ def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: flo
 
 
 def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) -> Iterator[Problem]:
-    """Yield what is wrong with a level that was run."""
+    """Yield the problems of a level that was run."""
     steps = max(map(len, result.losses.values()), default=0)
     lists = result.losses.values()
     bad = [(i, x) for losses in lists for i, x in enumerate(losses) if not math.isfinite(x)]
@@ -126,7 +126,7 @@ def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
 
 
 def remarks_of(result: LevelResult) -> Iterator[Problem]:
-    """Yield what deserves a look at a level, and is no reason against it."""
+    """Yield remarks on a healthy level: they deserve a look, but do not speak against the level."""
     known = {problem.cause for problem in result.problems}
     if any(module.stands_out for module in result.modules) and not known:
         yield Problem("module_stands_out", _standing_out(result))
@@ -143,7 +143,7 @@ def _standing_out(result: LevelResult) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a part of a whole as text: `52 %`, `0.054 %`, or `34 times` it."""
+    """Return a relative size as text: `52 %`, `0.054 %`, `34 times its size` or `inf`."""
     if value is None or not math.isfinite(value):
         return "inf"
     if value >= 10:
@@ -152,10 +152,10 @@ def percent(value: float | None) -> str:
 
 
 def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) -> tuple[str | None, str]:
-    """Return the level to take, and the reason.
+    """Return the level to take, or None, and the reason.
 
-    On a GPU that is the healthy one that comes first in a fixed order, since a short run of a small
-    model says little of speed there; elsewhere the fastest.
+    On a GPU it is the first healthy level in a fixed order, because a short run of a small model says
+    little about speed there; elsewhere the fastest healthy level.
     """
     if not levels[0].is_healthy:
         what = levels[0].problems[0].what
@@ -174,7 +174,7 @@ def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) ->
 
 
 def _of_a_cpu(levels: Sequence[LevelResult]) -> str:
-    """Say that a GPU's times are others, and which level to try there."""
+    """Return a hint that times differ on a GPU, and which level to try there."""
     first = next(level for level in _by_order(levels, has_bfloat16=True) if level.is_healthy)
     there = "" if first is levels[0] else f", and {first.level} is the first healthy level to try there"
     return f" Time and memory are those of a CPU: on a GPU half precision is usually faster{there}."
@@ -183,7 +183,7 @@ def _of_a_cpu(levels: Sequence[LevelResult]) -> str:
 def _by_order(levels: Sequence[LevelResult], has_bfloat16: bool) -> list[LevelResult]:
     order = ON_A_GPU if has_bfloat16 else WITHOUT_BFLOAT16
     places = {level: place for place, level in enumerate(order)}
-    # Profiles of the user's come after the levels that are known, and O0 last.
+    # The user's profiles come after the known levels, and O0 last.
     last = len(order)
     return sorted(levels, key=lambda x: last + 1 if x is levels[0] else places.get(x.level, last))
 

@@ -156,7 +156,7 @@ def test_it_is_the_history_that_trains(fmt: str, entry: int) -> None:
         (lambda: fp8_losses(torch.ones(3).long()), r"made of tensors .*, and this is torch.int64"),
         (lambda: fp8_losses([cast(Any, 1.0)]), "and this is float"),
         (lambda: fp8_losses(torch.ones(2, device="meta")), "the meta device"),
-        (lambda: fp8_losses(torch.ones(2), ["bf16"]), "bfloat16 is not what FP8 products take"),
+        (lambda: fp8_losses(torch.ones(2), ["bf16"]), "FP8 products do not support bfloat16"),
         (lambda: fp8_losses(torch.ones(2), scalings=["1x16"]), "scaling='1x16' is not one of none, "),
         (lambda: simulate_fp8([1.0], margin=17), "margin=17 must be an integer from 0 to 16"),
         (lambda: simulate_fp8([1.0], history=3), "simulate_fp8: got an unexpected keyword argument"),

@@ -57,7 +57,7 @@ def test_it_is_served_on_this_machine_alone() -> None:
         response = connection.getresponse()
         assert response.status == 403
         assert b"The numerics lab" not in response.read()
-        with pytest.raises(ValueError, match=f"port {port} cannot be had"):
+        with pytest.raises(ValueError, match=f"port {port} is not available"):
             lab.server(int(port))
         running.shutdown()
 

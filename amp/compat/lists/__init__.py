@@ -1,7 +1,6 @@
-"""apex's lists of which functions cast: read from the tables of this library, and open to edits.
+"""apex's lists of functions that cast, made from this library's op tables, and open to edits.
 
-A script that took a name out of a list, or put one in, before it called `initialize` is heeded: the
-next `initialize` or `init` does as the lists then say.
+If a script adds or removes names in these lists, the next `initialize` or `init` follows the edits.
 """
 
 from types import ModuleType
@@ -19,7 +18,7 @@ _REGISTER = {
 
 
 def _listed(module: ModuleType) -> dict[str, str]:
-    """Return the list that each function of a module is in."""
+    """Return the functions in a module's lists, each with the name of its list."""
     listed = {function: name for name in _REGISTER for function in getattr(module, name)}
     return listed | {function: "BANNED_FUNCS" for function, _ in module.BANNED_FUNCS}
 
@@ -29,10 +28,10 @@ _known = dict(_tables)
 
 
 def heed() -> None:
-    """Register what has been edited since the last call, and unregister what has been put back.
+    """Register functions whose list was edited since the last call, and unregister restored ones.
 
     Raises:
-        AmpValueError: a name in a list is no function.
+        AmpValueError: a name in a list is not a function.
     """
     for module, before in _known.items():
         now = _listed(module)

@@ -1,4 +1,4 @@
-"""What the functions of `torch.nn.functional` do, in apex's lists."""
+"""apex's lists for the functions of `torch.nn.functional`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the functions of `torch.Tensor` do, in apex's lists."""
+"""apex's lists for the methods of `torch.Tensor`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a child of `python -m amp run` imports as apex_C; see apex beside it."""
+"""The module that a child process of `python -m amp run` imports as apex_C; see `apex`."""
 
 from amp.compat.alias import take_the_place_of
 

@@ -1,6 +1,6 @@
-"""What a child of `python -m amp run` imports as apex: it installs the alias, which takes its place.
+"""The module that a child process of `python -m amp run` imports as apex; the alias replaces it.
 
-A child that is spawned runs the script again, with its parent's `sys.path` and nothing else of it.
+A spawned child runs the script again, and inherits only `sys.path` from its parent.
 """
 
 from amp.compat.alias import take_the_place_of
