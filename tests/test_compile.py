@@ -327,6 +327,22 @@ def scaling(by: float) -> nn.Module:
     return cast("nn.Module", type("Scaling", (Small,), namespace)())
 
 
+NOTHING_COMPILED = """
+import torch, amp
+def fail(): raise AssertionError("reset, which imports Inductor where there is a GPU")
+import torch._dynamo
+torch._dynamo.reset = fail
+model = torch.nn.Linear(2, 2)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1")
+model(torch.ones(1, 2))
+amp.get_session().close()
+"""
+
+
+def test_initialize_resets_no_compiler_that_has_compiled_nothing() -> None:
+    run(NOTHING_COMPILED)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, for any input that is no leaf
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
 @torch._dynamo.config.patch(recompile_limit=3)

@@ -250,4 +250,5 @@ def _forget_compiled() -> None:
     if caster is not None:
         tag += _TAG + hashlib.sha256(repr(caster.policy).encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = tag
-    torch._dynamo.reset()
+    if torch._dynamo.convert_frame.input_codes.seen:  # else there is nothing to reset
+        torch._dynamo.reset()  # which imports Inductor where there is a GPU
