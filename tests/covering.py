@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 
-def covering(*axes: Iterable[Any], strength: int = 2, slow_strength: int | None = None) -> list[Any]:
+def covering(*axes: Iterable[Any], strength: int = 2, slow_strength: int = 2) -> list[Any]:
     """Return combinations of some parameters' values, most of them marked slow.
 
     Those that are not are a covering array: any values of `strength` different parameters are together
     in one of them, which is each pair of values for a strength of 2, and each value alone for 1. With
-    the others it is so for `slow_strength`, which is all parameters by default: every combination.
+    the others it is so for `slow_strength`.
     """
     values = [list(axis) for axis in axes]
     fast = _covering_array([len(axis) for axis in values], strength)
-    chosen = fast | _covering_array([len(axis) for axis in values], slow_strength or len(values))
+    chosen = fast | _covering_array([len(axis) for axis in values], min(slow_strength, len(values)))
     return [
         pytest.param(
             *(axis[i] for axis, i in zip(values, c, strict=True)),

@@ -95,7 +95,7 @@ OPTIMIZERS = {"SGD": (torch.optim.SGD, {}), "FusedSGD": (FusedSGD, {"materialize
     covering(
         *([2, 3], ["O0", "O1", "O2", "O3"], ["gradients", "models", "optimizer"], [1, 2], OPTIMIZERS),
         strength=1,
-        slow_strength=3,
+        slow_strength=2,
     ),
 )
 def test_losses_and_their_scales(
