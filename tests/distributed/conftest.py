@@ -31,14 +31,26 @@ def is_long(params: dict[str, Any]) -> bool:
     return base is not None and base not in LEVELS_OF.get(str(wrap), QUICK_LEVELS)
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
+def is_left_out(params: dict[str, Any]) -> bool:
+    """Whether a case is of a rarer level and an optimizer that the others are tested with."""
+    level = str(params.get("level", "O1")).split()[0].strip(",")
+    is_rare = level not in ("O1", "O2", "O5")
+    return is_rare and params.get("wrap") in SIZES and params.get("optimizer") in ("adamw", "sgd")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Mark the long ones, and keep all in one worker, whose processes they use."""
+    left_out = set()
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.xdist_group("distributed"))
             if is_long(params):
                 item.add_marker(pytest.mark.slow)
+            if is_left_out(params):
+                left_out.add(item)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, params=["gloo", *on_gpu("nccl")])
