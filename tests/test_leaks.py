@@ -26,7 +26,7 @@ from amp.profiles.levels import LEVELS
 QUICK = ("O1", "O2", "O7")
 SOME_QUICK = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
 CYCLES = int(os.environ.get("AMP_LEAKS", "4"))
-LONG = 15
+LONG = 50
 RUNS = [pytest.param(x, CYCLES, marks=() if x in QUICK else pytest.mark.slow) for x in LEVELS]
 if CYCLES < LONG:
     RUNS += [pytest.param(x, LONG, marks=pytest.mark.slow) for x in QUICK]

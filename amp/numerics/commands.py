@@ -122,7 +122,17 @@ def _numbers(text: str) -> list[float]:
 
 _JSON = _argument("--json", "write JSON", action="store_true")
 _PLOT = _argument("--plot", "draw a PNG or SVG file", metavar="FILE")
-_FILE = _argument("file", "tensors that torch.save wrote, in lists and dicts", type=Path, nargs="?")
+
+
+def _file_or_numbers(mean: float, spread: float) -> tuple[Any, ...]:
+    """Return the arguments of a command that reads tensors, or makes log-normal numbers."""
+    return (
+        _argument("file", "tensors that torch.save wrote, in lists and dicts", type=Path, nargs="?"),
+        _argument("--mean", f"without a file: mean log2 ({mean:g})", type=_number, default=mean),
+        _argument("--spread", f"standard deviation of log2 ({spread:g})", type=_number, default=spread),
+    )
+
+
 _FORMATS = _argument("--format", "a format; may be repeated", type=_format, action="append")
 
 
@@ -257,9 +267,7 @@ _AMAXES = [2.0 ** (4 - step / 6) * (64 if step == 20 else 1) for step in range(4
 @_command(
     "simulate-fp8",
     _PLOT,
-    _FILE,
-    _argument("--mean", "without a file: mean log2 (-4)", type=_number, default=-4.0),
-    _argument("--spread", "standard deviation of log2 (3)", type=_number, default=3.0),
+    *_file_or_numbers(mean=-4.0, spread=3.0),
     _argument("--outlier", "one row in 64 times it (1024)", type=_number, default=1024.0),
     _argument("--amaxes", "the largest magnitude of each iteration", type=_numbers, default=_AMAXES),
     _argument("--amax-history", "how many it looks back on (16)", type=int, default=16),
@@ -316,9 +324,7 @@ def _log_normal(arguments: argparse.Namespace, count: int) -> Tensor:
 @_command(
     "survival",
     _PLOT,
-    _FILE,
-    _argument("--mean", "without a file: mean log2 (-22)", type=_number, default=-22.0),
-    _argument("--spread", "standard deviation of log2 (5)", type=_number, default=5.0),
+    *_file_or_numbers(mean=-22.0, spread=5.0),
     _argument("--count", "how many (100000)", type=int, default=100_000),
     _argument(
         "--format", "the format of the table and the picture (fp16)", type=_format, default="float16"

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from amp.casting.fp8_history import GRADIENT, INPUT, AmaxHistory
 from amp.errors import AmpTypeError, AmpValueError
-from amp.kernels.fp8 import DTYPES, SOURCES, Granularity, dequantize, factor_of
+from amp.kernels.fp8 import DTYPES, SIDE, SOURCES, Granularity, dequantize, factor_of
 from amp.kernels.quantize import quantize
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
@@ -23,7 +23,6 @@ SCALINGS = ("none", *get_args(Granularity))
 """The granularities of scales: no scale, one for a tensor, one for a row, or one for a block."""
 
 _DTYPES = {as_format(dtype): dtype for dtype in DTYPES}
-_SIDE = 128
 
 
 class Fp8Loss(NamedTuple):
@@ -137,7 +136,7 @@ def _matrix(x: Tensor) -> Tensor:
 def _scaled(x: Tensor, fmt: Format, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return float32 `[M, K]` times its scales, that product rounded to FP8, and the inverse scales."""
     rows, columns = x.shape
-    padded = pad(x, (0, -columns % _SIDE, 0, -rows % _SIDE))
+    padded = pad(x, (0, -columns % SIDE, 0, -rows % SIDE))
     one = torch.ones((), device=x.device) if scaling == "none" else None
     granularity: Any = "tensor" if scaling == "none" else scaling
     operand = quantize(padded, _DTYPES[fmt], granularity, by_column=False, factor=one).by_row

@@ -30,8 +30,20 @@ from tests.kernels.fp8_cases import (
 
 pytestmark = pytest.mark.slow
 
-MOST_REGISTERS = 256
-"""Of 255 on NVIDIA and 512 on AMD: the tiles that were the fastest on an H100 take many of them."""
+MOST_REGISTERS = {
+    "amax": 72,
+    "amaxes": 40,
+    "rowwise": 64,
+    "current": 128,
+    "delayed": 128,
+    "128x128": 144,
+    "1x32": 144,
+    "1x128": 255,
+}
+"""The bound of a case, by its first word: of 255 on NVIDIA and 512 on AMD.
+
+With more, fewer programs fit on a GPU at a time. Large tiles take most, and were fastest on an H100.
+"""
 BYTES = {"bf16": 2, "fp32": 4}
 
 CASTS = {
@@ -41,6 +53,10 @@ CASTS = {
     "gfx950": r"v_cvt_scalef32_pk_(?:fp8|bf8)_f32",
 }
 """The cast of two numbers. gfx942 has none of these formats."""
+
+
+def most_registers(name: str) -> int:
+    return MOST_REGISTERS[name.split()[0].rstrip(",")]
 
 
 def needed(case: Case, threads: int) -> tuple[int, int]:
@@ -62,7 +78,7 @@ def test_on_nvidia(target: str, tmp_path: Path) -> None:
         casts = len(re.findall(CASTS[target], kernel.asm["ptx"]))
         if (found["LDG"], found["STG"]) != needed(case, 32 * case.warps):
             problems.append(f"{name}: {found}, not {needed(case, 32 * case.warps)}")
-        if int(usage["REG"]) > MOST_REGISTERS or usage["STACK"] != "0" or usage["LOCAL"] != "0":
+        if int(usage["REG"]) > most_registers(name) or usage["STACK"] != "0" or usage["LOCAL"] != "0":
             problems.append(f"{name}: {usage}")
         if bool(casts) != (bool(case.writes) and not rounds_by_bits(case, TARGETS[target])):
             problems.append(f"{name}: {casts} saturating casts")
@@ -85,7 +101,7 @@ def test_on_amd(target: str) -> None:
         loads *= 2 if reads_again(case, TARGETS[target]) else 1
         if (found["load"], found["store"]) != (loads, stores):
             problems.append(f"{name}: {found}, not {loads} and {stores}")
-        if int(usage.pop("vgpr_count")) > MOST_REGISTERS or set(usage.values()) != {"0"}:
+        if int(usage.pop("vgpr_count")) > most_registers(name) or set(usage.values()) != {"0"}:
             problems.append(f"{name}: {usage}")
         if target in CASTS and bool(case.writes) != bool(casts):
             problems.append(f"{name}: {casts} saturating casts")
