@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: help install demo docs test test-slow test-all test-gpu sanitize bench bench-gpu predict lint types format wheel clean
+.PHONY: help install demo docs test test-slow test-all test-gpu sanitize bench bench-gpu predict lint types mypy pyright format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -26,8 +26,7 @@ test: $(READY)  ## Run the tests of what users see, in about 4 minutes on 2 core
 	$(PYTEST) -m "not slow" tests/integrations
 
 test-slow: $(READY) $(OLDEST_TRITON)  ## Run the others: interpreter, compilers, browser, examples, oldest Triton
-	$(PYTEST) -m slow
-	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -p no:cacheprovider tests/kernels/test_compiled.py -k sm_80
+	AMP_OLDEST_TRITON=$(abspath $(OLDEST_TRITON)) $(PYTEST) -m slow
 
 $(OLDEST_TRITON): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
@@ -67,16 +66,17 @@ lint: $(READY)  ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)  ## Check types
-	$(BIN)/mypy
-	$(BIN)/pyright
+types: mypy pyright  ## Check types
+
+mypy pyright: $(READY)
+	$(BIN)/$@
 
 format: $(READY)  ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 wheel: $(READY)  ## Build the wheel into dist/
-	rm -rf build dist
+	rm -rf build/lib dist
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:  ## Remove what the other targets made

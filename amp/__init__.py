@@ -45,7 +45,7 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name, or a module of the package, when it is first asked for."""
+    """Import a name, or a module of the package, when it is first used."""
     if name.startswith("_"):
         raise AttributeError(f"module 'amp' has no attribute '{name}'")
     if name in _HOMES:

@@ -6,16 +6,16 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import amp
 from amp.lazy import kernels
+from amp.numerics.commands import command
 from amp.numerics.text import Printer
 from amp.profiles.keys import shown
 from amp.profiles.levels import LEVELS, aliases, compute_dtype, load_profile
@@ -38,40 +38,12 @@ VARIABLES = (
 """The environment variables that change what runs. Others are not shown: they may hold secrets."""
 
 
-def add_commands(commands: Any) -> None:
-    """Add the parsers of these commands to those of the program."""
-    _add(commands, "env", "say what a bug report needs: versions, devices, kernels", environment, _show)
-    _add(commands, "levels", "list the levels, with their aliases", levels, _show_levels)
-
-
-def _add(
-    commands: Any, name: str, text: str, find: Callable[[], Any], show: Callable[[Any], None]
-) -> None:
-    """Add the parser of a command that shows what `find` returns."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"examples:\n  reamp {name}\n  reamp {name} --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="write JSON")
-
-    def run(arguments: argparse.Namespace) -> None:
-        if arguments.json:
-            print(json.dumps(find(), indent=2))
-        else:
-            show(find())
-
-    parser.set_defaults(run=run)
-
-
 def environment() -> dict[str, Any]:
     """Return what a bug report needs, in values that JSON can hold.
 
     The names of machine and user are left out, and so are paths.
     """
-    found: dict[str, Any] = {"reamp": version(), "python": platform.python_version()}
+    found: dict[str, Any] = {"reamp": amp.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name.lower()] = importlib.metadata.version(name)
@@ -91,13 +63,6 @@ def environment() -> dict[str, Any]:
         name: _without_path(os.environ[name]) for name in VARIABLES if name in os.environ
     }
     return found
-
-
-def version() -> str:
-    """Return the version of this library."""
-    import amp
-
-    return amp.__version__
 
 
 def _cpu_name() -> str:
@@ -142,29 +107,42 @@ def _without_path(value: str) -> str:
     return "(a path)" if "/" in value or "\\" in value else value
 
 
-def _show(found: dict[str, Any]) -> None:
+@command("env")
+def _env(arguments: argparse.Namespace, printer: Printer) -> Any:
+    """Say what a bug report needs: versions, devices, kernels.
+
+    reamp env
+    reamp env --json
+    """
+    found = environment()
     for name, value in found.items():
         if isinstance(value, str | int):
-            print(f"{name}: {value}")
+            printer.line(f"{name}: {value}")
     if importlib.util.find_spec("triton") is None:
-        print("triton: not installed; kernels run in plain torch")
+        printer.line("triton: not installed; kernels run in plain torch")
     for device in found["devices"]:
         memory = "" if device["memory"] is None else f", {device['memory'] / 1e9:.0f} GB"
-        print(f"{device['device']}: {device['name']}, {device['architecture']}{memory}")
+        printer.line(f"{device['device']}: {device['name']}, {device['architecture']}{memory}")
     if not found["devices"]:
-        print("accelerators: none that torch finds")
+        printer.line("accelerators: none that torch finds")
     for device, backend in found["kernels"].items():
-        print(f"kernels on {device}: {backend}")
+        printer.line(f"kernels on {device}: {backend}")
     for name, value in found["variables"].items():
-        print(f"{name}={value}")
+        printer.line(f"{name}={value}")
+    return found
 
 
-def levels() -> list[dict[str, Any]]:
-    """Return a row for each level, in values that JSON can hold."""
-    rows = []
+@command("levels")
+def _levels(arguments: argparse.Namespace, printer: Printer) -> Any:
+    """List the levels, with their aliases.
+
+    reamp levels
+    reamp levels --json
+    """
+    data: list[dict[str, Any]] = []
     for level in LEVELS:
         properties = load_profile(level)
-        rows.append(
+        data.append(
             {
                 "level": level,
                 "aliases": [alias for alias, of in aliases().items() if of == level],
@@ -176,9 +154,10 @@ def levels() -> list[dict[str, Any]]:
                 "fp8": properties.fp8 is not None,
             }
         )
-    return rows
+    rows = [(row["level"], ", ".join(row["aliases"]) or "-", row["brief"]) for row in data]
+    printer.table(("level", "alias", "what it does"), rows)
+    return data
 
 
-def _show_levels(rows: list[dict[str, Any]]) -> None:
-    shown_rows = [(row["level"], ", ".join(row["aliases"]) or "-", row["brief"]) for row in rows]
-    Printer().table(("level", "alias", "what it does"), shown_rows)
+COMMANDS = (_env, _levels)
+"""The commands of this module, in the order of `--help`."""

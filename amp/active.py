@@ -1,7 +1,7 @@
-"""The sessions that are open, and which of them a thread is active in: that whose model it called last.
+"""The open sessions, and for each thread the session whose casts apply in it.
 
-Where a thread has called no model, the newest session's casts apply. So threads may train models of
-several sessions at once, each with the casts of its own.
+That is the session whose model the thread called last, or the newest session if it has called no model.
+So several threads can train models of several sessions at once, each with the casts of its own session.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from amp.torch_versions import keep_in_thread
 
 _CALLED_LAST = "amp: whose model this thread called last"
 
-_internals: Any = torch._C  # which has no types for what is asked of it here
+_internals: Any = torch._C  # whose private functions have no types
 
 opening = threading.RLock()
-"""Held by a thread that opens or closes a session, and so patches functions or gives them back."""
+"""Held by a thread that opens or closes a session, which patches functions or restores them."""
 
 
 class Caster(Protocol):
-    """What casts functions: see `amp.casting.by_op.CastOps`."""
+    """An object that makes functions cast: see `amp.casting.by_op.CastOps`."""
 
     dtype: torch.dtype
     live: bool
@@ -33,17 +33,19 @@ class Caster(Protocol):
 
 
 class NoCasts:
-    """What stands for a session that casts no functions: in a thread that calls its model, none cast.
+    """Takes the place of a caster in a session whose functions do not cast.
+
+    No function casts in a thread that has called a model of the session last.
 
     Attributes:
-        live: whether the session is open, and casts are not what a later `amp.initialize` says.
+        live: whether the session is open, and no later `amp.initialize` has replaced it.
     """
 
     def __init__(self) -> None:
         self.live, self.is_inherited = True, False
 
     def stop(self) -> None:
-        """Let threads cast as other sessions say. Idempotent."""
+        """Let the casts of other sessions apply in all threads. Idempotent."""
         self.live = False
         look_at_casts()
 
@@ -54,28 +56,28 @@ _sessions: tuple[weakref.ref[Any], ...] = ()
 
 
 class _Casts:
-    """The newest caster, and whether there are several sessions, which threads have to be asked about.
+    """The newest caster, and whether there are several sessions, so that threads may differ.
 
-    Both change at once: in a thread that read one before and the other after another thread has opened
-    a session, functions would cast as that says, or not at all.
+    Both are in one tuple, so that they change at once. Otherwise another thread, while a session opens,
+    could read one value from before and one from after, and use the wrong casts.
     """
 
     now: tuple[Any, bool] = (None, False)
 
 
 def open_sessions() -> list[Any]:
-    """Return the sessions that have set something up and are not closed, oldest first."""
+    """Return the sessions that have prepared something and are not closed, oldest first."""
     return [session for reference in _sessions if (session := reference()) is not None]
 
 
 def session_of(model: Any) -> Any:
-    """Return the open session that a model went through, or None."""
+    """Return the open session that has prepared a model, or None."""
     found = (x for x in open_sessions() if any(each is model for each in x.live_models()))
     return next(found, None)
 
 
 def add(session: Any) -> None:
-    """Note that a session is open, until `remove`, or until nothing holds it."""
+    """Note that a session is open, until `remove`, or until it is garbage-collected."""
     global _sessions
     with opening:
         if session not in open_sessions():
@@ -92,13 +94,13 @@ def remove(session: Any) -> None:
 
 
 def casters() -> list[Any]:
-    """Return what casts functions, of the open sessions, newest last."""
+    """Return the casters of the open sessions, newest last."""
     casts = [session.casts for session in open_sessions()]
     return [each for each in casts if each.live and not isinstance(each, NoCasts)]
 
 
 def look_at_casts() -> None:
-    """Look which casts apply, after those of a session have begun or ended."""
+    """Find out again which casts apply, after those of a session have begun or ended."""
     found = casters()
     several = sum(session.casts.live for session in open_sessions()) > 1
     _Casts.now = found[-1] if found else None, several
@@ -117,7 +119,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def are_several() -> bool:
-    """Whether there are several sessions, so that threads have to be asked about."""
+    """Whether there are several sessions, so that casts may differ between threads."""
     return _Casts.now[1]
 
 
@@ -127,16 +129,16 @@ def newest_caster() -> Any:
 
 
 def activate(casts: Caster | NoCasts | None) -> None:
-    """Let functions cast in this thread as a session says, until it calls another one's model.
+    """Let the casts of a session apply in this thread, until it calls a model of another session.
 
-    torch keeps this for the thread, and autograd's threads inherit it with a backward. None is the
-    newest session.
+    torch stores this for each thread, and the threads of autograd inherit it in a backward. None stands
+    for the newest session.
     """
     keep_in_thread(_CALLED_LAST, casts)
 
 
 def _called_last() -> Any:
-    """Return what stands for the session whose model this thread called last, or None."""
+    """Return the casts of the session whose model this thread called last, or None."""
     if not _internals._is_key_in_tls(_CALLED_LAST):
         return None
     casts = _internals._get_obj_in_tls(_CALLED_LAST)
@@ -146,8 +148,9 @@ def _called_last() -> Any:
 def caster_here() -> Any:
     """Return the caster that applies in this thread, or None.
 
-    It is that of the session whose model the thread has called last, or the newest one where it has
-    called none. Compiled code has the newest one's casts: Dynamo guards no variable of a thread.
+    It is the caster of the session whose model the thread has called last, or the newest caster if it
+    has called none. In compiled code it is always the newest one, because Dynamo has no guards on
+    variables of a thread.
     """
     newest, several = _Casts.now
     if torch.compiler.is_dynamo_compiling() or not several:
@@ -159,7 +162,7 @@ def caster_here() -> Any:
 
 
 def applies(caster: Caster) -> bool:
-    """Whether this thread has not called a model of another session than the caster's."""
+    """Whether a caster applies in this thread: it has called no other session's model last."""
     if not _Casts.now[1]:
         return True
     casts = _called_last()

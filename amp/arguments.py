@@ -1,6 +1,5 @@
-"""What `initialize` and `scale_loss` are given: read, refused, or advised on."""
+"""Checks of the arguments of `initialize` and `scale_loss`, and advice about them."""
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -19,11 +18,9 @@ from amp.training.attachment import AttachedOptimizer, keeps_moments
 from amp.training.optimizer_step import declares
 from amp.training.optimizer_wrappers import innermost, is_optimizer
 
-_MOST_LOSSES = 10_000
-
 
 def as_flag(name: str, value: Any) -> bool:
-    """Return a bool, or whether a number is not 0; None is False."""
+    """Return a flag as a bool: None is False, and so is the number 0."""
     is_number = isinstance(value, (bool, int, float)) or (
         getattr(value, "ndim", None) == 0 and not isinstance(value, Tensor)  # of NumPy
     )
@@ -32,33 +29,20 @@ def as_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def as_count(num_losses: Any) -> int:
-    """Return the number of losses."""
-    try:
-        count = 0 if isinstance(num_losses, bool) else operator.index(num_losses)
-    except (TypeError, RuntimeError):
-        count = 0
-    if not 1 <= count <= _MOST_LOSSES:
-        raise AmpValueError(
-            f"num_losses={brief(num_losses)} must be an integer of at least 1, at most {_MOST_LOSSES}"
-        )
-    return count
-
-
 def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:
-    """Return what is attached to the optimizers of a `scale_loss`, each once; at least one."""
+    """Return the `AttachedOptimizer` of each optimizer of a `scale_loss`, at least one, each once."""
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     wrong = [type(value).__name__ for value in given if not is_optimizer(value)]
     if wrong or not given:
         raise AmpTypeError(
-            "amp.scale_loss needs the optimizer, or the list of optimizers, whose gradients the loss "
-            f"makes; got {wrong[0] if wrong else 'an empty list'}"
+            "amp.scale_loss needs the optimizer, or the list of optimizers, whose parameters get "
+            f"gradients from the loss; got {wrong[0] if wrong else 'an empty list'}"
         )
     return list(dict.fromkeys(map(attached_to, given)))
 
 
 def attached_to(optimizer: Any) -> AttachedOptimizer:
-    """Return what a live session has attached to an optimizer; raise AmpRuntimeError if none has."""
+    """Return the `AttachedOptimizer` of an optimizer; raise AmpRuntimeError if no session has it."""
     attached = AttachedOptimizer.of(optimizer)
     if attached is None:
         raise AmpRuntimeError(
@@ -70,7 +54,7 @@ def attached_to(optimizer: Any) -> AttachedOptimizer:
 
 
 def as_optimizers(optimizers: Any) -> list[Any]:
-    """Return the optimizers of an `initialize`, each of which is new to amp and in the list once."""
+    """Return the optimizers of an `initialize`. Each is in the list once, and in no open session."""
     given = _as_list(optimizers, is_optimizer, "optimizers", "a torch.optim.Optimizer")
     inner = list(map(innermost, given))
     for i, optimizer in enumerate(given):
@@ -79,12 +63,12 @@ def as_optimizers(optimizers: Any) -> list[Any]:
         attached = AttachedOptimizer.of(optimizer)
         if attached is not None:
             why = (
-                "has been through amp.initialize and its session is live. Make a new optimizer, or "
-                "close that session first: amp.get_session(optimizer).close()"
+                "has been through amp.initialize, and its session is open. Make a new optimizer, or "
+                "first close that session: amp.get_session(optimizer).close()"
             )
             if declares(optimizer, "_scales_losses_itself"):
                 made_of = type(attached.optimizer).__name__
-                why = f"scales losses itself. Pass the {made_of} that it was made of to amp.initialize"
+                why = f"scales losses itself. Pass the {made_of} inside it to amp.initialize"
             raise AmpRuntimeError(f"optimizers[{i}] ({type(optimizer).__name__}) {why}")
     return given
 
@@ -95,7 +79,7 @@ def as_models(models: Any) -> list[nn.Module]:
 
 
 def check_inference_mode(given: Sequence[Any]) -> None:
-    """Raise AmpRuntimeError if anything is to be set up in inference mode."""
+    """Raise AmpRuntimeError if there are models or optimizers to prepare, in inference mode."""
     if given and torch.is_inference_mode_enabled():
         raise AmpRuntimeError(
             "torch.inference_mode is on, and weights that are cast in it can never be trained. Call "
@@ -104,9 +88,10 @@ def check_inference_mode(given: Sequence[Any]) -> None:
 
 
 def check_model(model: nn.Module, allow_low_precision: bool) -> None:
-    """Raise AmpRuntimeError for a model that cannot be set up.
+    """Raise AmpRuntimeError for a model that cannot be prepared.
 
-    That is one that is wrapped, that holds 16-bit weights unasked, or tensors of inference mode.
+    Such a model is wrapped in DDP, has 16-bit weights that are not allowed, or has tensors that were
+    made in inference mode.
     """
     for module in model.modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -124,7 +109,7 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
             raise AmpRuntimeError(
                 f"{kind} '{name}' is {tensor.dtype} already. amp.initialize casts the model "
                 f"itself, and starts from FP32: leave out {makers}, or call "
-                "model.float() first, or close the session that cast it if one did. To "
+                "model.float() first, or close the session that cast it, if there is one. To "
                 "start from these values, pass allow_incoming_model_not_fp32=True."
             )
         if not nn.parameter.is_lazy(tensor) and tensor.is_inference():
@@ -140,7 +125,7 @@ def check_optimizers(
     properties: Properties,
     process_groups: Sequence[ProcessGroup] = (),
 ) -> None:
-    """Raise AmpRuntimeError for an optimizer that would not train these models as a profile says."""
+    """Raise AmpRuntimeError for an optimizer that cannot train these models by this profile."""
     _check_owns(models, optimizers)
     process_groups = [group for group in process_groups if torch.distributed.get_world_size(group) > 1]
     for i, optimizer in enumerate(map(innermost, optimizers)):
@@ -149,40 +134,40 @@ def check_optimizers(
         max_norm = getattr(optimizer.optim if is_zero else optimizer, "max_grad_norm", None)
         if max_norm and (is_zero or _is_spread(optimizer, process_groups)):
             raise AmpRuntimeError(
-                f"optimizers[{i}] is a {kind.__name__} with max_grad_norm={max_norm}, and "
-                "each rank has other parameters, whose gradients the others do not count. Pass "
-                "max_grad_norm=None, and clip what all ranks have together: "
-                "torch.nn.utils.get_total_norm of amp.master_params(optimizer), summed over the ranks, "
-                "for torch.nn.utils.clip_grads_with_norm_"
+                f"optimizers[{i}] is a {kind.__name__} with max_grad_norm={max_norm}, and each rank "
+                "has different parameters, so it would clip by the norm of its own gradients alone. "
+                "Pass max_grad_norm=None, and clip by the norm over all ranks: call "
+                "torch.nn.utils.clip_grads_with_norm_ with torch.nn.utils.get_total_norm of "
+                "amp.master_params(optimizer), summed over the ranks"
             )
         if is_zero and properties.master_weights:
             raise AmpRuntimeError(
-                f"optimizers[{i}] is a {kind.__name__}, which steps by an optimizer of its own, where "
-                "no masters can stand. Take a level without master weights, such as opt_level='O1' or "
-                "'O4'"
+                f"optimizers[{i}] is a {kind.__name__}, which makes the optimizer that steps, and that "
+                "one cannot have master weights. Use a level without master weights, such as "
+                "opt_level='O1' or 'O4'"
             )
         if properties.state_dtype is not None and not keeps_moments(optimizer):
             raise AmpRuntimeError(
                 f"state_dtype={dtype_name(properties.state_dtype)} needs an optimizer that rounds its "
-                f"moments, and optimizers[{i}] is {kind.__name__}. Take one of amp.optimizers, or "
-                "leave state_dtype out."
+                f"moments, and optimizers[{i}] is {kind.__name__}. Use one of amp.optimizers, or leave "
+                "out state_dtype."
             )
 
 
 def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-    """Raise AmpRuntimeError if the optimizers have no parameter that one of the models has."""
+    """Raise AmpRuntimeError if no parameter of the optimizers belongs to one of the models."""
     have = {id(parameter) for model in models for parameter in model.parameters()}
     groups = [group for optimizer in map(innermost, optimizers) for group in optimizer.param_groups]
     if have and groups and not any(id(p) in have for group in groups for p in group["params"]):
         raise AmpRuntimeError(
-            "no parameter of the optimizers is one of the models', so nothing would be trained. "
-            "fully_shard, parallelize_module and the like exchange a model's parameters: make the "
-            "optimizer of model.parameters() after them, and call amp.initialize then"
+            "no parameter of the optimizers belongs to the models, so nothing would be trained. "
+            "fully_shard, parallelize_module and similar functions replace a model's parameters: call "
+            "them first, then make the optimizer of model.parameters(), then call amp.initialize"
         )
 
 
 def _is_spread(optimizer: Any, process_groups: Sequence[ProcessGroup]) -> bool:
-    """Whether ranks of the groups have parameters of an optimizer that this rank does not count."""
+    """Whether ranks of the groups step parameters that the norm of this rank's optimizer leaves out."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = groups_of_meshes(parameters)
     return bool(set(without_contained([*known, *process_groups])) - set(known))
@@ -209,11 +194,11 @@ def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -
     return items
 
 
-# What is allowed, and does not do what its author wants.
+# Advice about arguments that are allowed, and probably do not do what the user wants.
 
 
 def advise_on_float64(models: Sequence[nn.Module], properties: Properties) -> Iterator[str]:
-    """Yield a message for each model that is to be cast, and would stay float64 as a whole."""
+    """Yield a message for each model to cast that has only float64 weights, which no level casts."""
     casts = properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
     for model in models if casts else ():
         dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
@@ -227,19 +212,19 @@ def advise_on_float64(models: Sequence[nn.Module], properties: Properties) -> It
 
 
 def advise_on_rules(rules: Sequence[Rule], models: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield a message for each rule for modules that is for none of the models' modules."""
+    """Yield a message for each rule for modules that matches no module of the models."""
     for rule in rules if models else ():
         if rule.kind == "module" and not any(
             rule.matches(name, module) for model in models for name, module in model.named_modules()
         ):
             yield (
-                f"{rule.source}: no module of the model is named '{rule.pattern}' or of a class of "
-                "that name; the rule does nothing"
+                f"{rule.source}: no module of the model is named '{rule.pattern}', and none has a "
+                "class of that name; the rule does nothing"
             )
 
 
 def advise_on_eps(optimizer: Any) -> Iterator[str]:
-    """Yield a message if an Adam that steps 16-bit weights themselves would divide by zero."""
+    """Yield a message if `eps` is 0 in the 16-bit weights that an Adam steps: it may divide by 0."""
     for group in optimizer.param_groups:
         eps = group.get("eps")
         dtypes = {parameter.dtype for parameter in group["params"]} & LOW_PRECISION

@@ -1,9 +1,9 @@
-"""What `amp.state_dict()` holds: apex's format, and what an exact resume needs besides.
+"""What `amp.state_dict()` contains: apex's entries, and others that an exact resume needs.
 
     {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12, ...}, ..., "opt_level": "O2"}
 
-Plain values only, so that `torch.load(weights_only=True)` reads it. The master weights are in the
-model's state dict, which holds FP32 values at every level.
+It contains only plain values, so `torch.load(weights_only=True)` reads it. The master weights are in
+the model's state dict, which has FP32 values at every level.
 """
 
 import re
@@ -18,7 +18,7 @@ from amp.errors import AmpRuntimeError, brief, first_few, name_of, warn
 from amp.state_checks import StateChecks, as_dict
 from amp.training.scaler import LossScaler, ScalerState, read_state
 
-_SCALER_KEY = re.compile(r"loss_scaler([0-9]{1,9})")
+_SCALER_KEY = re.compile(r"loss_scaler(0|[1-9][0-9]{0,8})")
 _LEVEL_KEY = "opt_level"
 
 
@@ -37,13 +37,13 @@ def save(
 
 
 class SavedState(NamedTuple):
-    """A state dict whose entries have been checked, in memory of its own.
+    """A state dict whose entries have been checked, and copied.
 
     Attributes:
         scalers: the states of the scalers, by their numbers.
-        has_level: whether it says at which level it was saved.
+        has_level: whether it has the level at which it was saved.
         opt_level: that level.
-        strategies: what strategies have saved, by their keys.
+        strategies: the states of strategies, by their keys.
     """
 
     scalers: dict[int, ScalerState]
@@ -53,11 +53,11 @@ class SavedState(NamedTuple):
 
 
 def read(state: object) -> SavedState:
-    """Return what is in a state dict of ours or of apex's.
+    """Return the checked content of a state dict of this library or of apex.
 
     Raises:
-        AmpTypeError, AmpRuntimeError, AmpValueError: it is no such state dict, or one of its entries
-            is not what it should be.
+        AmpTypeError, AmpRuntimeError, AmpValueError: it is not such a state dict, or an entry is not
+            valid.
     """
     state = as_dict(state, "what amp.state_dict() returns")
     strategy_of = {each.state_key: each for each in strategies.STRATEGIES if each.state_key}
@@ -76,11 +76,8 @@ def read(state: object) -> SavedState:
     scalers: dict[int, ScalerState] = {}
     for key in state:
         if match := _scaler_key(key):
-            number = int(match[1])
-            if number in scalers:
-                checks.fail("state_dict", key, "another entry is of the same scaler", "one for each")
             entry = checks.mapping(state, key, "state_dict", "what a loss scaler's state_dict() is")
-            scalers[number] = read_state(entry, f"state_dict[{brief(key)}]")
+            scalers[int(match[1])] = read_state(entry, f"state_dict[{brief(key)}]")
     own: dict[str, Any] = {}
     for key, strategy in strategy_of.items():
         if key in state:
@@ -95,7 +92,7 @@ def _scaler_key(key: Any) -> re.Match[str] | None:
 
 
 def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterator[str]:
-    """Yield what the user should know of a state that is loaded for `count` losses at some level."""
+    """Yield messages about a state that differs from its session, with `count` losses at a level."""
     entries = saved.scalers
     message = f"the state_dict contains {len(entries)} loss scalers, and num_losses is {count}"
     if surplus := [f"loss_scaler{i}" for i in sorted(entries) if i >= count]:
@@ -107,7 +104,7 @@ def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterato
     if saved.has_level and saved.opt_level != opt_level:
         yield (
             f"the state_dict was saved at opt_level {saved.opt_level}, and this session runs at "
-            f"{opt_level}; weights and optimizer state carry over, and a loss scale does where both "
+            f"{opt_level}; weights and optimizer state carry over, and the loss scale does if both "
             "levels scale dynamically"
         )
 
@@ -115,7 +112,7 @@ def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterato
 def restore(
     saved: SavedState, scalers: Sequence[LossScaler], own: Sequence[Strategy], opt_level: str | None
 ) -> None:
-    """Let scalers and strategies go on from a saved state, after warnings of what differs."""
+    """Load a saved state into scalers and strategies, after warnings about what differs."""
     pairs = [(x, saved.strategies.get(x.state_key)) for x in own if x.state_key]
     of_strategies = [strategy.differences(state) for strategy, state in pairs]
     for message in (*differences(saved, len(scalers), opt_level), *of_strategies):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import amp
 from amp.compat.run import runner
 from amp.errors import AmpError
 
@@ -23,11 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
         else:
-            own, after = given, []
-            if given[0:1] and given[0] in _TAKE_A_SCRIPT and "--" in given:
-                cut = given.index("--")
-                own, after = given[:cut], given[cut + 1 :]
-            arguments = _parser().parse_args(own, argparse.Namespace(for_the_script=after))
+            is_for_a_script = "--" in given and given[0] in _TAKE_A_SCRIPT
+            end = given.index("--") if is_for_a_script else len(given)
+            after = argparse.Namespace(for_the_script=given[end + 1 :])
+            arguments = _parser().parse_args(given[:end], after)
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")  # characters that it cannot show
             status = arguments.run(arguments) or 0
@@ -51,16 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     from amp.trials import commands as of_trials
 
     parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
-    parser.add_argument("--version", action="version", version=f"reamp {about.version()}")
+    parser.add_argument("--version", action="version", version=f"reamp {amp.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "run",
         help="run a script that imports apex, unchanged",
         usage="reamp run [-h] [--] script.py ... | -m package.module ...",
     )
-    of_numerics.add_commands(commands)
     of_trials.add_commands(commands)
-    about.add_commands(commands)
+    for command in (*of_numerics.COMMANDS, *about.COMMANDS):
+        command.add_to(commands)
     return parser
 
 

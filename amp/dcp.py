@@ -1,11 +1,11 @@
 """`torch.distributed.checkpoint` for models and optimizers of a session.
 
 Torch's `get_state_dict` and `set_state_dict` name the state of an optimizer after the model's
-parameters. Under master weights the optimizer steps others. So while torch looks, the masters stand
-in the model. What is saved is FP32, by names, and knows nothing of how many ranks there were, which
-wrapper, or which level.
+parameters. With master weights the optimizer steps the masters instead. So these take the places of the
+parameters in the model while torch's functions run. The checkpoint holds FP32 values by name, and does
+not depend on the number of ranks, the wrapper or the level.
 
-What torch keeps to itself of this is touched in this file alone.
+Only this file uses the private functions of torch for this.
 """
 
 import sys
@@ -24,19 +24,19 @@ from amp.training.gradients import State
 
 
 def get_state_dict(model: nn.Module, optimizers: Any, **options: Any) -> tuple[Any, Any]:
-    """Do `torch.distributed.checkpoint.state_dict.get_state_dict`, under master weights too.
+    """Do `torch.distributed.checkpoint.state_dict.get_state_dict`, also with master weights.
 
-    All ranks call this. The optimizers' states are made if there are none yet, as torch's function
-    makes them, by a step of a rate of 0. The host waits for the device where torch's function does, as
-    with `cpu_offload=True`.
+    All ranks call this. An optimizer without state gets one, as in torch's function, by a step with a
+    learning rate of 0. The host waits for the device where torch's function does, for example with
+    `cpu_offload=True`.
 
     Args:
-        model: the model, or what wraps it.
+        model: the model, or its wrapper.
         optimizers: an optimizer, or an iterable of them.
-        **options: torch's, such as `options=StateDictOptions(full_state_dict=True)`.
+        **options: torch's arguments, such as `options=StateDictOptions(full_state_dict=True)`.
 
     Returns:
-        The model's state dict in FP32, and the optimizers', by fully qualified names.
+        The state dicts of the model, in FP32, and of the optimizers, by fully qualified names.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -48,18 +48,18 @@ def get_state_dict(model: nn.Module, optimizers: Any, **options: Any) -> tuple[A
 def set_state_dict(
     model: nn.Module, optimizers: Any, *, model_state_dict: Any, optim_state_dict: Any, **options: Any
 ) -> Any:
-    """Do `torch.distributed.checkpoint.state_dict.set_state_dict`, under master weights too.
+    """Do `torch.distributed.checkpoint.state_dict.set_state_dict`, also with master weights.
 
-    What is loaded may be of another number of ranks, another wrapper or another level. All ranks call
-    this. The optimizers' state dicts are checked before any of them is loaded into its optimizer, for
-    which the host waits once for each device.
+    The state dicts may come from another number of ranks, another wrapper or another level. All ranks
+    call this. The state dicts of all optimizers are checked before the first one is loaded. For that,
+    the host waits once for each device.
 
     Args:
-        model: the model, or what wraps it.
+        model: the model, or its wrapper.
         optimizers: an optimizer, or an iterable of them.
-        model_state_dict: what `get_state_dict` returned, or a plain model's state dict.
-        optim_state_dict: the other thing that it returned.
-        **options: torch's.
+        model_state_dict: the first result of `get_state_dict`, or a plain model's state dict.
+        optim_state_dict: the second result of `get_state_dict`.
+        **options: torch's arguments.
 
     Returns:
         The missing and unexpected keys of the model's state dict.
@@ -78,15 +78,16 @@ def set_state_dict(
 
 
 def is_in_use() -> bool:
-    """Whether torch's functions may be called directly: a script that does has imported them."""
+    """Whether a script may call torch's functions directly, which it has to import first."""
     return "torch.distributed.checkpoint.state_dict" in sys.modules or distributed.world_size() > 1
 
 
 def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any, *others: Any) -> Any:
-    """Run a function of torch while masters stand in the model.
+    """Run a function of torch while the masters are in the model, in the places of its parameters.
 
-    It makes the state of an optimizer that has none by a step, which is made before: in it the model is
-    to be as it is. Torch makes none where it sees gradients, and those of a session may be elsewhere.
+    Torch's function would make the state of an optimizer that has none by a step. That step is done
+    before, while the model has its own parameters. Torch does no such step if it sees gradients, and a
+    session may keep its gradients elsewhere.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -109,7 +110,7 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
 
 @contextmanager
 def _some_gradient(attached: AttachedOptimizer) -> Iterator[None]:
-    """Let torch see a gradient of an optimizer, so that it makes no state by a step, in the block."""
+    """Let torch see a gradient of an optimizer in the block, so that it does no step for a state."""
     without = [p for p in attached.gradients.lists.stepped if stored_grad(p) is None][:1]
     store_grads(without, list(map(torch.zeros_like, without)))
     try:
@@ -127,12 +128,12 @@ PATCHES = tuple(
     )
     for name in ("_get_optim_state_dict", "_load_optim_state_dict")
 )
-"""What is replaced in a session with masters where `torch.distributed.checkpoint` is in use."""
+"""The functions to replace in a session with masters, if `torch.distributed.checkpoint` is in use."""
 
 
 @contextmanager
 def _masters_in(model: nn.Module, optimizers: Iterable[Any]) -> Iterator[dict[Any, nn.Parameter]]:
-    """Put the masters of optimizers in the place of the model's parameters, inside the block."""
+    """Put the masters of optimizers into the places of the model's parameters, inside the block."""
     attached = filter(None, map(AttachedOptimizer.of, optimizers))
     registries = list(dict.fromkeys(each.masters for each in attached))
     places: list[tuple[nn.Module, str, Any]] = []

@@ -1,8 +1,8 @@
-"""What the library asks of `torch.distributed`; one process is a world of its own."""
+"""Functions on `torch.distributed`, which also work without a process group."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,12 +16,12 @@ ProcessGroup: TypeAlias = "distributed.ProcessGroup"  # in quotes: a build of to
 
 
 def rank() -> int:
-    """Return this process's rank, 0 where there is no process group."""
+    """Return the rank of this process, 0 if there is no process group."""
     return distributed.get_rank() if _initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of processes, 1 where there is no process group."""
+    """Return the number of processes, 1 if there is no process group."""
     return distributed.get_world_size() if _initialized() else 1
 
 
@@ -32,7 +32,7 @@ def as_process_groups(value: Any) -> tuple[ProcessGroup, ...]:
     if not _initialized():
         raise AmpRuntimeError(
             "process_group was given before torch.distributed.init_process_group was called. Call it "
-            "first, or leave process_group out."
+            "first, or leave out process_group."
         )
     groups = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for group in groups:
@@ -47,31 +47,26 @@ def as_process_groups(value: Any) -> tuple[ProcessGroup, ...]:
 def groups_of_meshes(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
     """Return the process groups whose ranks hold parts or copies of DTensors, each once.
 
-    All ranks of a device mesh are one group, whatever its dimensions are for: copies that should be
-    equal decide together too, so that nothing can take them apart.
+    All ranks of a device mesh are one group, whatever its dimensions are for. So ranks with copies of
+    the same values decide together too, and the copies stay equal.
     """
     tensors = list(tensors)
     if not any(hasattr(cls, "device_mesh") for cls in set(map(type, tensors))):
         return []
     meshes: Any = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))  # type: ignore[attr-defined]
-    own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # with this rank in it
+    own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # this rank is in it
     return list(dict.fromkeys(map(group_of_mesh, own)))
 
 
+_made_groups = WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]()
+"""The groups that were made for a default group, by their ranks. They end with that group."""
+
+
 def group_of_mesh(mesh: Any) -> ProcessGroup:
-    """Return the process group of all ranks of a device mesh, who all call this."""
+    """Return the process group of all ranks of a device mesh. Each of these ranks calls this."""
     if mesh.ndim == 1:
         return mesh.get_group()  # type: ignore[no-any-return]
-    return _group_of_ranks(tuple(mesh.mesh.flatten().tolist()))
-
-
-_made_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]
-_made_groups = WeakKeyDictionary()
-"""Groups by their ranks, for each default group, with which they end."""
-
-
-def _group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup:
-    """Return a group of some ranks, who all call this: of all that there are, or a new one."""
+    ranks = tuple(mesh.mesh.flatten().tolist())
     world: Any = distributed.group.WORLD
     if len(ranks) == distributed.get_world_size():
         return world  # type: ignore[no-any-return]
@@ -83,10 +78,11 @@ def _group_of_ranks(ranks: tuple[int, ...]) -> ProcessGroup:
 
 
 def without_contained(groups: Iterable[ProcessGroup]) -> list[ProcessGroup]:
-    """Return those of some groups that have ranks which none of the others has.
+    """Return the groups that are not contained in another one.
 
-    Of groups of one size the order stays: where they are the dimensions of a grid of ranks, each rank
-    names those in one order, and what one rank has found reaches all when each group has talked once.
+    Larger groups come first, and groups of one size keep their order. That matters if they are the
+    dimensions of a grid of ranks: all ranks then go through the dimensions in the same order, and one
+    reduction over each of them reaches all ranks.
     """
     found: dict[ProcessGroup, set[int]] = {}
     for group in sorted(dict.fromkeys(groups), key=distributed.get_world_size, reverse=True):
@@ -102,14 +98,13 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut among ranks.
+    """How a tensor is divided among ranks.
 
     Attributes:
-        layout: the device mesh and the placements, equal on all ranks; None for a tensor that is no
-            DTensor.
-        shard: the number of this rank's part, which is equal on ranks that hold copies of it.
-        copies: how many ranks hold what this rank holds.
-        groups: the process groups of all of them, none for a tensor that is no DTensor.
+        layout: the device mesh and the placements, equal on all ranks; None if it is not a DTensor.
+        shard: the number of this rank's part; ranks with copies of the same part have the same number.
+        copies: how many ranks have a copy of this rank's part, this rank included.
+        groups: the process groups of all these ranks; none if it is not a DTensor.
     """
 
     layout: Any
@@ -119,15 +114,15 @@ class Cut(NamedTuple):
 
 
 WHOLE = Cut(None, 0, 1, ())
-"""How a tensor is that is not cut."""
+"""The `Cut` of a tensor that is not divided."""
 
 
 def cut_of(tensor: Any) -> Cut:
-    """Return how a tensor is cut."""
+    """Return how a tensor is divided among ranks."""
     if not is_sharded(tensor):
         return WHOLE
     shard, copies, mesh = 0, 1, tensor.device_mesh
-    own = mesh.get_coordinate() or (0,) * mesh.ndim  # none where this rank is not of the mesh
+    own = mesh.get_coordinate() or (0,) * mesh.ndim  # None if this rank is not in the mesh
     for at, size, placement in zip(own, mesh.shape, tensor.placements, strict=True):
         if placement.is_replicate():
             copies *= size
@@ -137,9 +132,10 @@ def cut_of(tensor: Any) -> Cut:
 
 
 def place_gradients(parameters: Iterable[Any]) -> None:
-    """Lay the gradients of DTensors out as the parameters: summed over the ranks, and cut alike.
+    """Give the gradients of DTensors the placements of their parameters, which may sum them over ranks.
 
-    Sequence parallelism leaves those of its norms to be summed. All ranks of the mesh call this.
+    Sequence parallelism, for example, leaves partial sums as the gradients of its norms. All ranks of
+    the mesh call this.
     """
     for parameter in parameters:
         spec, grad = getattr(parameter, "_spec", None), parameter.grad
@@ -151,14 +147,14 @@ def place_gradients(parameters: Iterable[Any]) -> None:
 
 
 def set_values(tensor: Any, values: Any) -> None:
-    """Let a tensor have other memory, of any dtype, and stay the same object."""
-    _DATA.__set__(tensor, values)  # whatever its class makes of `.data`
-    if is_sharded(tensor):  # `.data` is only its shell: it says what the values are, and has none
+    """Give a tensor the memory of `values`, of any dtype. It stays the same object."""
+    _DATA.__set__(tensor, values)  # also if its class defines `.data` in another way
+    if is_sharded(tensor):  # for a DTensor `.data` is only the outer tensor, which has no values
         tensor._local_tensor, tensor._spec = values._local_tensor, values._spec
 
 
 def shard_like(local: Tensor, like: Any) -> Tensor:
-    """Return the DTensor that is cut as `like` and of which this rank holds `local`; else `local`."""
+    """Return a DTensor divided as `like`, with `local` as this rank's part; else `local` itself."""
     if not is_sharded(like):
         return local
     from torch.distributed.tensor import DTensor
@@ -169,52 +165,52 @@ def shard_like(local: Tensor, like: Any) -> Tensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
 
 
-def reduce_largest(tensors: Sequence[Tensor], groups: Iterable[ProcessGroup]) -> None:
-    """Make each element the largest of all ranks of the groups, which all call this.
+def reduce_largest(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> None:
+    """Replace each element by the largest one of all ranks of the groups. All these ranks call this.
 
-    So an overflow on one rank is one on all. Tensors, float32 `[n]` without NaN, are changed in place,
-    by one collective for each group. The host waits only where the groups' backend makes it, as gloo
-    does.
+    So an overflow on one rank becomes one on all ranks. The tensors, float32 `[n]` without NaN, are
+    changed in place, by one collective for each group. The host waits only if the groups' backend
+    does, such as gloo.
     """
-    together = tensors[0] if len(tensors) == 1 else None
-    for group in groups if tensors else ():
-        if together is None:
-            together = torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
-        _all_reduce(together, "max", group, "found_inf, whether there was an overflow")
-    if together is not None and len(tensors) > 1:
-        parts = torch.split(together, [len(tensor) for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part)
+    if not groups or not tensors:
+        return
+    together = torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
+    for group in groups:
+        _all_reduce(
+            together, distributed.ReduceOp.MAX, group, "found_inf, whether there was an overflow"
+        )
+    parts = torch.split(together, [len(tensor) for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part)
 
 
 def reduce_norm(norm: Tensor, cut: Cut, is_largest: bool = False) -> Tensor:
-    """Return the norm of what the ranks hold together of tensors, given that of each one's own.
+    """Return the norms of whole tensors, given the norms of this rank's parts of them.
 
-    Norms are float32 `[n]`: Euclidean, or the largest magnitudes. All ranks of the cut call this, and
-    get inf where the norm is inf or NaN on any.
+    Norms are float32 `[n]`: Euclidean, or the largest magnitudes. All ranks of the cut call this. The
+    result is inf where the norm is inf or NaN on any rank.
     """
     if not cut.groups:
         return norm
-    if is_largest:
-        norm = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        for group in cut.groups:
-            _all_reduce(norm, "max", group, "the norms of gradients")
-        return norm
-    square = norm.square() / cut.copies
+    op = distributed.ReduceOp.MAX if is_largest else distributed.ReduceOp.SUM
+    reduced = norm if is_largest else norm.square() / cut.copies
+    reduced = reduced.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for group in cut.groups:
-        _all_reduce(square, "sum", group, "the norms of gradients")
-    return square.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        _all_reduce(reduced, op, group, "the norms of gradients")
+    return reduced if is_largest else reduced.sqrt()
 
 
-def _all_reduce(tensor: Tensor, how: Literal["max", "sum"], group: ProcessGroup, what: str) -> None:
-    op = distributed.ReduceOp.MAX if how == "max" else distributed.ReduceOp.SUM
+def _all_reduce(tensor: Tensor, op: Any, group: ProcessGroup, what: str) -> None:
     with _names_the_collective(group, what):
         distributed.all_reduce(tensor, op=op, group=group)
 
 
 @contextmanager
 def _names_the_collective(among: Any, what: str) -> Iterator[None]:
-    """Let a collective of a group, or of a device mesh, that fails say what was to be agreed on."""
+    """If a collective in the block fails, raise an error that names it and its ranks.
+
+    `among` is the process group or the device mesh.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -222,8 +218,8 @@ def _names_the_collective(among: Any, what: str) -> Iterator[None]:
         ranks = among.mesh.flatten().tolist() if of_mesh else distributed.get_process_group_ranks(among)
         raise AmpRuntimeError(
             f"rank {rank()} could not agree with ranks {ranks} on {what}: {error}. Every rank has to "
-            "come to the end of its scale_loss block, and to its step, as often as the others; look "
-            "for one that raised, or had no more data"
+            "leave its scale_loss block, and to step, as often as the others. Look for a rank that "
+            "raised an error, or ran out of data"
         ) from error
 
 

@@ -7,7 +7,7 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 CASTABLE = LOW_PRECISION | {torch.float32}
 """The dtypes that mixed precision may change. Float64, complex, float8, integers and bools stay
-what they are: whoever chose them for a parameter chose them on purpose."""
+as they are, because a user who gives a parameter such a dtype does it on purpose."""
 
 SCALABLE = CASTABLE | {torch.float64}
 """The dtypes that gradients of a scaled loss may have."""

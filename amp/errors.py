@@ -1,8 +1,8 @@
-"""What the library raises and warns with.
+"""The errors and warnings of the library, and helpers for their messages.
 
-Each error is an `AmpError` and also the builtin type that apex raised in the same
-situation, so that a script written for apex still catches it. Every message says what
-was passed, what is allowed, and what to do.
+Each error is an `AmpError`, and also of the builtin type that apex or torch raises in the same
+situation, so that scripts written for them still catch it. Every message says what was passed, what is
+allowed, and what to do.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class AmpError(Exception):
-    """Base of everything this library raises on purpose.
+    """The base class of all errors that this library raises on purpose.
 
     Each error is also the builtin type: `AmpRuntimeError` is a `RuntimeError`, `AmpTypeError` a
     `TypeError`, `AmpValueError` a `ValueError`, `AmpIndexError` an `IndexError`, `AmpAssertionError` an
@@ -40,30 +40,30 @@ class AmpTypeError(AmpError, TypeError):
 
 
 class AmpIndexError(AmpError, IndexError):
-    """A `loss_id` that no loss scaler answers to."""
+    """A `loss_id` for which there is no loss scaler."""
 
 
 class AmpAssertionError(AmpError, AssertionError):
-    """An illegal `keep_batchnorm_fp32` (apex asserted it)."""
+    """A situation in which apex or torch.amp has a failing assertion."""
 
 
 class AmpNotImplementedError(AmpError, NotImplementedError):
-    """An op that half precision cannot do safely."""
+    """An operation that is unsafe in half precision, or that this library does not have."""
 
 
 class ProfileNotFoundError(AmpError, FileNotFoundError):
-    """A path given as `opt_level` or `extends` where there is no file."""
+    """The path in `opt_level` or `extends` of a file that does not exist."""
 
 
 class AmpWarning(UserWarning):
-    """Training goes on, but something deserves a look."""
+    """A warning: training goes on, but something is probably not what the user wants."""
 
 
 _AMP = f"{Path(__file__).parent}{os.sep}"
 
 
 def warn(message: str) -> None:
-    """Warn with an AmpWarning at the user's line: the nearest call from outside of amp and of torch."""
+    """Raise an AmpWarning that names the user's line: the innermost one outside of amp and torch."""
     torch = f"{Path(sys.modules['torch'].__file__ or '').parent}{os.sep}"
     frame: FrameType | None = sys._getframe(1)
     level = 2
@@ -82,13 +82,13 @@ _LONGEST = 200
 
 
 def brief(value: Any) -> str:
-    """Return a value as a message shows it: whole if that is short, else what kind of thing it is.
+    """Return a value as messages show it: its repr if that is short, else its type and size.
 
-    Whatever it is, this takes a bounded time and does not raise. No host sync.
+    For any value, this takes a bounded time and does not raise. No host sync.
     """
     try:
         return _brief(value)
-    except Exception:  # of what the value's own methods do, and of nesting too deep
+    except Exception:  # from the value's own methods, or because it is nested too deeply
         return f"an object of type {type(value).__name__}"
 
 
@@ -116,7 +116,7 @@ def _brief(value: Any) -> str:
 
 
 def shape_of(tensor: Any) -> str:
-    """Return a tensor's shape as a message shows it. Nested tensors have none."""
+    """Return a tensor's shape as messages show it: `(...)` for a nested tensor, which has none."""
     try:
         return str(tuple(tensor.shape))
     except Exception:
@@ -124,7 +124,7 @@ def shape_of(tensor: Any) -> str:
 
 
 def name_of(key: Any) -> str:
-    """Return a key as a message names it: without quotes, if it is a short string."""
+    """Return a key as messages show it: without quotes, if it is a short string."""
     return key if isinstance(key, str) and len(key) <= _LONGEST else brief(key)
 
 
@@ -136,8 +136,8 @@ def first_few(values: Iterable[Any], show: Callable[[Any], str] = name_of, most:
 
 
 def truth_of(name: str, value: Any) -> bool:
-    """Return whether a flag is set; raise AmpTypeError for what is neither true nor false."""
+    """Return a value as a bool; raise AmpTypeError if it is neither true nor false."""
     try:
         return bool(value)
-    except Exception:  # of a tensor of several elements, or of none that can be looked at
+    except Exception:  # a tensor of several elements, or on the device meta
         raise AmpTypeError(f"{name}={brief(value)} is neither True nor False") from None

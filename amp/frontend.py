@@ -1,4 +1,4 @@
-"""The functions that scripts call, shaped as in apex; the only module that holds a default session."""
+"""The functions that scripts call, with apex's arguments, and the default session that they use."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class _Default:
-    """The session of the last `initialize`, and a loaded state that nothing has used yet."""
+    """The session of the last `initialize`, and a loaded state that no session has used yet."""
 
     session: Session | None = None
     waiting_state: checkpoint.SavedState | None = None
     loaded_into: Session | None = None
-    """The session that has the waiting state already; what is closed takes it along."""
+    """The session that has loaded the waiting state already. If it closes, the state stops waiting."""
 
 
 @overload
@@ -80,8 +80,8 @@ def initialize(
 
     They stay the same objects: models are cast in place, and methods of optimizers are wrapped. Call
     it when models are on their device and not yet in `DistributedDataParallel`. A second call makes
-    another session: functions cast as it says then, and the first one's optimizers go on working. The
-    host does not wait for the device.
+    another session. From then on its casts apply, and the optimizers of the first session go on
+    working. The host does not wait for the device.
 
     Args:
         models: a module, a list of modules, or None.
@@ -93,14 +93,14 @@ def initialize(
         cast_model_type: the dtype of the weights and inputs; False casts neither.
         patch_torch_functions: torch's functions cast their arguments, as at O1 and O4.
         keep_batchnorm_fp32: norms with running statistics stay FP32 in a cast model.
-        master_weights: the optimizer steps FP32 copies of 16-bit weights: True, False, or `"split16"`
-            and `"kahan"`, which keep them in 16 bits.
+        master_weights: with True, the optimizer steps FP32 copies of 16-bit weights. `"split16"` and
+            `"kahan"` keep these copies in 16 bits, to save memory. With False there are none.
         loss_scale: `"dynamic"`, a number, or a mapping with `init`, `growth_interval` and so on.
         cast_model_outputs: the dtype of the model's outputs.
         num_losses: how many losses are scaled independently, by `loss_id`.
         verbosity: 0 logs nothing, not even skipped steps; 1 logs on rank 0 to the logger `amp`.
-        min_loss_scale: a floor of the loss scale.
-        max_loss_scale: its ceiling.
+        min_loss_scale: the smallest loss scale.
+        max_loss_scale: the largest loss scale.
         process_group: the process group, or list of them, whose ranks must skip a step together; see
             `amp.Session`.
         allow_incoming_model_not_fp32: take 16-bit weights as they are instead of refusing them.
@@ -113,20 +113,20 @@ def initialize(
             - `protect_buffers`: running statistics survive an overflow.
             - `diagnose`: `"on_overflow"` watches a step after a streak of overflows.
             - `fp8`: linear layers run in FP8, by a recipe.
-            - `cast_model_inputs`: whether a cast model casts its inputs, and which of them it leaves.
+            - `cast_model_inputs`: whether a cast model casts its inputs, and which it does not cast.
             - `rules`: the precision of single ops and modules, on top of the profile's.
 
     Returns:
-        The objects that were passed, as they were passed: `models` alone if `optimizers` is None, else
-        `(models, optimizers)`. A list comes back as the same list, and models that are None as None.
-        With `enabled=False` too, and then nothing has been done to them.
+        The same objects: `models` alone if `optimizers` is None, else `(models, optimizers)`. A list
+        comes back as the same list, and None as None. With `enabled=False` the result is the same, and
+        the objects are unchanged.
 
     Raises:
         AmpRuntimeError: an unknown level, properties that do not fit together, a model that is
-            wrapped or 16-bit already, an optimizer of a live session, inference mode. Nothing was
+            wrapped or 16-bit already, an optimizer of an open session, inference mode. Nothing is
             changed.
-        AmpTypeError: something that is no model or optimizer, or an unknown argument.
-        AmpValueError: a value that a property does not take.
+        AmpTypeError: something that is not a model or an optimizer, or an unknown argument.
+        AmpValueError: a property has a value that is not allowed.
     """
     _check_arguments(enabled, others)
     enabled = as_flag("enabled", enabled)
@@ -161,7 +161,7 @@ def _make_default(session: Session) -> None:
 
 
 def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:
-    if isinstance(enabled, str):  # the third position, where a level is often put
+    if isinstance(enabled, str):  # the third position, where users often put a level
         shown = brief(enabled)
         raise AmpTypeError(f"enabled={shown} is not a bool; did you mean opt_level={shown}?")
     for name in others.keys() - OVERRIDE_KEYS.keys():
@@ -192,10 +192,10 @@ def scale_loss(
     down. If the block raises, its gradients are dropped.
 
     The block does not make the host wait for the device. If gradients are checked, `step` waits for 4
-    bytes per block. It does not with optimizers that skip on the device, those of `amp.optimizers` and
-    torch's fused ones, except in the first step of torch's SGD with momentum, and with a closure.
-    Gradients are checked under dynamic scaling, and at O4 to O7 where that makes no host wait; see
-    `check` in docs/profiles.md.
+    bytes per block. It does not wait if the optimizer skips on the device, as those of `amp.optimizers`
+    and torch's fused ones do. Even these wait with a closure, and in the first step of torch's SGD with
+    momentum. Gradients are checked under dynamic scaling, and at O4 to O7 if the check does not make
+    the host wait; see `check` in docs/profiles.md.
 
     Args:
         loss: a floating-point tensor of any shape.
@@ -203,7 +203,7 @@ def scale_loss(
         loss_id: which scaler to use, 0 to `num_losses - 1`.
         model: not used; apex had it.
         delay_unscale: leave the gradients scaled, and accumulate more of them until a block without
-            this argument. It saves work; a block under DDP's `no_sync` does it without being told.
+            this argument. It saves work. A block under DDP's `no_sync` always does this.
         delay_overflow_check: unscale the gradients, but let the next block without this argument
             update the scale.
 
@@ -214,12 +214,12 @@ def scale_loss(
     Raises:
         AmpRuntimeError: `initialize` has not been called, or not on these optimizers.
         AmpIndexError: there is no such `loss_id`.
-        AmpTypeError: `loss` or `optimizers` is of another type.
+        AmpTypeError: `loss` or `optimizers` has the wrong type.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     attached = next(filter(None, map(AttachedOptimizer.of, given)), None)
     if attached is None:
-        session = _default("amp.scale_loss")  # it refuses them, unless it is disabled
+        session = _default("amp.scale_loss")  # which refuses the optimizers, unless it is disabled
     else:
         session, _Default.waiting_state = attached.owner, None
         _Default.loaded_into = None
@@ -248,15 +248,16 @@ def get_session(optimizer: Any = None) -> Session:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the parameters that an optimizer steps: FP32 masters where there are any.
+    """Yield the parameters that an optimizer steps: FP32 masters of 16-bit weights, if there are any.
 
-    Their `.grad` is unscaled between `scale_loss` and `step`: clip these. Masters that are kept in 16
-    bits (`split16`, `kahan`) hold NaN outside of a step; `model.state_dict()` has their values. Of an
-    optimizer that is in no session these are its own parameters. The host does not wait for the device.
+    Between `scale_loss` and `step` their `.grad` is unscaled: clip these gradients. Masters that are
+    kept in 16 bits (`split16`, `kahan`) are NaN outside of a step; `model.state_dict()` has their
+    values. If the optimizer is in no session, these are its own parameters. The host does not wait for
+    the device.
 
     Raises:
-        AttributeError: what was passed has no `param_groups`. This comes with the first parameter, not
-            with the call.
+        AttributeError: `optimizer` has no `param_groups`. It is raised when the first parameter is
+            asked for, not by the call.
     """
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -282,13 +283,13 @@ def history() -> list[Transition]:
         for row in amp.history():
             print(row.step, row.scale, row.overflow, row.bad)
 
-    They are recorded all the time, without waiting for the device. This call waits, for the updates
-    whose numbers have not reached the host yet.
+    They are always recorded, and recording does not make the host wait for the device. This call waits
+    for the updates whose numbers have not reached the host yet.
 
     Returns:
-        Rows with `step`, `loss_id`, `scale`, `overflow`, `in_a_row`, `next_scale`, `norm` (of a fused
-        optimizer with `max_grad_norm`) and `bad`, the names of the parameters whose gradients were
-        inf or NaN in that step and have not been since.
+        Rows with `step`, `loss_id`, `scale`, `overflow`, `in_a_row`, `next_scale`, `norm` (with a fused
+        optimizer that has `max_grad_norm`) and `bad`, the names of the parameters whose gradients were
+        inf or NaN in that step for the last time.
 
     Raises:
         AmpRuntimeError: `initialize` has not been called.
@@ -305,8 +306,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the state of the loss scalers of the last `initialize`: apex's entries, and a few more.
 
     Together with the state dicts of the model and the optimizer it makes a checkpoint from which
-    training resumes bit for bit. It holds plain values, and under `fp8="delayed"` one tensor. The host
-    waits for the device.
+    training resumes bit for bit. It contains plain values, and with `fp8="delayed"` one tensor. The
+    host waits for the device.
 
     Args:
         destination: a dict to put the entries into.
@@ -324,14 +325,14 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load a state dict that `amp.state_dict` returned, or apex's.
 
-    Call it before `initialize` or after. A state that no `scale_loss` has used yet is loaded by the
-    next `initialize` as well, unless its session is closed before. A different number of losses or
-    another level gives an `AmpWarning` that says what differs. If a scale is on the device already, the
-    host waits for the device.
+    Call it before or after `initialize`. If there is no `scale_loss` between this call and the next
+    `initialize`, that loads the state as well, unless the session that has it was closed. An
+    `AmpWarning` says if the number of losses or the level differs. If a scale is on the device already,
+    the host waits for the device.
 
     Raises:
-        AmpTypeError, AmpValueError, AmpRuntimeError: this is not such a state dict, or an entry of it
-            is not valid. Nothing is changed then.
+        AmpTypeError, AmpValueError, AmpRuntimeError: this is not such a state dict, or an entry is not
+            valid. Nothing is changed then.
     """
     saved, session = checkpoint.read(state_dict), _Default.session
     if session is not None and session.closed:
@@ -342,7 +343,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 class Stateful:
-    """Puts the loss scalers into a checkpoint of `torch.distributed.checkpoint`.
+    """An object with which `torch.distributed.checkpoint` saves and loads the loss scalers.
 
         state = {"model": ..., "optimizer": ..., "amp": amp.Stateful()}
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
@@ -361,11 +362,11 @@ class Stateful:
         self._session = session
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `amp.state_dict` does. The host waits for the device."""
+        """Return the state as from `amp.state_dict`. The host waits for the device."""
         return (self._session or _default("amp.Stateful.state_dict")).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what was saved, as `amp.load_state_dict` does."""
+        """Load a state from `state_dict`, as `amp.load_state_dict` does."""
         if self._session is None:
             load_state_dict(state_dict)
         else:

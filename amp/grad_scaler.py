@@ -1,34 +1,27 @@
-"""`GradScaler`: the face that `torch.amp` gave loss scaling, on this library's scaler and kernels.
+"""`GradScaler`: the interface of `torch.amp.GradScaler`, on this library's scaler and kernels.
 
-It is torch's class by inheritance, and what scripts and libraries call and override is there: the
-stages of an optimizer, `_unscale_grads_`, `_maybe_opt_step`, `grad_scale` and `found_inf` for fused
-optimizers. The scale is a `LossScaler`'s.
+It is a subclass of torch's class, so it has what scripts and libraries call and override: the stages of
+an optimizer, `_unscale_grads_`, `_maybe_opt_step`, and `grad_scale` and `found_inf` for fused
+optimizers. A `LossScaler` holds the scale.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from amp import active
+from amp import active, distributed
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.sharded import is_of_fsdp1
-from amp.distributed import (
-    ProcessGroup,
-    as_process_groups,
-    groups_of_meshes,
-    place_gradients,
-    reduce_largest,
-    world_size,
-)
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import (
     AmpAssertionError,
@@ -44,7 +37,7 @@ from amp.lazy import kernels
 from amp.observers import watching
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
-from amp.state_checks import StateChecks, as_dict, as_plain
+from amp.state_checks import StateChecks, as_dict
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
 
@@ -52,24 +45,22 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _BEYOND_TORCH = ("hysteresis_left", "overflows_in_a_row")
-"""What a state dict holds of the scaler's state besides torch's entries, each after an underscore."""
+"""The entries of the scaler's state that a state dict holds besides torch's entries. There, their names
+begin with an underscore."""
 
 
 def _setting(name: str) -> Any:
-    """Return a property for a number of the scaler's configuration."""
-
-    def read(self: _TorchInternals) -> Any:
-        return getattr(self._scaler.config, name)
+    """Return a settable property: a number in the scaler's configuration."""
 
     def write(self: _TorchInternals, value: Any) -> None:
         if self._enabled:
             self._scaler.config = _configured(self._scaler.config, **{name: value})
 
-    return property(read, write)
+    return property(operator.attrgetter(f"_scaler.config.{name}"), write)
 
 
 class _TorchInternals(torch.amp.GradScaler):
-    """What torch's methods, subclasses of torch's class and pickles read and write."""
+    """The private attributes and methods that torch's methods, subclasses and pickles use."""
 
     _scaler: LossScaler
     _has_scaled: bool
@@ -84,7 +75,7 @@ class _TorchInternals(torch.amp.GradScaler):
         return self._scaler.good_steps_on_device if self._has_scaled else None
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Begin with the first scale and growth tracker, which a subclass may have set until now."""
+        """Start from the first scale and growth tracker, which a subclass may have set before."""
         first = {"loss_scale": self._init_scale, "unskipped": self._init_growth_tracker}
         state = self._scaler.state_dict()
         if first.items() - state.items():
@@ -96,46 +87,52 @@ class _TorchInternals(torch.amp.GradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if not self._has_scaled:
             raise AmpAssertionError(
-                f"GradScaler.{funcname} was called before GradScaler.scale: no gradient is scaled yet. "
+                f"GradScaler.{funcname} was called before GradScaler.scale: no loss was scaled yet. "
                 "Call scaler.scale(loss).backward() first"
             )
         return self._scaler.scale_on_device, self._scaler.good_steps_on_device
 
     def _begin_iteration(self) -> None:
-        self._per_optimizer_states: dict[int, dict[str, Any]]
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale an optimizer's gradients where they are, and report an overflow. No host sync.
+        """Unscale an optimizer's gradients in place, and report an overflow. No host sync.
 
-        Float16 ones too, whatever `allow_fp16` says: scripts replace this method to pass True.
+        Float16 gradients are unscaled even if `allow_fp16` is False. Scripts replace this method in
+        torch's class to pass True.
         """
-        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
-        if not grads and not groups:
-            return {}
-        flag = found_inf.reshape(1)
-        if grads:
-            _tell(grads, inv_scale)
-            kernels.unscale.unscale(grads, grads, inv_scale.reshape(1), flag)
-        reduce_largest([flag], groups)
-        return {found_inf.device: found_inf}
+        return self._look_at_gradients(optimizer, inv_scale, found_inf, unscale=True)
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
-        """Check an optimizer's gradients, which it will unscale itself. No host sync."""
-        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
-        found: dict[Any, Tensor] = {}
-        if grads or groups:
-            flag = torch.zeros(1, dtype=torch.float32, device=self._scaler.device)
-            if grads:
-                inv_scale = self._scaler.scale_now().inv_scale
-                _tell(grads, inv_scale)
-                kernels.unscale.check(grads, inv_scale, flag)
-            reduce_largest([flag], groups)
-            found = {flag.device: flag.reshape(())}
+        """Check the gradients of an optimizer that unscales them in its own step. No host sync."""
+        inv_scale = self._scaler.scale_now().inv_scale
+        found_inf = torch.zeros((), dtype=torch.float32, device=self._scaler.device)
+        found = self._look_at_gradients(optimizer, inv_scale, found_inf, unscale=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
+
+    def _look_at_gradients(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, unscale: bool
+    ) -> dict[Any, Tensor]:
+        """Unscale an optimizer's gradients, or only check them, and set `found_inf` on an overflow.
+
+        Returns:
+            `found_inf` by its device. An empty dict if this rank has no gradients, and there are no
+            other ranks that may have some.
+        """
+        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
+        inv_scale, flag = inv_scale.reshape(1), found_inf.reshape(1)
+        if grads:
+            for observer in watching():
+                observer.unscaling(grads, inv_scale)
+            if unscale:
+                kernels.unscale.unscale(grads, grads, inv_scale, flag)
+            else:
+                kernels.unscale.check(grads, inv_scale, flag)
+        distributed.reduce_largest([flag], groups)
+        return {found_inf.device: found_inf} if grads or groups else {}
 
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -147,8 +144,8 @@ class _TorchInternals(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
             raise AmpAssertionError(
-                "a GradScaler is pickled or copied between step and update, when it knows of gradients "
-                "that the copy would not. Call scaler.update() before"
+                "a GradScaler cannot be pickled or copied between step and update: the copy would not "
+                "know whether there was an overflow. Call scaler.update() first"
             )
         scaler = self._scaler
         return {
@@ -169,11 +166,11 @@ class _TorchInternals(torch.amp.GradScaler):
 
 
 def _in_either_order(init: Init) -> Init:
-    """Let `__init__` take positional arguments in the order of `torch.cuda.amp.GradScaler` too."""
+    """Let `__init__` also take positional arguments in the order of `torch.cuda.amp.GradScaler`."""
 
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args and not isinstance(args[0], (str, torch.device)):  # that order has no device
+        if args and not isinstance(args[0], (str, torch.device)):  # there, no device comes first
             args = (kwargs.pop("device", "cuda"), *args)
         init(self, *args, **kwargs)
 
@@ -183,26 +180,28 @@ def _in_either_order(init: Init) -> Init:
 class GradScaler(_TorchInternals):
     """A drop-in for `torch.amp.GradScaler` and the older `torch.cuda.amp.GradScaler`.
 
-    It takes what torch's takes, in the order of either, and gives the same scales. Besides, gradients
-    may be float16 and bfloat16, a gradient that becomes inf by unscaling is noticed, the scale stays
-    within bounds, hysteresis can tolerate single overflows, and `step_was_skipped` tells whether a step
-    was skipped.
+    It takes the arguments of torch's classes, in the order of either, and computes the same scales. It
+    also takes float16 and bfloat16 gradients, notices a gradient that becomes inf by unscaling, keeps
+    the scale within bounds, can tolerate single overflows (`hysteresis`), and tells whether a step was
+    skipped (`step_was_skipped`).
 
     Args:
-        device: the type of the devices that train; "cuda" without a GPU disables the scaler and warns.
-            If the first positional argument is a number, it is `init_scale`, and the others follow it.
+        device: the type of the devices that train. With "cuda" and no GPU, the scaler is disabled, with
+            a warning. If the first positional argument is a number, it is `init_scale`, and the next
+            ones are those after `init_scale`.
         init_scale: the first scale.
-        growth_factor: above 1; what the scale is multiplied by after `growth_interval` good updates.
-        backoff_factor: below 1; what the scale is multiplied by after an overflow.
+        growth_factor: the factor of the scale after `growth_interval` good updates, above 1.
+        backoff_factor: the factor of the scale after an overflow, below 1.
         growth_interval: good updates in a row before the scale grows.
-        enabled: False makes every method do nothing but step, and no number is looked at.
-        min_scale: the floor of the scale; None is 2**-126, FP32's smallest normal number.
-        max_scale: the ceiling of the scale; None is 2**126, whose inverse is that, or `init_scale` if
-            that is larger.
-        hysteresis: overflows since the last growth that are needed before the scale backs off.
+        enabled: False makes `step` only step, and every other method do nothing. The other arguments
+            are not checked then.
+        min_scale: the smallest scale; None is 2**-126, FP32's smallest normal number.
+        max_scale: the largest scale; None is 2**126, the inverse of 2**-126, or `init_scale` if that is
+            larger.
+        hysteresis: how many overflows since the last growth it takes before the scale backs off.
 
     Raises:
-        AmpValueError: a number that is not in its range.
+        AmpValueError: a number is not in its range.
     """
 
     @_in_either_order
@@ -223,8 +222,8 @@ class GradScaler(_TorchInternals):
         self._enabled = truth_of("enabled", enabled)
         if self._enabled and self._device == "cuda" and not torch.cuda.is_available():
             warn(
-                "GradScaler is for CUDA, and there is no GPU: it is disabled. On a CPU, "
-                "GradScaler('cpu') scales."
+                "this GradScaler is for CUDA, and there is no GPU: it is disabled. To scale on a CPU, "
+                "use GradScaler('cpu')."
             )
             self._enabled = False
         config = LossScaling()
@@ -253,12 +252,13 @@ class GradScaler(_TorchInternals):
         """Return outputs times the scale, float32 for 16-bit ones. The host does not wait.
 
         Args:
-            outputs: a tensor, or an iterable or mapping of such, nested as you like. Lists, tuples,
-                named tuples and dicts come back as what they are, other iterables as iterators.
+            outputs: a tensor, or an iterable or mapping of tensors, nested to any depth. Lists, tuples,
+                named tuples and dicts keep their type; other iterables become iterators.
 
         Raises:
             AmpTypeError: a tensor has no values, or is quantized.
-            AmpValueError: something else, or what holds itself.
+            AmpValueError: something in `outputs` is neither a tensor nor an iterable, or contains
+                itself.
         """
         if not self._enabled:
             return outputs
@@ -266,7 +266,7 @@ class GradScaler(_TorchInternals):
             return _scaled(self._scale_loss, outputs)
         except RecursionError:
             raise AmpValueError(
-                f"GradScaler.scale got {brief(outputs)}, which is nested too deeply, or holds itself"
+                f"GradScaler.scale got {brief(outputs)}, which is nested too deeply, or contains itself"
             ) from None
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
@@ -282,23 +282,23 @@ class GradScaler(_TorchInternals):
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Unscale an optimizer's gradients, unless `unscale_` did, and step if they are finite.
 
-        The host waits once for 4 bytes, unless the optimizer skips on the device (torch's with
-        `fused=True`, those of `amp.optimizers`).
+        The host waits once for 4 bytes, unless the optimizer skips on the device. Torch's optimizers
+        with `fused=True` and those of `amp.optimizers` do.
 
         Returns:
-            What `optimizer.step` returned; None after a skip.
+            The result of `optimizer.step`, or None if the step was skipped.
 
         Raises:
-            AmpRuntimeError: it was stepped since the last `update`, or a closure was given.
+            AmpRuntimeError: the optimizer was stepped since the last `update`, or a closure was given.
             AmpAssertionError: nothing was scaled yet, or none of its parameters has a gradient.
-            AmpTypeError: it is no optimizer.
+            AmpTypeError: `optimizer` is not an optimizer.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
         if "closure" in kwargs or any(map(callable, args)):
             raise AmpRuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled: a closure makes new "
-                "gradients inside the step, after they were unscaled. Run backward before "
+                "Closure use is not currently supported if GradScaler is enabled: a closure computes "
+                "new gradients inside the step, and these would stay scaled. Run backward before "
                 "scaler.step(optimizer), or use amp.initialize, whose optimizers take closures"
             )
         _check_optimizer("step", optimizer)
@@ -306,7 +306,7 @@ class GradScaler(_TorchInternals):
         if all(p.grad is None for p in _parameters(optimizer)) and not _groups(optimizer):
             raise AmpAssertionError(
                 f"{type(optimizer).__name__} was stepped, and none of its parameters has a gradient. "
-                "Call backward on a loss that depends on them before, or leave the step out"
+                "First call backward on a loss that depends on them, or leave out the step"
             )
         result = super().step(optimizer, *args, **kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -314,12 +314,12 @@ class GradScaler(_TorchInternals):
         return result
 
     def unscale_(self, optimizer: Any) -> None:
-        """Unscale an optimizer's gradients, as to clip them before its `step`. No host sync.
+        """Unscale an optimizer's gradients before its `step`, for example to clip them. No host sync.
 
         Raises:
-            RuntimeError: that was done since the last `update`, or it was stepped.
+            RuntimeError: they were unscaled, or the optimizer was stepped, since the last `update`.
             AmpAssertionError: nothing was scaled yet.
-            AmpTypeError: it is no optimizer.
+            AmpTypeError: `optimizer` is not an optimizer.
         """
         if self._enabled:
             _check_optimizer("unscale_", optimizer)
@@ -329,14 +329,14 @@ class GradScaler(_TorchInternals):
         """Whether the last `step` of an optimizer was skipped.
 
         Args:
-            optimizer: that was stepped.
-            wait: for the device, where an optimizer skips there. Otherwise the first call sends for
-                the answer, and it is None until that has come; the host never waits then. While a CUDA
-                graph is captured it is None either way.
+            optimizer: an optimizer that was stepped.
+            wait: whether the host waits for the device, if the optimizer skips on the device. With
+                False, the first call requests the answer, and calls return None until it has arrived.
+                While a CUDA graph is captured, the result is always None.
 
         Raises:
             AmpRuntimeError: the optimizer has not been stepped.
-            AmpTypeError: it is no optimizer.
+            AmpTypeError: `optimizer` is not an optimizer.
         """
         if not self._enabled:
             return False
@@ -349,7 +349,7 @@ class GradScaler(_TorchInternals):
             )
         if isinstance(skipped, list):  # what was found, still on its devices
             if kernels.tables.stream_of(self._scaler.device) is None:
-                return None  # a graph is captured: what is found then is found by each replay
+                return None  # a graph is being captured: each replay will find out
             found, skipped = skipped, HostCopies()
             skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))
             self._skipped[optimizer] = skipped
@@ -361,16 +361,16 @@ class GradScaler(_TorchInternals):
         return skipped
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale by what the optimizers' gradients were, or to a new scale. No host sync.
+        """Let the scale grow, stay or back off, or set it to a new value. No host sync.
 
         Args:
-            new_scale: a number, or a tensor of one element, which is not looked at if it lies on a
-                device. How many good updates there were is not forgotten.
+            new_scale: a number, or a tensor of one element, whose value is not checked if it is on a
+                device other than the CPU. The count of good updates is kept.
 
         Raises:
             AmpAssertionError: nothing was scaled yet, or no optimizer was stepped or unscaled since the
                 last `update`.
-            AmpValueError: the new scale is no finite number above 0, or has several elements.
+            AmpValueError: the new scale is not a finite number above 0, or has several elements.
         """
         if not self._enabled:
             return
@@ -388,7 +388,7 @@ class GradScaler(_TorchInternals):
             if not found:
                 raise AmpAssertionError(
                     "GradScaler.update was called, and no optimizer was stepped or unscaled since the "
-                    "last update. Call scaler.step(optimizer) before"
+                    "last update. Call scaler.step(optimizer) first"
                 )
             flag = self._scaler.found_inf
             assert flag is not None
@@ -404,7 +404,7 @@ class GradScaler(_TorchInternals):
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries, and what the hysteresis needs; `{}` where disabled.
+        """Return torch's five entries and those of the hysteresis, or `{}` if the scaler is disabled.
 
         The host waits for the device.
         """
@@ -414,32 +414,30 @@ class GradScaler(_TorchInternals):
         return {**super().state_dict(), **{f"_{name}": ours[name] for name in _BEYOND_TORCH}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, torch's or this class's. A scale out of bounds is brought within them.
+        """Load a state of torch's class or of this one. A scale out of bounds is clamped to them.
 
         Raises:
-            AmpRuntimeError: it is empty, as that of a disabled scaler is.
-            AmpValueError: an entry is missing, or not in its range. Nothing has been changed then.
+            AmpRuntimeError: the state is empty, because it was saved from a disabled scaler.
+            AmpValueError: an entry is missing, or not in its range. Nothing is changed then.
         """
         if not self._enabled:
             return
         state_dict = as_dict(state_dict, "what GradScaler.state_dict() returns")
         if not state_dict:
             raise AmpRuntimeError(
-                "the state dict is empty: it was saved from a GradScaler that was disabled. Save one "
-                "from an enabled scaler, or leave load_state_dict out"
+                "the state dict is empty: it was saved from a GradScaler that was disabled. Save it "
+                "from an enabled scaler, or leave out load_state_dict"
             )
         missing = [name for name in ("scale", *_SETTINGS, "_growth_tracker") if name not in state_dict]
         if missing:
             raise AmpValueError(
-                f"the state dict has no {', '.join(missing)}, only {first_few(state_dict)}: it is no "
-                "GradScaler's"
+                f"the state dict has no {', '.join(missing)}, only {first_few(state_dict)}: it is not "
+                "a GradScaler's"
             )
         checks = StateChecks()
-        for name in _SETTINGS:
-            checks.number(state_dict, name, "the state dict")
+        settings = {name: checks.number(state_dict, name, "the state dict") for name in _SETTINGS}
         checks.number(state_dict, "scale", "the state dict", low=0.0)
         checks.count(state_dict, "_growth_tracker", "the state dict")
-        settings = {name: as_plain(state_dict[name]) for name in _SETTINGS}
         config = _configured(self._scaler.config, **settings)
         state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
         ours = {name: state_dict[f"_{name}"] for name in _BEYOND_TORCH if f"_{name}" in state_dict}
@@ -450,7 +448,7 @@ class GradScaler(_TorchInternals):
 
 
 def _scaled(scale: Callable[[Tensor], Tensor], outputs: Any) -> Any:
-    """Return a tensor scaled, or what holds tensors with those scaled."""
+    """Return a scaled tensor, or a copy of a container with scaled tensors."""
     if isinstance(outputs, Tensor):
         return scale(outputs)
     if isinstance(outputs, Mapping):
@@ -467,13 +465,8 @@ def _scaled(scale: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
 
-def _tell(grads: Sequence[Tensor], inv_scale: Tensor) -> None:
-    for observer in watching():
-        observer.unscaling(grads, inv_scale)
-
-
 def _configured(config: LossScaling, **changes: Any) -> LossScaling:
-    """Return a changed configuration, whose factors make the scale grow and shrink as torch's do."""
+    """Return a changed configuration. Raise AmpValueError for factors that torch does not allow."""
     growth, backoff = changes.get("growth_factor", 2.0), changes.get("backoff_factor", 0.5)
     if not isinstance(growth, (int, float)) or not 1 < growth < torch.inf:
         raise AmpValueError(f"growth_factor={brief(growth)} must be a finite number above 1")
@@ -483,13 +476,13 @@ def _configured(config: LossScaling, **changes: Any) -> LossScaling:
 
 
 def _check_optimizer(method: str, optimizer: Any) -> None:
-    """Raise AmpTypeError unless it has what all optimizers have."""
+    """Raise AmpTypeError for something without the attribute `param_groups` of all optimizers."""
     if not hasattr(optimizer, "param_groups"):
         raise AmpTypeError(f"GradScaler.{method} takes an optimizer, and got {brief(optimizer)}")
 
 
 def _histories() -> list[AmaxHistory]:
-    """Return what FP8 layers of open sessions remember: a GradScaler belongs to no session."""
+    """Return the amax histories of all open sessions, because a GradScaler belongs to no session."""
     return [each for session in active.open_sessions() if (each := session.amax_history) is not None]
 
 
@@ -497,24 +490,24 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _groups(optimizer: Any) -> list[ProcessGroup]:
+def _groups(optimizer: Any) -> list[distributed.ProcessGroup]:
     """Return the process groups whose ranks have parts of an optimizer's parameters.
 
-    Parameters of FSDP's first version do not know theirs: as torch's `ShardedGradScaler` does for them,
-    all ranks decide together.
+    Parameters of FSDP1 do not know their group. For them all ranks decide together, as with torch's
+    `ShardedGradScaler`.
     """
     parameters = _parameters(optimizer)
-    groups = groups_of_meshes(parameters)
-    if world_size() > 1 and any(map(is_of_fsdp1, parameters)):
-        groups += as_process_groups(torch.distributed.group.WORLD)
+    groups = distributed.groups_of_meshes(parameters)
+    if distributed.world_size() > 1 and any(map(is_of_fsdp1, parameters)):
+        groups += distributed.as_process_groups(torch.distributed.group.WORLD)
     return groups
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:
     """Return the gradients of an optimizer's parameters.
 
-    Sparse 16-bit gradients are coalesced, since their sums may overflow, and those of DTensors summed
-    over their ranks. Nothing has been changed when a gradient that cannot be unscaled is refused.
+    Sparse 16-bit gradients are coalesced, because the sums of duplicate entries may overflow. Gradients
+    of DTensors are summed over their ranks. If a gradient cannot be unscaled, nothing is changed.
     """
     params = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
     for i, parameter in enumerate(params):
@@ -525,7 +518,7 @@ def _gradients(optimizer: Any) -> list[Tensor]:
                 f"{type(optimizer).__name__}) is {grad.dtype} and cannot be unscaled: GradScaler takes "
                 "float16, bfloat16, float32 and float64"
             )
-    place_gradients(params)
+    distributed.place_gradients(params)
     for parameter in params:
         if parameter.grad.is_sparse and parameter.grad.dtype in LOW_PRECISION:
             parameter.grad = parameter.grad.coalesce()

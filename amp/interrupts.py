@@ -1,4 +1,4 @@
-"""What has to be done after a call, whatever ends it: an interrupt may come between any two lines."""
+"""Clean-up after a call that may be interrupted: a KeyboardInterrupt can come between any two lines."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,11 +7,11 @@ T = TypeVar("T")
 
 
 def followed_by(call: Callable[[], T], afterwards: Callable[[], object]) -> T:
-    """Call a function and, whatever it raises, another one after it.
+    """Call a function, and then another one, even if the first one raises.
 
     Args:
-        call: the function, whose result is returned.
-        afterwards: is called again if an interrupt has ended it, so it has to bear that.
+        call: the first function, whose result is returned.
+        afterwards: the other function. If an interrupt ends it, it is called a second time.
     """
     is_done = False
     try:

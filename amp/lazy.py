@@ -1,4 +1,4 @@
-"""The kernels, each loaded when it is first named, and Triton with it: `import amp` loads none."""
+"""The kernels. Their modules, and Triton, are imported at their first use, not by `import amp`."""
 
 import importlib
 from types import ModuleType

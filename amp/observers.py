@@ -1,7 +1,7 @@
-"""Events of sessions, for whoever watches them: logs, diagnosis, comparisons of levels, integrations.
+"""Events of sessions, for their observers: logs, diagnosis, comparisons of levels, integrations.
 
-A session calls its observers, and those that watch all sessions of the process. Nothing has to be
-replaced for that, and an event that nobody takes costs an empty call.
+A session calls its own observers, and those that watch all sessions of the process. So an observer does
+not have to replace any function. An event that an observer does not use costs an empty call.
 """
 
 from __future__ import annotations
@@ -15,63 +15,60 @@ import torch
 from torch import Tensor, nn
 
 _everywhere: list[Observer] = []
-"""Those that watch all sessions of the process."""
+"""The observers of all sessions of the process."""
 
 
 class Observer:
-    """Is told what happens in a session. Each event does nothing here.
+    """The base class of observers: one method for each event of a session, which does nothing.
 
-    What an event raises comes out of the call that it is about.
+    If a method raises an error, the call of the session that caused the event raises it.
 
     Attributes:
-        takes_half_models: whether `initialize` takes a model in 16 bits as it is, to be looked at.
+        takes_half_models: whether `initialize` accepts a model with 16-bit weights.
     """
 
     takes_half_models = False
 
     def session_begins(self, opt_level: Any, options: dict[str, Any]) -> Any:
-        """Return the level of a session that is about to be made; `options` may be changed."""
+        """A session is about to be made. Return its level; `options` may be changed."""
         return opt_level
 
     def session_ends(self, session: Any) -> None:
-        """A session is about to be closed, and is as it was in use."""
+        """A session is about to be closed, and nothing of it is undone yet."""
 
     def initialize_begins(self, session: Any, models: Sequence[nn.Module]) -> None:
-        """`initialize` was given models, and has changed nothing."""
+        """`initialize` was called with models, and has changed nothing yet."""
 
     def initialize_ends(
         self, session: Any, models: Sequence[nn.Module], optimizers: Sequence[Any]
     ) -> None:
-        """`initialize` has set models and optimizers up."""
+        """`initialize` has prepared models and optimizers."""
 
     def forward_begins(self, session: Any, model: nn.Module, args: Any, kwargs: Any) -> None:
         """A model is called: see `watch_forwards`."""
 
-    def forward_ends(self, session: Any, model: nn.Module, output: Any) -> None:
-        """A model has returned: see `watch_forwards`."""
-
     def block_entered(self, session: Any, block: Any, loss: Tensor, attached: Sequence[Any]) -> None:
-        """A `scale_loss` block begins for a loss, and for what is attached to its optimizers."""
+        """A `scale_loss` block begins for a loss. `attached` are its `AttachedOptimizer`s."""
 
     def block_left(self, session: Any, block: Any) -> None:
-        """A block has been left without an error."""
+        """A `scale_loss` block has ended without an error."""
 
     def must_know(self, scaler: Any) -> int:
-        """Return up to which of a scaler's updates the host has to know, though it may have to wait."""
+        """Return the number of the last update of a scaler that the host must wait for; -1 for none."""
         return -1
 
     def verdicts(self, session: Any, scaler: Any, rows: Sequence[Any]) -> None:
-        """The host was asked what it has learnt of a scaler: updates since the last time, if any."""
+        """`rows` are the updates of a scaler that the host has learnt of since the last such event."""
 
     def step_begins(self, attached: Any, closure: Callable[[], Any] | None) -> Any:
-        """`optimizer.step` was called; return its closure, or what is to be called instead."""
+        """`optimizer.step` was called. Return its closure, or another one to use instead."""
         return closure
 
     def step_ends(self, attached: Any) -> None:
-        """An optimizer has stepped, or skipped its step, and masters are in the model."""
+        """An optimizer has stepped, or skipped its step, and the model has the new weights."""
 
     def unscaling(self, grads: Sequence[Tensor], inv_scale: Tensor) -> None:
-        """An `amp.GradScaler` is about to unscale gradients, or to check them while they are scaled."""
+        """An `amp.GradScaler` is about to unscale gradients, or to check them in their scaled form."""
 
 
 @contextmanager
@@ -85,20 +82,15 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def watching(own: Iterable[Observer] = ()) -> list[Observer]:
-    """Return who is to be told of an event in a session whose own observers these are."""
+    """Return the observers of a session: those of all sessions, and its own ones, `own`."""
     return [*_everywhere, *own]
 
 
 def watch_forwards(observer: Observer, session: Any, models: Iterable[nn.Module]) -> Callable[[], None]:
-    """Tell an observer of each forward of models, until what is returned is called."""
-    of = weakref.ref(observer), weakref.ref(session)
+    """Tell an observer of each forward of models, until the function that this returns is called."""
+    hook = _ForwardHook(weakref.ref(observer), weakref.ref(session))
     handles = [
-        handle
-        for model in models
-        for handle in (
-            model.register_forward_pre_hook(_Begins(*of), with_kwargs=True, prepend=True),
-            model.register_forward_hook(_Ends(*of)),
-        )
+        model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for model in models
     ]
 
     def stop() -> None:
@@ -108,28 +100,17 @@ def watch_forwards(observer: Observer, session: Any, models: Iterable[nn.Module]
     return stop
 
 
-class _Hook:
-    """A hook on a model. That of a copy does nothing."""
+class _ForwardHook:
+    """A forward pre-hook that tells an observer. In a copy of the model it does nothing."""
 
-    def __init__(self, *of: Callable[[], Any]) -> None:
-        self._of = of
+    def __init__(self, *told: Callable[[], Any]) -> None:
+        self._told = told
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
-    def _told(self) -> tuple[Any, Any] | None:
-        found = [reference() for reference in self._of]
-        is_told = found and None not in found and not torch.compiler.is_compiling()
-        return (found[0], found[1]) if is_told else None
-
-
-class _Begins(_Hook):
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if (told := self._told()) is not None:
-            told[0].forward_begins(told[1], model, args, kwargs)
-
-
-class _Ends(_Hook):
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if (told := self._told()) is not None:
-            told[0].forward_ends(told[1], model, output)
+        told = [reference() for reference in self._told]
+        if told and None not in told and not torch.compiler.is_compiling():
+            observer, session = told
+            observer.forward_begins(session, model, args, kwargs)

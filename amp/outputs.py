@@ -1,4 +1,4 @@
-"""Files that commands write: one of another kind is not overwritten, which is told before the work."""
+"""A check of the file that a command will write, so that it overwrites no file of another kind."""
 
 import stat
 from pathlib import Path
@@ -10,19 +10,19 @@ _BEGINNINGS = {
     ".png": (b"\x89png",),
     ".svg": (b"<?xml", b"<svg"),
 }
-"""How files of a kind begin, in small letters."""
+"""The first bytes of a file of each kind, in lower case."""
 
 
 def check_output(path: Path, kind: str, mark: str = "") -> None:
-    """Raise AmpValueError if there is no such folder, or what is there is not of the kind to write.
+    """Raise AmpValueError if the folder does not exist, or the file does and is of another kind.
 
-    An empty file is of every kind.
+    An empty file may always be overwritten.
 
     Args:
-        path: of the file to be written.
+        path: the path of the file to write.
         kind: `".html"`, `".png"` or `".svg"`.
-        mark: what the first KiB of the file has to hold besides. For a `path` that nobody has named, so
-            that not even a file of that kind is lost.
+        mark: a text that the first KiB of an existing file must contain. It is for a default `path`,
+            so that no file of the user's is lost, even if it is of the same kind.
     """
     if "\0" in str(path) or not path.absolute().parent.is_dir():
         raise AmpValueError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
@@ -31,15 +31,15 @@ def check_output(path: Path, kind: str, mark: str = "") -> None:
         if stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
             with path.open("rb") as file:
                 start = file.read(1024)
-    except (OSError, ValueError):  # there is none; or writing says what is wrong
+    except (OSError, ValueError):  # no such file; or else writing it will raise the error
         return
     if start is None:
         raise AmpValueError(
-            f"{path} is no regular file. Nothing was written: give the name of a file, or of none"
+            f"{path} is not a regular file. Nothing was written: give the name of a file or a new name"
         )
     if start and not (start.lower().lstrip().startswith(_BEGINNINGS[kind]) and mark.encode() in start):
         what = f"{kind[1:].upper()} file" + (f" with {mark!r} in it" if mark else "")
         raise AmpValueError(
-            f"{path} is there already, and is no {what}. Nothing was written: give another name, or "
-            "remove it"
+            f"{path} exists already, and is not a {what}. Nothing was written: give another name, or "
+            "remove the file"
         )

@@ -1,4 +1,4 @@
-"""The log of a session's overflows, and the records of what its loss scalers did."""
+"""The observer that every session has: it logs overflows, and completes the scalers' records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp.training.scaler import LossScaler
 
 
 class OverflowLog(Observer):
-    """Logs skipped steps, warns of overflows that do not end, and notes whose gradients were bad."""
+    """Logs skipped steps, warns of endless overflows, and notes which gradients were inf or NaN."""
 
     def verdicts(self, session: Any, scaler: LossScaler, rows: Sequence[Transition]) -> None:
         """Log the overflows that the host has learnt of, and warn once if they do not end."""
@@ -30,7 +30,7 @@ class OverflowLog(Observer):
         scaler.recorder.warn_if_endless()
 
     def step_ends(self, attached: AttachedOptimizer) -> None:
-        """Note for each scaler which of its updates this step was taken on. No host sync."""
+        """Note in the record of each scaler which of its updates this step belongs to. No host sync."""
         verdicts = attached.step.verdicts
         for scaler in {verdict.scaler: None for verdict in verdicts}:
             scaler.recorder.note_step(v.step for v in verdicts if v.scaler is scaler)

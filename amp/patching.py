@@ -78,7 +78,7 @@ class _Site:
     def __init__(self, target: Any, name: str) -> None:
         self.name = name
         self.original = getattr(target, name)
-        self._places: dict[int, tuple[Any, bool, Any]] = {}
+        self._places: dict[int, tuple[Any, Any]] = {}
         self.layers: list[_Layer] = []
         self.shown: Any = None
         self._path = _path_of(target, name)
@@ -87,8 +87,8 @@ class _Site:
     def add_place(self, target: Any) -> None:
         """Let `target` show what the first place shows."""
         if id(target) not in self._places:
-            attribute = vars(target).get(self.name)  # in a class perhaps a staticmethod of the original
-            self._places[id(target)] = target, self.name not in vars(target), attribute
+            # In a class perhaps a staticmethod of the original; None where it is inherited.
+            self._places[id(target)] = target, vars(target).get(self.name)
 
     def show(self) -> None:
         """Put what the layers make of the original, or else the original, where callers look."""
@@ -97,13 +97,12 @@ class _Site:
             shown = layer.on(base if layer.owner.is_over else self.original, self)
             base = base if layer.owner.is_over else shown
         changes = []
-        for target, is_inherited, attribute in self._places.values():
-            if self.layers:
-                changes.append(functools.partial(setattr, target, self.name, shown))
-            elif is_inherited:
+        for target, attribute in self._places.values():
+            new = shown if self.layers else attribute
+            if new is None:
                 changes.append(functools.partial(delattr, target, self.name))
             else:
-                changes.append(functools.partial(setattr, target, self.name, attribute))
+                changes.append(functools.partial(setattr, target, self.name, new))
         changes.append(functools.partial(setattr, self, "shown", shown if self.layers else None))
         tuple(map(operator.call, changes))  # by one call: an interrupt finds all of it done, or none
 
@@ -118,7 +117,7 @@ class _Site:
 
     def is_shown(self) -> bool:
         """Whether the attribute is still ours: nobody else has patched it since."""
-        targets = [target for target, _, _ in self._places.values()]
+        targets = [target for target, _ in self._places.values()]
         return self.shown is not None and all(vars(x).get(self.name) is self.shown for x in targets)
 
 

@@ -1,8 +1,9 @@
-"""A checkpoint file that is whole at every moment: the last one, or the new one.
+"""Saving a checkpoint so that its file is complete at every moment: the old one, or the new one.
 
-The new one is written beside the last one, and takes its name at the end. The next save removes what a
-killed process left of it. That is known by its name and its lock, which ends with the process that
-holds it, so that what another process or thread is still writing stays.
+The new file is written beside the old one, and gets its name at the end. If the process is killed
+before that, the next save removes the unfinished file. It knows such a file by its name, and because
+nobody holds its lock: a lock ends with its process. So a file that another process or thread is still
+writing stays.
 """
 
 import contextlib
@@ -24,12 +25,12 @@ if sys.platform != "win32":
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
-    """Write what `torch.save` writes, so that a kill at any moment leaves a file that loads.
+    """Do `torch.save` so that `path` is a complete checkpoint even if the process is killed.
 
-    The state goes to a new file beside `path`, such as `checkpoint.pt.9f86d081884c7d65.tmp`, which is
-    on the disk before it takes the name `path`. A kill may leave such a file, and the next save to
-    `path` removes it. One process writes; the others of a distributed run do not call this. The host
-    waits for the device, and for the disk.
+    The state is written to a new file beside `path`, such as `checkpoint.pt.9f86d081884c7d65.tmp`. When
+    that is on the disk, it is renamed to `path`. A killed process may leave such a file, and the next
+    save to `path` removes it. In a distributed run only one process calls this. The host waits for the
+    device, and for the disk.
 
     Example::
 
@@ -40,14 +41,15 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         })
 
     Args:
-        path: of the file. One that is there is replaced, and the new one has its permissions. A
-            symbolic link stays, and the file that it leads to is replaced.
-        state: what `torch.save` takes, but no string and no path.
+        path: the path of the file. An existing file is replaced, and the new one gets its permissions.
+            A symbolic link stays, and its target is replaced.
+        state: any object that `torch.save` takes, other than a string or a path.
 
     Raises:
-        AmpTypeError: `path` is no path; or `state` is a string or a path, as in `torch.save`'s order.
+        AmpTypeError: `path` is not a path; or `state` is a string or a path, as in `torch.save`, where
+            the state comes first.
         AmpValueError: `path` is a folder, a pipe or a device.
-        OSError: the file cannot be written. What was there is as it was.
+        OSError: the file cannot be written. An existing file is unchanged.
     """
     if not isinstance(path, (str, os.PathLike)) or isinstance(state, (str, os.PathLike)):
         kinds = f"a {type(path).__name__} and a {type(state).__name__}"
@@ -59,21 +61,21 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         last = target.stat()
     if last is not None and not stat.S_ISREG(last.st_mode):
         raise AmpValueError(
-            f"amp.save replaces files, and {str(path)!r} is a folder, a pipe or a device: give the "
-            "path of a file, or of none"
+            f"amp.save writes a file, and {str(path)!r} is a folder, a pipe or a device: give the path "
+            "of a file, or a new path"
         )
     beginning = _beginning(target.name)
     _remove_abandoned(target.parent, beginning)
     beside = target.with_name(f"{beginning}.{os.urandom(8).hex()}.tmp")
     try:
-        # A private file stays private: nobody opens the new one before it has the last one's mode.
+        # A private file stays private: no other user can open the new one before `_lock` sets its mode.
         beside.touch(0o666 if last is None else 0o600, exist_ok=False)
         with beside.open("wb") as file:
             _lock(file, last)
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-            if sys.platform == "win32":  # which renames no open file
+            if sys.platform == "win32":  # which cannot rename an open file
                 file.close()
             beside.replace(target)  # before closing the file ends its lock
     except BaseException:
@@ -83,15 +85,16 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 
 
 def _beginning(name: str) -> str:
-    """Return how names of files begin that are written first; file systems take 255 bytes."""
+    """Return the beginning of the new file's name, which has at most 255 bytes in all."""
     is_short = len(os.fsencode(name)) + len(".0123456789abcdef.tmp") <= 255
     return name if is_short else hashlib.sha256(os.fsencode(name)).hexdigest()
 
 
 def _lock(file: IO[bytes], last: os.stat_result | None) -> None:
-    """Show that a file is being written, and give it the group and the mode of the last one.
+    """Lock a file that is being written, and give it the group and the mode of the old one.
 
-    Each of these only where the system has it and lets us. Without locks nobody removes the file.
+    Each of these is left out if the system does not support or allow it. Without locks, no save removes
+    unfinished files.
     """
     if sys.platform == "win32":
         return
@@ -105,20 +108,20 @@ def _lock(file: IO[bytes], last: os.stat_result | None) -> None:
 
 
 def _remove_abandoned(folder: Path, beginning: str) -> None:
-    """Remove files that killed processes were writing."""
+    """Remove the unfinished files of killed processes."""
     if sys.platform == "win32":
         return
-    with contextlib.suppress(OSError):  # there is no such folder; writing says so
+    with contextlib.suppress(OSError):  # no such folder: writing the file will raise the error
         names = re.compile(re.escape(beginning) + r"\.[0-9a-f]{16}\.tmp")
         for path in [each for each in folder.iterdir() if names.fullmatch(each.name)]:
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file.fileno()).st_size:  # the maker of an empty one may be about to lock it
+                if os.fstat(file.fileno()).st_size:  # an empty file may be one that is locked soon
                     path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let a new name in a folder be on the disk too, where the system can tell that."""
+    """Wait until the new name in a folder is on the disk, if the system can do that."""
     if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)

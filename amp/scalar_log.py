@@ -1,4 +1,4 @@
-"""What a training run logs of its precision, as a flat dict for whatever logs numbers."""
+"""Numbers about the precision of a training run, as a flat dict for any logger."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ def scalars(optimizer: Any = None, *, wait: bool = False, norms: bool = False) -
         for name, value in amp.scalars(optimizer).items():
             writer.add_scalar(name, value, step)
 
-    The host does not wait for the device: the numbers are those that have reached it by themselves,
-    which on a GPU may be a step or so old. `wait` and `norms` make it wait.
+    The host does not wait for the device: the numbers are the newest ones that have reached the host,
+    which on a GPU may be about a step old. `wait` and `norms` make it wait.
 
     Args:
-        optimizer: whose session is meant; None is that of the last `initialize`.
-        wait: for the numbers that are under way.
-        norms: compute the norms of what the optimizer steps: call it after `scale_loss` and before
-            `step`, where there are gradients.
+        optimizer: an optimizer of the session; None stands for the session of the last `initialize`.
+        wait: whether to wait for the numbers that have not reached the host yet.
+        norms: whether to compute the norms of the optimizer's gradients and weights. Call this between
+            `scale_loss` and `step` then, when there are gradients.
 
     Returns:
         A dict with, for each loss,
 
-        - "amp/loss_scale": after the last update;
-        - "amp/skipped_steps": steps that were skipped for an overflow since `initialize`;
-        - "amp/overflows", "amp/overflows_in_a_row": of backwards, of which several may be for one step;
-        - "amp/grad_norm": of unscaled gradients, where `max_grad_norm` of a fused optimizer or `norms`
-          has computed it;
-        - "amp/weight_norm": with `norms`.
+        - "amp/loss_scale": the scale after the last update;
+        - "amp/skipped_steps": the number of steps that were skipped since `initialize`;
+        - "amp/overflows", "amp/overflows_in_a_row": the numbers of backwards with an overflow; several
+          backwards may belong to one step;
+        - "amp/grad_norm": the norm of the unscaled gradients, if `norms` is True, or a fused optimizer
+          with `max_grad_norm` has computed it;
+        - "amp/weight_norm": the norm of the weights, if `norms` is True.
 
-        Where there are several losses the names of the first four end in "/0", "/1" and so on.
+        With several losses, the names of the first four end in "/0", "/1" and so on.
 
     Raises:
-        AmpRuntimeError: `initialize` has not been called, or `norms` was asked for without an optimizer
-            that came out of it.
+        AmpRuntimeError: `initialize` has not been called, or `norms` is True and `optimizer` did not
+            come out of it.
     """
     session = get_session(optimizer)
     if not session.properties.enabled:

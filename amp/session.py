@@ -1,4 +1,4 @@
-"""A session: what one `initialize` set up, in use: its forwards, losses, checkpoints, and its end."""
+"""`Session`: the models, optimizers and loss scalers of one `initialize`, until it is closed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
 from amp.observers import Observer, watching
 from amp.overflow_log import OverflowLog
+from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Overrides, Properties
 from amp.setup import Setup
@@ -56,10 +57,10 @@ class Session:
             with session.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
 
-    Several sessions live side by side, and several threads may each train a model of one. The functions
-    that O1 and O4 patch are patched for the whole process, and each thread casts as the session whose
-    model it called last. In a thread that has called none, and in compiled code, the newest session's
-    casts apply.
+    There may be several sessions at once, and several threads that train their models. O1 and O4 patch
+    functions for the whole process. In each thread, these cast as the session says whose model the
+    thread called last. In a thread that has called no model, and in compiled code, the casts of the
+    newest session apply.
 
     Args:
         opt_level: a level, an alias, or a path to a YAML profile; see `amp.load_profile`.
@@ -72,18 +73,18 @@ class Session:
         **overrides: properties on top of the profile, as in docs/profiles.md; None changes nothing.
 
     Attributes:
-        properties: what the profile and the overrides resolved to.
+        properties: the properties of the profile and the overrides.
         scalers: one loss scaler per loss.
-        observers: who is told what happens in it; see `amp.observers`.
-        attached: what there is of each of its optimizers.
+        observers: the observers that are told what happens in the session; see `amp.observers`.
+        attached: the `AttachedOptimizer` of each optimizer.
         strategies: the ways in which its models get their precision.
         masters: the master weights.
-        casts: what decides whether functions cast in a thread that has called a model of it last.
+        casts: the object that casts functions in threads that have called a model of the session last.
         is_rehearsal: whether blocks drop their gradients and optimizers do not step, as in a trial.
-        last_report: of the last step that `diagnose="on_overflow"` has watched, or None.
+        last_report: the report of the last step that `diagnose="on_overflow"` has watched, or None.
 
     Raises:
-        AmpError: whatever is wrong with the profile, the overrides or their combination.
+        AmpError: the profile, an override or their combination is not valid.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Session:
         enabled: bool = True,
         **overrides: Unpack[Overrides],
     ) -> None:
-        count = arguments.as_count(num_losses)
+        count = parse_count("num_losses", num_losses, most=10_000)
         options = {"enabled": enabled, **overrides}
         for observer in watching():
             opt_level = observer.session_begins(opt_level, options)
@@ -106,7 +107,7 @@ class Session:
         self.closed = False
         arguments.check_environment()
         self.process_groups = distributed.as_process_groups(process_group)
-        with torch.inference_mode(False):  # what is made in it could not be updated after it
+        with torch.inference_mode(False):  # tensors made in it could not be updated after it
             self.scalers = [
                 LossScaler(self.properties.loss_scaling, i, self.process_groups) for i in range(count)
             ]
@@ -171,19 +172,19 @@ class Session:
         return models if optimizers is None else (models, optimizers)
 
     def close(self) -> None:
-        """Give torch, the models and the optimizers back as they were. Idempotent.
+        """Restore torch, the models and the optimizers. Idempotent.
 
-        After an error or an interrupt call it again; it goes on with what is left.
+        After an error or an interrupt, call it again, and it goes on with the rest.
 
-        Models have the dtype that they had before, with the values of the masters, and optimizer state
-        the dtype of its parameters. Shards of FSDP2 stay in 16 bits at `O3`, as FSDP2 reads their dtype
-        once. A `DistributedDataParallel` around a model that was cast is to be made anew. The host
-        waits for the device, to log the last overflows.
+        Models get back the dtype that they had before, with the values of the masters, and optimizer
+        state gets the dtype of its parameters. At `O3`, shards of FSDP2 stay in 16 bits, because FSDP2
+        reads their dtype only once. A `DistributedDataParallel` around a model that was cast must be
+        made again. The host waits for the device, to log the last overflows.
         """
         self.closed = True
         ThreadState().around(self._close)
         self.attached.clear()
-        for scaler in self.scalers:  # last: a warning may be an error
+        for scaler in self.scalers:  # last, because a warning may be turned into an error
             self.learn(scaler, wait=True)
 
     def _close(self) -> None:
@@ -201,14 +202,14 @@ class Session:
         self.close()
 
     def after_fork(self) -> None:
-        """Go on in a forked process, which has none of the other threads."""
+        """Prepare the session for use in a forked process, which has no other threads."""
         self.masters.renew_lock()
         self.casts.is_inherited = True
 
     # Training.
 
     def before_forward(self) -> None:
-        """Prepare the forward of a model, whose hook calls this. No host sync."""
+        """Prepare the forward of a model; a hook of the model calls this. No host sync."""
         if self.casts.live and not forwards.is_in_one():
             active.activate(self.casts)
         for attached in self.attached if self.properties.master_weights else ():
@@ -234,7 +235,7 @@ class Session:
         scaler.check_loss(loss)
         for strategy in self.strategies:
             strategy.check_loss(loss)
-        # An optimizer may be of another session: its gradients are as good.
+        # An optimizer may belong to another session: its gradients are unscaled all the same.
         given = arguments.attached_of_a_loss(optimizers)
         histories = [attached.owner.amax_history for attached in given]
         histories = list(dict.fromkeys(filter(None, histories)))
@@ -250,21 +251,21 @@ class Session:
     def _scaler(self, loss_id: int) -> LossScaler:
         try:
             number = operator.index(loss_id)
-        except Exception:  # whatever a tensor or an array raises
+        except Exception:  # a tensor or an array may raise any error
             number = -1
         if not 0 <= number < len(self.scalers):
             raise AmpIndexError(
                 f"loss_id={brief(loss_id)} is not one of 0 to {len(self.scalers) - 1}: num_losses was "
-                f"{len(self.scalers)}. Pass num_losses=... to amp.initialize for more."
+                f"{len(self.scalers)}. For more, pass num_losses=... to amp.initialize."
             )
         return self.scalers[number]
 
     def learn(self, scaler: LossScaler, wait: bool = False) -> None:
-        """Ask what the host has learnt of a scaler, and tell observers.
+        """Read the updates of a scaler that have reached the host, and tell observers.
 
         Args:
-            scaler: of this session.
-            wait: for what is under way. Otherwise there is no host sync, unless an observer must know.
+            scaler: a scaler of this session.
+            wait: whether to wait for the others. If not, only an observer may make the host wait.
         """
         told = watching(self.observers)
         until = max([observer.must_know(scaler) for observer in told], default=-1)
@@ -275,8 +276,7 @@ class Session:
     def history(self, wait: bool = True) -> list[Transition]:
         """Return the last updates of the loss scalers; see `amp.history`.
 
-        Args:
-            wait: for those that are still under way. Otherwise there is no host sync.
+        With `wait`, the host waits for those that have not reached it yet.
         """
         for scaler in self.scalers:
             self.learn(scaler, wait)
@@ -285,43 +285,43 @@ class Session:
     # Saving.
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return what a checkpoint needs; see `amp.state_dict`."""
+        """Return the state for a checkpoint; see `amp.state_dict`."""
         if not self.properties.enabled:
             return OrderedDict()
         return checkpoint.save(self.scalers, self.strategies, self.properties.opt_level)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a saved state; see `amp.load_state_dict`."""
+        """Load a saved state; see `amp.load_state_dict`."""
         self.restore(checkpoint.read(state_dict))
 
     def restore(self, saved: checkpoint.SavedState) -> None:
-        """Go on from a saved state, after warnings of what differs."""
+        """Load a state that has been read, after warnings about what differs."""
         if self.properties.enabled:
             checkpoint.restore(saved, self.scalers, self.strategies, self.properties.opt_level)
 
-    # What it is asked.
+    # Questions about the session.
 
     @property
     def is_in_use(self) -> bool:
-        """Whether models or optimizers have been set up."""
+        """Whether models or optimizers have been prepared."""
         return bool(self.models or self.attached)
 
     @property
     def amax_history(self) -> AmaxHistory | None:
-        """What `fp8="delayed"` remembers, or None."""
+        """The amax history of `fp8="delayed"`, or None."""
         return next((x.history for x in self.strategies if isinstance(x, Fp8Linears)), None)
 
     @property
     def casts_ops(self) -> bool:
-        """Whether this session's functions cast their arguments, here and now."""
+        """Whether functions cast their arguments as this session says, at this point in this thread."""
         return any(strategy.casts_ops for strategy in self.strategies)
 
     def live_models(self) -> list[nn.Module]:
-        """Return the models that went through it and are still there."""
+        """Return the models that were prepared and still exist."""
         return [model for reference in self.models if (model := reference()) is not None]
 
     def named_parameters(self) -> dict[tuple[int, str], Tensor]:
-        """Return the parameters of all models, by the number of the model and their name in it."""
+        """Return the parameters of all models, each by the number of its model and its name in it."""
         return {
             (i, name): parameter
             for i, model in enumerate(self.live_models())
@@ -333,6 +333,6 @@ class Session:
             raise AmpRuntimeError("this session was closed; make a new one with amp.initialize")
 
     def log(self, level: int, message: str, *args: object) -> None:
-        """Log on rank 0, unless it is to be silent."""
+        """Log on rank 0, unless `verbosity` is 0."""
         if self.verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)

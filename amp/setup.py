@@ -1,4 +1,4 @@
-"""One `initialize`: what it changes in models, optimizers and torch, and how all of it is undone."""
+"""The work of one `initialize`: its changes to models, optimizers and torch, and how to undo them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from amp.undo import Undo
 
 
 class Setup:
-    """What a session changes for some models and optimizers.
+    """The changes that prepare some models and optimizers for a session.
 
     Args:
-        session: the session, which takes them over.
-        models: which have been checked.
-        optimizers: likewise.
+        session: the session.
+        models: the models, as `arguments.as_models` returns them.
+        optimizers: the optimizers, as `arguments.as_optimizers` returns them.
     """
 
     def __init__(self, session: Any, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
@@ -43,7 +43,7 @@ class Setup:
         self._undo = Undo()
 
     def check(self, allow_low_precision: bool) -> None:
-        """Raise AmpError for what cannot be set up, and warn of what does not do what is meant."""
+        """Raise AmpError for what cannot be prepared, and warn of float64 models, which stay so."""
         session, properties = self._session, self._session.properties
         for model in self._models:
             _check_not_cast(model)
@@ -57,10 +57,10 @@ class Setup:
             warn(message)
 
     def run(self) -> None:
-        """Change everything; if any of it fails, take it back."""
+        """Make all changes; if one fails, undo all of them."""
         session, undo = self._session, self._undo
         was_in_use, known = session.is_in_use, (len(session.models), len(session.attached))
-        session.undo.callback(_recast_states, self._attached)  # once parameters have their dtype again
+        session.undo.callback(_recast_states, self._attached)  # after parameters have their old dtype
         session.undo.callback(undo.close)
         try:
             active.add(session)
@@ -77,7 +77,7 @@ class Setup:
                 del session.models[known[0] :], session.attached[known[1] :]
 
     def _prepare_models(self) -> None:
-        """Give models their precision, and replace what would be wrong in silence."""
+        """Give models their precision, and patch functions that would silently be wrong."""
         session, undo = self._session, self._undo
         for strategy in session.strategies:
             strategy.begin(undo)
@@ -88,7 +88,7 @@ class Setup:
             install_hooks(session.masters, self._models, undo)
 
     def _patch(self) -> None:
-        """Replace functions of torch that would be wrong in silence; see docs/architecture.md."""
+        """Patch functions of torch that would silently be wrong; see docs/architecture.md."""
         session, properties, patches = self._session, self._session.properties, Patches()
         self._undo.always(averages.forget_averages)
         self._undo.always(patches.undo)
@@ -116,7 +116,7 @@ class Setup:
         return new
 
     def _watch_models(self) -> None:
-        """Let the session know of what its models do, and live as long as they."""
+        """Hook the models, so that the session sees their forwards, and lives as long as they do."""
         session, undo = self._session, self._undo
         for model in self._models:
             undo.callback(_stay_with(model, session))
@@ -128,7 +128,7 @@ class Setup:
             session.amax_history.groups = session.synchronization.groups_of_ddps
 
     def _finish(self, new: list[AttachedOptimizer]) -> None:
-        """Do what needs models and optimizers alike, and log what was set up."""
+        """Do the rest, which needs the models and the optimizers, and log advice."""
         session, undo = self._session, self._undo
         for one in new:
             undo.if_it_fails.append(one.remember_state())
@@ -137,8 +137,8 @@ class Setup:
         self._advise(new)
         groups = fsdp1_groups(self._models)
         for scaler in session.scalers:
-            before = {"process_groups": scaler.process_groups}
-            undo.if_it_fails.append(functools.partial(vars(scaler).update, before))
+            take_back = functools.partial(setattr, scaler, "process_groups", scaler.process_groups)
+            undo.if_it_fails.append(take_back)
             scaler.process_groups += groups
         session.attached += new
         undo.if_it_fails.append(self._attached.clear)
@@ -155,19 +155,19 @@ class Setup:
 
 
 def _check_not_cast(model: nn.Module) -> None:
-    """Raise AmpRuntimeError for a model that a session has cast, as when a cell runs twice."""
+    """Raise AmpRuntimeError for a model that a session has cast, for example in a cell run twice."""
     session = active.session_of(model)
     if session is not None and session.properties.cast_model_type in LOW_PRECISION:
         raise AmpRuntimeError(
             f"this {type(model).__name__} was initialized already, at opt_level="
-            f"{session.properties.opt_level!r}, and that session has cast it. Go on with what that "
-            "call returned, or make a new model and optimizer, in the same cell of a notebook. To "
+            f"{session.properties.opt_level!r}, and that session has cast it. Go on with the result of "
+            "that call, or make a new model and optimizer; in a notebook, do it in the same cell. To "
             "start again from these weights, close that session: amp.get_session(optimizer).close()"
         )
 
 
 class _BeforeForward:
-    """A forward pre-hook of a model, which keeps the session. That of a copy does nothing."""
+    """A forward pre-hook that keeps the session alive. In a copy of the model it does nothing."""
 
     def __init__(self, session: Any = None) -> None:
         self._session = session
@@ -176,17 +176,14 @@ class _BeforeForward:
         if self._session is not None and not torch.compiler.is_compiling():
             self._session.before_forward()
 
-    def __deepcopy__(self, memo: object) -> _BeforeForward:
-        return _BeforeForward()
-
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _BeforeForward, ()
 
 
 def _stay_with(model: nn.Module, session: Any) -> Callable[[], object]:
-    """Let a session stay open for as long as a model lives, and return what ends that."""
-    if isinstance(session.casts, CastOps):  # whose casts begin in the call itself
-        cls: Any = type(model)  # made for this model
+    """Keep a session alive as long as a model lives, and return a function that ends this."""
+    if isinstance(session.casts, CastOps):  # which needs no hook: the model's class begins the casts
+        cls: Any = type(model)  # a class that was made for this model
         cls._amp_session = session
         return functools.partial(setattr, cls, "_amp_session", None)
     return model.register_forward_pre_hook(_BeforeForward(session), prepend=True).remove

@@ -1,9 +1,9 @@
-"""Checks of state dicts: all of one is looked at before any of it is taken over.
+"""Checks of state dicts: the whole dict is checked before any of it is loaded.
 
-Whoever loads a state dict makes a `StateChecks`, reads every entry through it, and applies what it has
-read after `finish`. Tensors that it returns are copies in memory of their own: what is loaded shares
-none with the state dict, the model or another entry, however those tensors were made. An error names
-the entry by its path in the dict, shows what is there, and says what is expected.
+A `load_state_dict` makes a `StateChecks`, reads every entry through it, calls `finish`, and then loads
+what it has read. The tensors that it has read are copies, which share no memory with the state dict,
+the model or each other. An error names the entry by its path in the dict, shows what is there, and says
+what is expected.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from amp.dtypes import SCALABLE, dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, brief
 
 LARGEST_COUNT = 2**31
-"""Counters are int32 in other libraries, and float32 here and in torch, which rounds up to this."""
+"""The largest count in a state dict. Counters are int32 in other libraries. Here and in torch they are
+float32, which rounds the largest int32 up to this number."""
 
 _NUMBERS = SCALABLE | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 FLOAT32_MAX = torch.finfo(torch.float32).max
-_MISSING: Any = object()
 
 
 class _Values(NamedTuple):
-    """What the elements of a tensor on some device have to be, and their extremes, `[2]`."""
+    """The extremes of a tensor, `[2]`, on its device, and the range in which they have to be."""
 
     path: str
     key: Any
@@ -44,10 +44,10 @@ class _Values(NamedTuple):
 class StateChecks:
     """The checks of one state dict.
 
-    What lies in tensors is looked at by `finish`, where the host waits once for each device.
+    The values in tensors are checked by `finish`, where the host waits once for each device.
 
     Raises:
-        AmpValueError: from every method, if an entry is not what is expected.
+        AmpValueError: every method raises this if an entry is not as expected.
     """
 
     def __init__(self) -> None:
@@ -57,17 +57,14 @@ class StateChecks:
         """Raise an AmpValueError about the entry `key` of what is at `path`."""
         raise AmpValueError(
             f"{path} has no usable {brief(key)}: {found}; expected {expected}. Nothing was loaded: "
-            "repair the entry, or take another checkpoint"
+            "repair the entry, or use another checkpoint"
         )
 
-    def entry(self, holder: Any, key: Any, path: str, expected: str, default: Any = _MISSING) -> Any:
-        """Return an entry of a mapping; `default`, if there is one, where it is missing."""
-        if not isinstance(holder, Mapping):
-            self.fail(path, key, f"instead of a mapping there is {brief(holder)}", expected)
-        value = holder.get(key, default)
-        if value is _MISSING:
+    def entry(self, holder: Mapping[Any, Any], key: Any, path: str, expected: str) -> Any:
+        """Return an entry of a mapping."""
+        if key not in holder:
             self.fail(path, key, "it is missing", expected)
-        return value
+        return holder[key]
 
     def mapping(self, holder: Any, key: Any, path: str, expected: str) -> dict[Any, Any]:
         """Return an entry that is a mapping, as a plain dict."""
@@ -82,18 +79,18 @@ class StateChecks:
     def items(
         self, holder: Any, key: Any, path: str, expected: str, length: int | None = None
     ) -> Sequence[Any]:
-        """Return an entry that is a list or tuple, of a length if that is given."""
+        """Return an entry that is a list or tuple, with `length` items if that is given."""
         value = self.entry(holder, key, path, expected)
         if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
             self.fail(path, key, brief(value), expected)
         return value
 
-    def flag(self, holder: Any, key: Any, path: str, default: Any = _MISSING) -> bool:
+    def flag(self, holder: Any, key: Any, path: str) -> bool:
         """Return an entry that is a bool."""
-        value = self.entry(holder, key, path, "a bool", default)
-        if value is not default and not isinstance(value, bool):
+        value = self.entry(holder, key, path, "a bool")
+        if not isinstance(value, bool):
             self.fail(path, key, brief(value), "a bool")
-        return bool(value)
+        return value
 
     def number(
         self,
@@ -102,30 +99,20 @@ class StateChecks:
         path: str,
         low: float = -math.inf,
         high: float = math.inf,
-        default: Any = _MISSING,
+        is_whole: bool = False,
     ) -> float:
         """Return an entry that is a finite number on the host, `low <= number <= high`."""
-        expected = f"a finite number{_range(low, high)}"
-        value = self.entry(holder, key, path, expected, default)
-        if value is default:
-            return value  # type: ignore[no-any-return]
+        expected = f"a {'whole' if is_whole else 'finite'} number{_range(low, high)}"
+        value = self.entry(holder, key, path, expected)
+        is_right = float.is_integer if is_whole else math.isfinite
         number = as_float(value)
-        if number is None or not (low <= number <= high and math.isfinite(number)):
+        if number is None or not (low <= number <= high and is_right(number)):
             self.fail(path, key, brief(value), expected)
-        return number
+        return int(number) if is_whole else number
 
-    def count(
-        self, holder: Any, key: Any, path: str, high: int = LARGEST_COUNT, default: Any = _MISSING
-    ) -> int:
+    def count(self, holder: Any, key: Any, path: str, high: int = LARGEST_COUNT) -> int:
         """Return an entry that is a whole number on the host, from 0 to `high`."""
-        expected = f"a whole number{_range(0, high)}"
-        value = self.entry(holder, key, path, expected, default)
-        if value is default:
-            return value  # type: ignore[no-any-return]
-        number = as_float(value)
-        if number is None or not (0 <= number <= high and number.is_integer()):
-            self.fail(path, key, brief(value), expected)
-        return int(number)
+        return int(self.number(holder, key, path, 0, high, is_whole=True))
 
     def scalar(
         self,
@@ -139,14 +126,13 @@ class StateChecks:
     ) -> Any:
         """Return an entry that is a number or a tensor of one element, `low <= number <= high`.
 
-        By default it is what float32 can hold. A tensor is copied, in float64 or else in float32.
+        The default range is that of float32. A tensor is copied, in float64 if it is that, else in
+        float32.
         """
         expected = f"a {'whole' if is_whole else 'finite'} number{_range(low, high)}"
         value = self.entry(holder, key, path, f"{expected}, or a tensor of one")
         if not isinstance(value, Tensor) or not takes_tensors:
-            if is_whole:
-                return self.count(holder, key, path, int(high))
-            return self.number(holder, key, path, low, high)
+            return self.number(holder, key, path, low, high, is_whole)
         is_plain = value.layout is torch.strided and not value.is_meta
         if value.numel() != 1 or not is_plain or value.dtype not in _NUMBERS:
             self.fail(path, key, brief(value), f"{expected}, or a tensor of one")
@@ -163,33 +149,29 @@ class StateChecks:
         dtype: torch.dtype | None = None,
         low: float = -math.inf,
         may_be_inf: bool = False,
-        shape: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return a copy of an entry that is a floating-point tensor with the shape of another.
+        """Return a copy of an entry that is a floating-point tensor with the shape of `like`.
 
-        It is on the device of the other, and in memory in the same order. The state of a complex
-        parameter is complex.
+        The copy has the device and the strides of `like`. It is complex if `like` is.
 
         Args:
             holder: the mapping.
-            key: of the entry in it.
-            path: of the holder.
-            like: what has the shape, the device and the strides.
-            dtype: what the values are cast to, whose range they have to be in; by default that of
-                `like`.
+            key: the key of the entry.
+            path: the path of the mapping.
+            like: a tensor.
+            dtype: the dtype of the copy, in whose range the values have to be; None is that of `like`.
             low: the smallest value that is allowed.
-            may_be_inf: whether inf is allowed; NaN is not.
-            shape: another shape.
+            may_be_inf: whether inf is allowed; NaN never is.
         """
-        dtype, shape = dtype or like.dtype, tuple(like.shape if shape is None else shape)
+        dtype = dtype or like.dtype
         kind = "complex" if like.is_complex() else "floating-point"
-        expected = f"a dense {kind} tensor of shape {shape}"
+        expected = f"a dense {kind} tensor of shape {tuple(like.shape)}"
         value = self.entry(holder, key, path, expected)
         if not isinstance(value, Tensor) or value.is_complex() != like.is_complex():
             self.fail(path, key, brief(value), expected)
         if value.dtype not in SCALABLE and not value.is_complex():
             self.fail(path, key, brief(value), expected)
-        if value.is_nested or value.layout is not torch.strided or value.shape != shape:
+        if value.is_nested or value.layout is not torch.strided or value.shape != like.shape:
             self.fail(path, key, brief(value), expected)
         if value.is_meta and not like.is_meta:
             self.fail(path, key, "a tensor on the device meta, which has no values", expected)
@@ -203,7 +185,7 @@ class StateChecks:
         return _copied(value, like, dtype)
 
     def _readable(self, key: Any, path: str, value: Tensor, expected: str) -> Tensor:
-        """Return a tensor whose memory holds its values, which that of a view by torch may not."""
+        """Return a tensor whose memory holds its values; that of a conjugate view, say, does not."""
         value = value.detach()
         if type(value) is not Tensor or value.is_meta:
             return value
@@ -217,7 +199,7 @@ class StateChecks:
         return value.resolve_conj().resolve_neg()
 
     def finish(self) -> None:
-        """Look at the values of all tensors so far. The host waits once for each device."""
+        """Check the values of all tensors so far. The host waits once for each device."""
         alike: dict[Any, list[_Values]] = {}
         for each in self._values:
             alike.setdefault((each.extremes.device, each.extremes.dtype), []).append(each)
@@ -235,9 +217,9 @@ class StateChecks:
 
 
 def as_float(value: Any) -> float | None:
-    """Return a number as a float, or None for anything else; inf for what is beyond int64.
+    """Return a real number, Python's or NumPy's, as a float; None for anything else.
 
-    Numbers are Python's, and NumPy's that are real.
+    Integers beyond int64, and fractions beyond float64, become infinite.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
@@ -251,7 +233,7 @@ def as_float(value: Any) -> float | None:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a number as Python's int or float, also in a list or tuple; anything else as it is."""
+    """Return a number as Python's int or float, also in a list or tuple; other values unchanged."""
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else _plain(value)
 
 
@@ -263,7 +245,7 @@ def _plain(value: Any) -> Any:
 
 
 def as_dict(value: Any, expected: str) -> dict[Any, Any]:
-    """Return what was passed as a state dict as a plain dict; AmpTypeError unless it is a mapping."""
+    """Return a state dict as a plain dict; raise AmpTypeError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise AmpTypeError(f"expected {expected}, a dict, and got a {type(value).__name__}")
     try:
@@ -277,7 +259,7 @@ def as_dict(value: Any, expected: str) -> dict[Any, Any]:
 
 @contextmanager
 def all_or_nothing(optimizer: Any) -> Iterator[None]:
-    """Give an optimizer its attributes, groups and state back if loading fails inside the block."""
+    """Restore an optimizer's attributes, groups and state if loading fails inside the block."""
     attributes = dict(vars(optimizer))
     groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
     entries_of = [*attributes.values(), optimizer.state, *optimizer.state.values()]
@@ -298,8 +280,8 @@ def all_or_nothing(optimizer: Any) -> Iterator[None]:
             raise
         raise AmpValueError(
             f"{type(optimizer).__name__} cannot load this state dict: {type(error).__name__}: {error}. "
-            "Nothing was loaded: take what the state_dict() of such an optimizer, with the same "
-            "groups, has returned"
+            "Nothing was loaded: use a state_dict() of an optimizer of the same class, with the same "
+            "groups"
         ) from error
 
 
@@ -318,20 +300,21 @@ def _on_this_rank(tensor: Tensor) -> Tensor:
 
 
 def _copied(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values in new memory, in the order of `like` where that has the shape."""
+    """Return a copy of the values, with the strides of `like`."""
     if type(value) is not Tensor or hasattr(like, "_local_tensor"):
         return value.to(like.device, dtype, copy=True)
-    if value.shape != like.shape:
-        return torch.empty(value.shape, dtype=dtype, device=like.device).copy_(value)
     return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(value)
 
 
 def _extremes(tensor: Tensor) -> Tensor:
-    """Return the least and the largest value, `[2]`, in FP32 but for FP64; NaN if one is."""
+    """Return the smallest and the largest value, `[2]`, float64 for a float64 tensor, else float32.
+
+    Both are NaN if any value is.
+    """
     tensor = _on_this_rank(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    if not tensor.numel():  # this rank has nothing of it
+    if not tensor.numel():  # this rank has no part of it
         return torch.zeros(2, dtype=wide, device=tensor.device)
     return torch.stack(list(torch.aminmax(tensor))).to(wide)

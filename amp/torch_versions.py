@@ -1,4 +1,4 @@
-"""What older releases of torch do otherwise. The oldest that is supported is in `pyproject.toml`."""
+"""Differences between releases of torch. The oldest supported one is in `pyproject.toml`."""
 
 import ctypes
 import re
@@ -19,8 +19,8 @@ def _casts_lose_gradients() -> bool:
 
 
 CASTS_LOSE_GRADIENTS = VERSION < (2, 13) and _casts_lose_gradients()
-"""Whether torch.autocast keeps a cast of a weight that was made under `no_grad` for uses after it, as
-torch 2.10 does. Releases from 2.13 on need not be asked."""
+"""Whether torch.autocast caches a cast of a weight made under `no_grad`, and uses it later where a
+gradient is needed, as torch 2.10 does. From torch 2.13 on it never does."""
 
 
 def accelerator_type() -> str | None:
@@ -32,23 +32,23 @@ def accelerator_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-_internals: Any = torch._C  # which has no types for what is asked of it here
+_internals: Any = torch._C  # whose private functions have no types
 
 
 def _takes_no_reference() -> bool:
     kept = object()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # the one that may be let go of for it
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a spare reference, which torch may drop
     before = sys.getrefcount(kept)
     _internals._stash_obj_in_tls("amp: a try", kept)
     return sys.getrefcount(kept) == before
 
 
 _TAKES_NO_REFERENCE = _takes_no_reference()
-"""Whether torch lets go of a reference that it has not taken, as torch 2.6 does."""
+"""Whether torch drops a reference to a stored object without having taken one, as torch 2.6 does."""
 
 
 def keep_in_thread(key: str, value: object) -> None:
-    """Keep an object in torch's state of this thread, which autograd's threads inherit."""
+    """Store an object in torch's thread-local state, which the threads of autograd inherit."""
     if _TAKES_NO_REFERENCE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _internals._stash_obj_in_tls(key, value)

@@ -1,4 +1,4 @@
-"""What takes back what `initialize` has done: once it has failed, or when the session closes."""
+"""Undoing what `initialize` has done, if it fails, or when the session closes."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from amp.distributed import set_values
 
 
 class Contents(NamedTuple):
-    """What a parameter or buffer held at one time."""
+    """The memory and the gradient that a parameter or buffer has at one time."""
 
     data: Tensor
     grad: Tensor | None
 
     def put_into(self, tensor: Tensor) -> None:
-        """Make these the contents of `tensor`, whatever its dtype was."""
+        """Make these the contents of `tensor`, which may have another dtype."""
         set_values(tensor, self.data)
         tensor.grad = self.grad
 
     @classmethod
     def cast(cls, tensor: Tensor, dtype: torch.dtype) -> Contents:
-        """Return what a tensor holds, in another dtype."""
+        """Return the contents of a tensor in another dtype."""
         return cls(tensor.data.to(dtype), None if tensor.grad is None else tensor.grad.to(dtype))
 
 
 class Undo:
-    """What takes back what one `initialize` has done, newest first.
+    """The functions that undo one `initialize`, called in reverse order.
 
-    Each callback must bear to be called again: `close` may be repeated after an error or an interrupt.
+    A callback may be called again, because `close` may be repeated after an error or an interrupt.
 
     Attributes:
-        before: what tensors held that it has cast.
-        if_it_fails: what takes back what stays when the session closes.
-        is_for_close: whether `initialize` has succeeded, and `close` alone takes it back.
+        before: the contents of tensors before they were cast.
+        if_it_fails: functions to call only if `initialize` fails, and not when the session closes.
+        is_for_close: whether `initialize` has succeeded, so that only `close` is still to undo it.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class Undo:
         self._callbacks.append(functools.partial(function, *args))
 
     def always(self, function: Callable[[], object]) -> None:
-        """Let `close` call a function, or the garbage collector if nobody closes.
+        """Let `close` call a function, or the garbage collector, if `close` is never called.
 
-        The function must not hold what holds this object.
+        The function must not refer to an object that refers to this one.
         """
         finalizer = weakref.finalize(self, function)
         finalizer.atexit = False
@@ -62,14 +62,14 @@ class Undo:
         self.callback(function)
 
     def has_succeeded(self) -> None:
-        """Forget what is for a failure alone."""
+        """Forget what is only for a failure."""
         self.is_for_close, self.before, self.if_it_fails = True, {}, []
 
     def close(self) -> None:
-        """Call what is to be called, newest first, and forget what has returned.
+        """Call the callbacks, newest first, and forget each one that succeeds.
 
-        An error does not keep the others from being called; the first one is raised at the end. An
-        interrupt ends it at once. The next call goes on where this one has ended.
+        If one raises an error, the others are still called, and the first error is raised at the end.
+        An interrupt ends the call at once. The next call goes on with the callbacks that are left.
         """
         errors: list[Exception] = []
         for i in reversed(range(len(self._callbacks))):
@@ -83,7 +83,7 @@ class Undo:
             raise errors[0]
 
     def roll_back(self) -> None:
-        """Make everything what it was: `initialize` has failed."""
+        """Undo everything, because `initialize` has failed."""
         for tensor, contents in self.before.items():
             contents.put_into(tensor)
         for take_back in reversed(self.if_it_fails):

@@ -226,10 +226,7 @@ def test_a_rule_reads_its_dtype() -> None:
         ({"loss_scale": {"init": torch.ones(2)}}, r"init is a float32 tensor of shape \(2,\)"),
         ({"min_loss_scale": torch.ones(2)}, "min_loss_scale is a float32 tensor"),
         ({"num_losses": 10**400}, "num_losses=an integer of about 401 digits must be an integer of at"),
-        (
-            {"num_losses": 2**31},
-            "num_losses=2147483648 must be an integer .* at most 10000",
-        ),
+        ({"num_losses": 2**31}, "num_losses=2147483648 must be at most 10000"),
         ({"verbosity": torch.ones(2)}, "verbosity=a float32 tensor"),
         ({"opt_level": "x" * 5000}, "of length 5000 is not one of O0"),
     ],

@@ -143,7 +143,7 @@ def test_it_is_torchs_class_and_takes_either_order_of_arguments() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
 def test_without_a_gpu_it_is_disabled_and_says_so() -> None:
-    with pytest.warns(AmpWarning, match=r"there is no GPU: it is disabled.*GradScaler\('cpu'\) scales"):
+    with pytest.warns(AmpWarning, match=r"there is no GPU: it is disabled.*use GradScaler\('cpu'\)"):
         scaler = amp.GradScaler()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -266,9 +266,7 @@ def test_calls_out_of_order() -> None:
     with pytest.raises(AmpRuntimeError, match="was not stepped by this GradScaler yet"):
         scaler.step_was_skipped(optimizer)
     for call in (scaler.unscale_, scaler.step, lambda _: scaler.update()):
-        with pytest.raises(
-            AmpAssertionError, match="before GradScaler.scale: no gradient is scaled yet"
-        ):
+        with pytest.raises(AmpAssertionError, match="before GradScaler.scale: no loss was scaled yet"):
             call(optimizer)
     loss = scaler.scale(loss_of(model, 0))
     with pytest.raises(AmpAssertionError, match="none of its parameters has a gradient"):
@@ -279,7 +277,7 @@ def test_calls_out_of_order() -> None:
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
         scaler.unscale_(optimizer)
-    with pytest.raises(AmpAssertionError, match=r"Call scaler.update\(\) before"):
+    with pytest.raises(AmpAssertionError, match=r"Call scaler.update\(\) first"):
         pickle.dumps(scaler)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="already been called since the last update"):
@@ -446,7 +444,7 @@ def test_a_state_that_cannot_be_loaded_changes_nothing() -> None:
     before = scaler.state_dict()
     with pytest.raises(AmpRuntimeError, match="saved from a GradScaler that was disabled"):
         scaler.load_state_dict({})
-    with pytest.raises(AmpValueError, match="has no growth_factor, .*, only scale: it is no GradSc"):
+    with pytest.raises(AmpValueError, match="has no growth_factor, .*, only scale: it is not a GradSc"):
         scaler.load_state_dict({"scale": 2.0})
     with pytest.raises(AmpValueError, match="nan"):
         scaler.load_state_dict({**before, "scale": math.nan})

@@ -6,6 +6,7 @@ in the same bits, and what lies where the tensors were must be what was put ther
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ from amp.optimizers import FusedAdam
 from tests.covering import covering
 
 SIZE = 24
+STEPS = 3 if INTERPRETED else 5
+"""Of a training; tensors move in the middle."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -154,9 +157,9 @@ class Training:
 def trained(case: str, move: Callable[[Training], list[Left]] | None) -> list[Tensor]:
     level, options = CASES[case]
     training, left = Training(level, **options), []
-    for i in range(5):
+    for i in range(STEPS):
         training.backward()
-        if move is not None and i == 2:
+        if move is not None and i == STEPS // 2:
             with torch.no_grad():
                 left += move(training)
         training.step()
@@ -165,6 +168,11 @@ def trained(case: str, move: Callable[[Training], list[Left]] | None) -> list[Te
     if level is not None:
         amp.get_session(training.optimizer).close()
     return bits
+
+
+@functools.cache
+def trained_in_place(case: str) -> list[Tensor]:
+    return trained(case, None)
 
 
 CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -188,7 +196,7 @@ ROWS = [(case, what) for case, names in WHAT.items() for what in names]
 @pytest.mark.parametrize(("row", "way"), covering(ROWS, TRIED, strength=1))
 def test_what_has_moved_is_stepped_where_it_is(row: tuple[str, str], way: str) -> None:
     case, what = row
-    expected = trained(case, None)
+    expected = trained_in_place(case)
     for chosen in (slice(5, 6), slice(None)):
 
         def move(training: Training, chosen: slice = chosen) -> list[Left]:
@@ -213,7 +221,7 @@ def test_entries_of_the_state_that_were_replaced_are_used(case: str) -> None:
                 left.append(Left(old))
         return left
 
-    assert all(map(torch.equal, trained(case, replace), trained(case, None)))
+    assert all(map(torch.equal, trained(case, replace), trained_in_place(case)))
 
 
 def test_state_that_was_set_to_zero_in_new_memory_counts() -> None:
@@ -249,7 +257,7 @@ def test_weights_that_a_load_has_assigned_are_stepped(case: str) -> None:
             after.grad = grad
         return [Left(tensor.data) for tensor in old]
 
-    assert all(map(torch.equal, trained(case, load), trained(case, None)))
+    assert all(map(torch.equal, trained(case, load), trained_in_place(case)))
 
 
 @pytest.mark.parametrize(("case", "what"), ROWS)

@@ -118,7 +118,7 @@ def test_lists_of_names_are_bounded() -> None:
     state = {**amp.state_dict(), **{f"loss_scaler{i}": scaler for i in range(99)}}
     with pytest.warns(amp.AmpWarning, match="loss_scaler8 and 90 more"):
         amp.load_state_dict(state)
-    with pytest.raises(AmpValueError, match="more: it is no GradScaler") as caught_too:
+    with pytest.raises(AmpValueError, match="more: it is not a GradScaler") as caught_too:
         amp.GradScaler("cpu").load_state_dict({f"x{i}": 1 for i in range(100_000)})
     assert len(str(caught_too.value)) < 1000
 

@@ -193,9 +193,10 @@ def test_without_assertions() -> None:
         "torch.set_num_threads(1)\n"
         "print(_sums(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-O", "-c", script, *LEVELS]
+    levels = ["O1", "O2", "O7"]
+    command = [sys.executable, "-O", "-c", script, *levels]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == str(_sums(LEVELS))
+    assert ended.stdout.strip() == str(_sums(levels))
 
 
 def _python(version: str) -> str:

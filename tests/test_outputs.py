@@ -30,7 +30,7 @@ def test_another_kind_of_file_is_kept(
     Path(name).write_text("import torch\n")
     assert main([*command, name]) == 2
     told = capsys.readouterr()
-    assert f"{name} is there already, and is no" in told.err
+    assert f"{name} exists already, and is not a" in told.err
     assert "it was run" not in told.out + told.err
     assert Path(name).read_text() == "import torch\n"
 
@@ -56,7 +56,7 @@ def test_a_pipe_is_refused_and_not_waited_for(
     os.mkfifo(command[-1])
     assert main(command) == 2
     told = capsys.readouterr()
-    assert f"{command[-1]} is no regular file. Nothing was written" in told.err
+    assert f"{command[-1]} is not a regular file. Nothing was written" in told.err
     assert "it was run" not in told.out + told.err
 
 
@@ -78,7 +78,7 @@ def test_a_lab_that_nobody_named_overwrites_no_other_page(
     page = Path("lab.html")
     page.write_text("<!doctype html><title>Our laboratory</title>")
     assert main(["lab"]) == 2
-    assert "lab.html is there already, and is no HTML file with" in capsys.readouterr().err
+    assert "lab.html exists already, and is not a HTML file with" in capsys.readouterr().err
     assert "Our laboratory" in page.read_text()
     assert main(["lab", "--out", "lab.html"]) == 0  # that was asked for
     page.write_text(page.read_text().replace("</body>", "<!-- an older one --></body>"))

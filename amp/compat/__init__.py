@@ -1,6 +1,5 @@
 """The names of NVIDIA's apex, for scripts that import apex: see `install` and `python -m amp run`."""
 
-from amp.compat.alias import install as install
-from amp.compat.alias import uninstall as uninstall
+from amp.compat.alias import install, uninstall
 
 __all__ = ["install", "uninstall"]

@@ -175,8 +175,8 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        found_inf, state_of = self._ours.found_inf, self._ours.state_dict
-        return found_inf is not None and (found_inf.item() > 0 or state_of()["overflows_in_a_row"] > 0)
+        found_inf, state = self._ours.found_inf, self._ours.state_dict()
+        return found_inf is not None and (found_inf.item() > 0 or state["overflows_in_a_row"] > 0)
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:

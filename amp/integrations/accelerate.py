@@ -99,7 +99,16 @@ def configure(
         AmpRuntimeError: the accelerator casts or shards models itself.
         AmpError: the level or an option is not valid.
     """
-    _check(accelerator)
+    if accelerator.mixed_precision != "no":
+        raise AmpRuntimeError(
+            f"the accelerator has mixed_precision='{accelerator.mixed_precision}', and would cast what "
+            "amp casts. Pass mixed_precision='no', or leave out fp16=True and bf16=True"
+        )
+    if accelerator.distributed_type.name not in _PLAIN:
+        raise AmpRuntimeError(
+            f"amp.integrations.accelerate does not work with {accelerator.distributed_type.name}, "
+            "which shards the model. Use DDP, or call amp.initialize as docs/distributed.md says"
+        )
     accelerator.scaler = scaler = Scaler(LateOptimizers(opt_level, **options))
     return scaler
 
@@ -168,17 +177,3 @@ class Scaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state from `state_dict`."""
         self.late.load_state_dict(state)
-
-
-def _check(accelerator: Accelerator) -> None:
-    """Raise AmpRuntimeError for an accelerator that casts or shards models itself."""
-    if accelerator.mixed_precision != "no":
-        raise AmpRuntimeError(
-            f"the accelerator has mixed_precision='{accelerator.mixed_precision}', and would cast what "
-            "amp casts. Pass mixed_precision='no', or leave out fp16=True and bf16=True"
-        )
-    if accelerator.distributed_type.name not in _PLAIN:
-        raise AmpRuntimeError(
-            f"amp.integrations.accelerate does not work with {accelerator.distributed_type.name}, "
-            "which shards the model. Use DDP, or call amp.initialize as docs/distributed.md says"
-        )

@@ -76,7 +76,7 @@ class LateOptimizers:
         """Prepare the optimizers, whose masters start from the values before the cast.
 
         Args:
-            optimizers: the optimizers of the models.
+            optimizers: the optimizers of the models. An empty list says that there will be none.
             wrapped: the model in its wrapper. Under DDP all ranks get the masters of the first rank, as
                 DDP does with the weights.
 
@@ -84,14 +84,16 @@ class LateOptimizers:
             AmpError: as in `amp.initialize`.
         """
         session = self.running()
-        optimizers = [each for each in optimizers if AttachedOptimizer.of(each) is None]
-        session.initialize([], optimizers)
-        self._optimizers = [*map(weakref.ref, self.optimizers), *map(weakref.ref, optimizers)]
+        new = [each for each in optimizers if AttachedOptimizer.of(each) is None]
+        session.initialize([], new)
+        self._optimizers = [*map(weakref.ref, self.optimizers), *map(weakref.ref, new)]
         for tensor in [x for x in self._float32 if session.masters.master(x) is not None]:
             values = _of_first_rank(tensor, self._float32.pop(tensor), wrapped)
             put_values(tensor, _fitting(values, tensor))
-        for parameter in chain.from_iterable(map(amp.master_params, optimizers)):
+        for parameter in chain.from_iterable(map(amp.master_params, new)):
             self._float32.pop(parameter, None)  # without a master, training changes the parameter
+        if not optimizers:
+            self._float32.clear()
         self.write_back()
 
     def write_back(self) -> None:
@@ -102,10 +104,6 @@ class LateOptimizers:
         """
         for attached in filter(None, map(AttachedOptimizer.of, self.optimizers)):
             attached.write_back.if_changed()
-
-    def forget_float32(self) -> None:
-        """Drop the values before the cast: there will be no optimizers."""
-        self._float32.clear()
 
     def running(self) -> Session:
         """Return the open session.

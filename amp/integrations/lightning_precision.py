@@ -79,22 +79,16 @@ class AmpPlugin:
         except AmpRuntimeError:  # the strategy of Fabric is known only now
             self._amp.end()
             raise
-        self._attach(optimizers, wrapped)
+        self._amp.attach(optimizers, wrapped)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Prepare the Trainer's optimizers, if it is about to train."""
         self._is_in_trainer = True
         module: Any = getattr(model, "module", model)
         if module.trainer.state.fn == "fit":
-            self._attach(optimizers, model)
+            self._amp.attach(optimizers, model)
             _patch_for_masters(module, self._amp.optimizers, self._patches)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
-
-    def _attach(self, optimizers: list[Any], wrapped: nn.Module) -> None:
-        if optimizers:
-            self._amp.attach(optimizers, wrapped)
-        else:
-            self._amp.forget_float32()
 
     def teardown(self) -> None:
         """Close the session: weights and optimizer state are FP32 again. The host waits."""

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import inspect
 import io
 import json
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,53 +29,53 @@ from amp.numerics.text import Printer, gigabytes, plain
 
 COMMON = [FORMATS[name] for name in ("float32", *GRADIENT_FORMATS)]
 
-Command = Callable[[argparse.Namespace, Printer], Any]
-"""A function that prints the output of a command, and returns the data that `--json` prints instead.
-
-Its docstring is the text of `--help`: a summary, and examples.
-"""
+Function = Callable[[argparse.Namespace, Printer], Any]
+"""Prints the output of a command, and returns the data that `--json` prints instead."""
 
 Argument = tuple[str, dict[str, Any]]
 """An argument's name and its options, as `add_argument` takes them."""
 
-_COMMANDS: dict[str, tuple[Command, tuple[Argument, ...]]] = {}
-"""The commands below and their arguments, by the commands' names."""
 
+class Command(NamedTuple):
+    """A command of the program.
 
-def add_commands(commands: Any) -> None:
-    """Add the parsers of these commands to the program."""
-    for name, (command, arguments) in _COMMANDS.items():
-        summary, _, examples = (inspect.getdoc(command) or "").partition("\n\n")
+    Attributes:
+        name: the command's name.
+        function: what it runs. Its docstring is the text of `--help`: a summary, and examples.
+        arguments: its arguments.
+    """
+
+    name: str
+    function: Function
+    arguments: tuple[Argument, ...]
+
+    def add_to(self, commands: Any) -> None:
+        """Add the parser of this command to the program."""
+        summary, _, examples = (inspect.getdoc(self.function) or "").partition("\n\n")
         parser = commands.add_parser(
-            name,
+            self.name,
             help=f"{summary[:1].lower()}{summary[1:].removesuffix('.')}",
             description=summary,
             epilog=f"examples:\n{indent(examples, '  ')}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        for argument, options in arguments:
+        for argument, options in self.arguments:
             parser.add_argument(argument, **options)
-        parser.set_defaults(run=functools.partial(_run, command), json=False)
+        parser.set_defaults(run=self._run, json=False)
+
+    def _run(self, arguments: argparse.Namespace) -> None:
+        data = self.function(arguments, Printer(io.StringIO() if arguments.json else None))
+        if arguments.json:
+            print(json.dumps(plain(data), indent=2))
 
 
-def _run(command: Command, arguments: argparse.Namespace) -> None:
-    data = command(arguments, Printer(io.StringIO() if arguments.json else None))
-    if arguments.json:
-        print(json.dumps(plain(data), indent=1))
+def command(name: str, *arguments: Argument, as_json: bool = True) -> Callable[[Function], Command]:
+    """Return a decorator that makes a function a command."""
+    return lambda function: Command(name, function, (_JSON, *arguments) if as_json else arguments)
 
 
 def _argument(name: str, text: str, **options: Any) -> Argument:
     return name, {**options, "help": text}
-
-
-def _command(name: str, *arguments: Argument, as_json: bool = True) -> Callable[[Command], Command]:
-    """Return a decorator that adds a function to the commands."""
-
-    def register(command: Command) -> Command:
-        _COMMANDS[name] = (command, (_JSON, *arguments) if as_json else arguments)
-        return command
-
-    return register
 
 
 def _format(text: str) -> Format:
@@ -142,7 +141,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name, value in given if name in names and value is not None}
 
 
-@_command("bits", _argument("number", "such as 3.14159, -1e-8, 0x1p-24, inf", type=_number), _FORMATS)
+@command("bits", _argument("number", "such as 3.14159, -1e-8, 0x1p-24, inf", type=_number), _FORMATS)
 def _bits(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Show how formats write a number, and what is lost.
 
@@ -168,7 +167,7 @@ def _fields(found: Bits, fmt: Format) -> str:
     return " ".join(f"{field:0{width}b}" for field, width in fields if width)
 
 
-@_command("ranges", _PLOT)
+@command("ranges", _PLOT)
 def _ranges(arguments: argparse.Namespace, printer: Printer) -> Any:
     """List the formats: their range, precision, and overflow.
 
@@ -193,7 +192,7 @@ def _ranges(arguments: argparse.Namespace, printer: Printer) -> Any:
     return rows
 
 
-@_command(
+@command(
     "ulp",
     _argument("number", "the number to look at", type=_number),
     _argument("--update", "what is added to the number", type=_number),
@@ -222,7 +221,7 @@ def _ulp(arguments: argparse.Namespace, printer: Printer) -> Any:
     return data
 
 
-@_command(
+@command(
     "simulate",
     _PLOT,
     _argument("--steps", "iterations (20)", type=int, default=20),
@@ -264,7 +263,7 @@ _AMAXES = [2.0 ** (4 - step / 6) * (64 if step == 20 else 1) for step in range(4
 """Amaxes of shrinking activations, with one outlier."""
 
 
-@_command(
+@command(
     "simulate-fp8",
     _PLOT,
     *_file_or_numbers(mean=-4.0, spread=3.0),
@@ -321,7 +320,7 @@ def _log_normal(arguments: argparse.Namespace, count: int) -> Tensor:
     return torch.exp2(arguments.mean + arguments.spread * normal)
 
 
-@_command(
+@command(
     "survival",
     _PLOT,
     *_file_or_numbers(mean=-22.0, spread=5.0),
@@ -379,7 +378,7 @@ def _load(path: Path) -> list[Tensor]:
     return tensors
 
 
-@_command(
+@command(
     "memory",
     _PLOT,
     _argument("--params", "parameters, such as 350M, 7B or 7e9", type=_count, required=True),
@@ -421,7 +420,7 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
     return data
 
 
-@_command("crises")
+@command("crises")
 def _crises(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Run the three crises of half precision, and their cures.
 
@@ -434,7 +433,7 @@ def _crises(arguments: argparse.Namespace, printer: Printer) -> Any:
     return [crisis._asdict() for crisis in found]
 
 
-@_command(
+@command(
     "lab",
     _argument("--out", "where to write it (lab.html)"),
     _argument("--serve", "serve it, and open it, instead", action="store_true"),
@@ -453,3 +452,7 @@ def _lab(arguments: argparse.Namespace, printer: Printer) -> Any:
         lab.serve(arguments.port, browser=not arguments.no_browser)
     else:
         printer.line(f"wrote {lab.write(arguments.out)}: open it in a browser")
+
+
+COMMANDS = (_bits, _ranges, _ulp, _simulate, _simulate_fp8, _survival, _memory, _crises, _lab)
+"""The commands of this module, in the order of `--help`."""

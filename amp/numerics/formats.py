@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from amp.dtypes import DTYPES, dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 
 Overflow = Literal["inf", "nan", "saturate"]
@@ -116,21 +117,13 @@ FORMATS = {fmt.name: fmt for fmt in _ALL}
 """The formats by name, widest first."""
 
 _ALIASES = {
-    "fp32": "float32",
-    "float": "float32",
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "e4m3": "float8_e4m3fn",
-    "float8_e4m3": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "e5m2": "float8_e5m2",
-    "fp8_e5m2": "float8_e5m2",
+    **{name: dtype_name(dtype) for name, dtype in DTYPES.items()},
+    **dict.fromkeys(("e4m3", "float8_e4m3", "fp8_e4m3"), "float8_e4m3fn"),
+    **dict.fromkeys(("e5m2", "fp8_e5m2"), "float8_e5m2"),
     "e4m3fnuz": "float8_e4m3fnuz",
     "e5m2fnuz": "float8_e5m2fnuz",
     "e8m0": "float8_e8m0fnu",
-    "e2m1": "float4_e2m1fn",
-    "fp4": "float4_e2m1fn",
+    **dict.fromkeys(("e2m1", "fp4"), "float4_e2m1fn"),
 }
 
 

@@ -70,9 +70,6 @@ def fp8_losses(
         AmpValueError: a tensor has inf or NaN, or there is no such format or granularity.
     """
     matrices = [_matrix(x) for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
-    for scaling in scalings:
-        if scaling not in SCALINGS:
-            raise AmpValueError(f"scaling={scaling!r} is not one of {', '.join(SCALINGS)}")
     found = []
     for fmt in map(as_fp8_format, formats):
         for scaling in scalings:
@@ -124,8 +121,7 @@ def _matrix(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in (*SOURCES, torch.float64):
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise AmpTypeError(f"FP8 is made of tensors of floating-point numbers, and this is {kind}")
-    x = x.detach().to_dense() if x.layout is not torch.strided else x.detach()
-    matrix = x.float().reshape(-1, x.shape[-1] if x.dim() else 1)
+    matrix = x.detach().to_dense().float().reshape(-1, x.shape[-1] if x.dim() else 1)
     if not bool(matrix.isfinite().all()):
         raise AmpValueError(
             "a tensor holds inf or NaN, and so does each product of it in FP8, with every scale"
@@ -135,6 +131,8 @@ def _matrix(x: Tensor) -> Tensor:
 
 def _scaled(x: Tensor, fmt: Format, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return float32 `[M, K]` times its scales, that product rounded to FP8, and the inverse scales."""
+    if scaling not in SCALINGS:
+        raise AmpValueError(f"scaling={scaling!r} is not one of {', '.join(SCALINGS)}")
     rows, columns = x.shape
     padded = pad(x, (0, -columns % SIDE, 0, -rows % SIDE))
     one = torch.ones((), device=x.device) if scaling == "none" else None

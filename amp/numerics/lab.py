@@ -78,10 +78,14 @@ def write(path: str | Path | None = None) -> Path:
             another kind.
     """
     mark = "<title>reamp: the numerics lab</title>" if path is None else ""
-    path = Path("lab.html" if path is None else path)
+    return write_page(Path("lab.html" if path is None else path), page(), mark)
+
+
+def write_page(path: Path, content: str, mark: str = "") -> Path:
+    """Write HTML to a file, and return its path. Raises as `write`; for `mark`, see `check_output`."""
     check_output(path, ".html", mark)
     try:
-        path.write_text(page(), encoding="utf-8")
+        path.write_text(content, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
     return path

@@ -31,6 +31,7 @@ from amp.casting.by_model import dtypes_to_be
 from amp.casting.fp8 import choose
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
+from amp.profiles.keys import parse_count
 from amp.profiles.levels import LEVELS, load_profile, resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
@@ -66,25 +67,17 @@ class State(NamedTuple):
 
 
 _STATES = {
-    "adadelta": State(2),
+    **dict.fromkeys(("adadelta", "adamax", "fusedadam", "fusedlamb", "radam", "rprop"), State(2)),
+    **dict.fromkeys(("adam", "adamw"), State(2, adding=("amsgrad",))),
+    **dict.fromkeys(("fusedadagrad", "fusedlion", "fusedsgd-momentum"), State(1)),
     "adagrad": State(1, for_frozen=True),
-    "adam": State(2, adding=("amsgrad",)),
-    "adamax": State(2),
-    "adamw": State(2, adding=("amsgrad",)),
     "asgd": State(1, 3),
-    "nadam": State(2, 2),
-    "radam": State(2),
-    "rmsprop": State(1, adding=("momentum", "centered")),
-    "rprop": State(2),
-    "sgd": State(0, 0, adding=("momentum",)),
-    "sgd-momentum": State(1, 0),
-    "fusedadagrad": State(1),
-    "fusedadam": State(2),
-    "fusedlamb": State(2),
-    "fusedlion": State(1),
     "fusednovograd": State(1, 2),
     "fusedsgd": State(0, adding=("momentum",)),
-    "fusedsgd-momentum": State(1),
+    "nadam": State(2, 2),
+    "rmsprop": State(1, adding=("momentum", "centered")),
+    "sgd": State(0, 0, adding=("momentum",)),
+    "sgd-momentum": State(1, 0),
 }
 """The state of optimizers, by the class's name in lower case."""
 
@@ -182,11 +175,10 @@ def footprint(
     for what, count in (("activations", activations), ("linear_inputs", linear_inputs)):
         if not _is_number(count) or not 0 <= count < math.inf:
             raise AmpValueError(f"{what}={count!r} must be a finite number of at least 0")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise AmpValueError(f"world_size={world_size!r} must be an integer of at least 1")
+    world_size = parse_count("world_size", world_size)
     if sharding not in get_args(Sharding):
         raise AmpValueError(f"sharding={sharding!r} is not one of {', '.join(get_args(Sharding))}")
-    if properties.state_dtype is not None and not _is_fused(name):
+    if properties.state_dtype is not None and not name.startswith("fused"):
         raise AmpValueError(
             f"state_dtype={dtype_name(properties.state_dtype)} needs an optimizer of amp.optimizers, "
             f"and {name} is none. Take one, such as 'fusedadam', or leave state_dtype out"
@@ -247,16 +239,12 @@ def _bytes_of(
         moments = (state.moments + tensor.extra_moments) * numel
         yield "optimizer_state", moments * dtype.itemsize + state.numbers * 4
     if tensor.trained:
-        is_widened = has_master and not _is_fused(name)
+        is_widened = has_master and not name.startswith("fused")
         yield "gradients", numel * (4 if is_widened else size)
         if is_widened:
             yield "transient", numel * (size if kept is True else size + 4)
         if properties.patch_torch_functions and tensor.dtype is torch.float32 and not tensor.in_fp8:
             yield "transient", numel * 2
-
-
-def _is_fused(name: str) -> bool:
-    return name.startswith("fused")
 
 
 def _is_number(value: object) -> bool:
@@ -302,7 +290,7 @@ def _state_of(optimizer: Any) -> tuple[str, State]:
         name = next((each for each in names if each in _STATES), names[0])
     if name not in _STATES:
         raise AmpValueError(
-            f"the state of the optimizer {name!r} is not known; known are {', '.join(_STATES)}"
+            f"the state of the optimizer {name!r} is not known; known are {', '.join(sorted(_STATES))}"
             f"{did_you_mean(name, _STATES)}"
         )
     return name, _STATES[name]

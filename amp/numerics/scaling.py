@@ -13,7 +13,8 @@ from amp.errors import AmpTypeError, AmpValueError
 from amp.kernels.grad_mode import without_grad
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike, round_to
-from amp.profiles.loss_scaling import LossScaling
+from amp.profiles.keys import parse_count
+from amp.profiles.loss_scaling import parse_loss_scale
 from amp.training.scaler import LossScaler
 
 SCALES = tuple(2.0**i for i in range(25))
@@ -76,17 +77,12 @@ def simulate_scaler(
     count = len(given) if steps is None and given is not None else steps
     if count is None:
         raise AmpValueError("give the gradients of each iteration, or steps=20 and overflows=[10]")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise AmpValueError(f"steps={count!r} must be an integer of at least 0")
+    count = parse_count("steps", count, least=0)
     if given is not None and len(given) < count:
         raise AmpValueError(f"steps={count}, and there are gradients for {len(given)} only")
     if outside := sorted(step for step in bad if step not in range(count)):
         raise AmpValueError(f"overflows={outside} are not among the iterations 0 to {count - 1}")
-    try:
-        config = LossScaling(**scaling)
-    except TypeError as error:
-        raise AmpTypeError(f"simulate_scaler: {error}".replace("LossScaling.__init__() ", "")) from None
-    scaler = LossScaler(config)
+    scaler = LossScaler(parse_loss_scale("loss_scale", scaling))
     trace = []
     for step in range(count):
         scale = scaler.loss_scale()

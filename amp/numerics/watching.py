@@ -24,6 +24,7 @@ from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import GRADIENT_FORMATS, SCALES, GradientSurvival, survival_of
 from amp.numerics.text import Printer
+from amp.profiles.keys import parse_count
 from amp.training.attachment import AttachedOptimizer
 
 LOWEST, HIGHEST = -149, 127
@@ -56,8 +57,7 @@ class Histogram:
         return sum(self.counts.values()) + self.zeros + self.not_finite
 
     def __add__(self, other: Histogram) -> Histogram:
-        counts = Counter(self.counts)
-        counts.update(other.counts)
+        counts = Counter(self.counts) + Counter(other.counts)
         return Histogram(
             dict(sorted(counts.items())), self.zeros + other.zeros, self.not_finite + other.not_finite
         )
@@ -258,8 +258,7 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"watch needs a torch.nn.Module, and got {type(model).__name__}")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise AmpValueError(f"every={every!r} must be an integer of at least 1")
+    every = parse_count("every", every)
     if optimizer is not None and AttachedOptimizer.of(optimizer) is None:
         raise AmpValueError(
             f"this {type(optimizer).__name__} did not come out of amp.initialize: there is no scale to "

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
-from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
+from amp.errors import AmpValueError, brief, did_you_mean
 from amp.profiles import keys
-from amp.profiles.keys import OneOf, key, wrong_type
+from amp.profiles.keys import OneOf, key, or_none, parse_count, wrong_type
 
 RECIPES = {
     "current": ("tensorwise", "float8currentscaling"),
@@ -27,37 +28,16 @@ _FP8_OR_HIGH = {True: "fp8", False: "high"}
 _FIRST_AND_LAST = {True: ("first", "last"), False: ()}
 
 
-def _parse_exponent(name: str, value: object) -> int | None:
-    exponent = None if value is None else keys.as_integer(name, value)
-    if value is not None and (exponent is None or not 0 <= exponent <= 16):
-        raise AmpValueError(f"{name}={brief(value)} must be an integer from 0 to 16")
-    return exponent
-
-
-_LONGEST_HISTORY = 2**16
-"""In iterations; Transformer Engine's default is 1024."""
-
-
-def _parse_history(name: str, value: object) -> int | None:
-    count = None if value is None else keys.parse_count(name, value)
-    if count is not None and count > _LONGEST_HISTORY:
-        raise AmpValueError(f"{name}={brief(value)} must be at most {_LONGEST_HISTORY} iterations")
-    return count
+_parse_exponent = or_none(partial(parse_count, least=0, most=16))
+_parse_history = or_none(partial(parse_count, most=2**16))  # Transformer Engine's default is 1024
 
 
 def _parse_skip(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
-        raise wrong_type(
-            name,
-            value,
-            "give a list of first, last, tied, and globs over the names of modules, such as "
-            "[last, 'blocks.0.*']",
-        )
-    for pattern in value:
-        if not isinstance(pattern, str) or not pattern.strip():
-            raise AmpTypeError(f"{name} has {brief(pattern)}, which is not first, last, tied or a glob")
+        remedy = "give a list of first, last, tied, and globs over module names: [last, 'blocks.0.*']"
+        raise wrong_type(name, value, remedy)
     return keys.parse_globs(name, value)
 
 

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from amp.dtypes import DTYPES, dtype_name
-from amp.errors import AmpError, AmpTypeError, AmpValueError, brief, did_you_mean
+from amp.errors import AmpError, AmpTypeError, AmpValueError, brief, did_you_mean, name_of
 
 Parser = Callable[[str, Any], Any]
 """Returns the field's value, from the key's name and a value. Raises an AmpError that names the key."""
@@ -52,16 +52,15 @@ def parse_fields(made: Any, keys: Mapping[str, Key]) -> None:
         object.__setattr__(made, key.field, key.parse(key.name, getattr(made, key.field)))
 
 
-def find_key(name: str, keys: Mapping[str, Key], what: str, others: Sequence[str] = ()) -> Key:
+def find_key(name: Any, keys: Mapping[str, Key], what: str, others: Sequence[str] = ()) -> Key:
     """Return the key whose name or alias is `name`, or raise an AmpTypeError that begins with `what`.
 
     The error lists the keys, and `others`, which the caller allows as well.
     """
     spelled = {spelling: key for key in keys.values() for spelling in (key.name, *key.aliases)}
     if name not in spelled:
-        called = f"'{name}'" if len(name) < 80 else brief(name)
-        hint = did_you_mean(name, [*others, *spelled])
-        raise AmpTypeError(f"{what} {called}; allowed: {', '.join([*others, *keys])}{hint}")
+        hint = did_you_mean(name_of(name), [*others, *spelled])
+        raise AmpTypeError(f"{what} {brief(name)}; allowed: {', '.join([*others, *keys])}{hint}")
     return spelled[name]
 
 
@@ -81,7 +80,7 @@ def fields_of(
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, item in mapping.items():
-        written = text_of(key)
+        written = key if isinstance(key, str) else brief(key)
         for name, value in read(written, item).items():
             if name in found:
                 raise AmpValueError(
@@ -89,11 +88,6 @@ def fields_of(
                 )
             found[name], spelled[name] = value, written
     return found, spelled
-
-
-def text_of(key: object) -> str:
-    """Return the key of a mapping as text."""
-    return key if isinstance(key, str) else brief(key)
 
 
 def wrong_type(name: str, value: object, remedy: str) -> AmpTypeError:
@@ -174,6 +168,11 @@ def is_none(value: object) -> bool:
     return value is None or word_of(value) in ("none", "null")
 
 
+def or_none(parse: Parser) -> Parser:
+    """Return a parser that takes None, and the words for it, besides what `parse` takes."""
+    return lambda name, value: None if is_none(value) else parse(name, value)
+
+
 def parse_number(name: str, value: object) -> float:
     """Return a float; strings such as `"128.0"` are read."""
     is_tensor = isinstance(value, torch.Tensor)
@@ -198,21 +197,14 @@ def parse_positive(name: str, value: object) -> float:
     return number
 
 
-def as_integer(name: str, value: object) -> int | None:
-    """Return a number as an integer, or None if it is not an integer."""
+def parse_count(name: str, value: object, least: int = 1, most: int = 2**63 - 1) -> int:
+    """Return an integer from `least` to `most`."""
     number = parse_number(name, value)
-    if isinstance(value, bool) or not number.is_integer():
-        return None
-    return value if isinstance(value, int) else int(number)
-
-
-def parse_count(name: str, value: object) -> int:
-    """Return an integer of at least 1."""
-    count = as_integer(name, value)
-    if count is None or count < 1:
-        raise AmpValueError(f"{name}={brief(value)} must be an integer of at least 1")
-    if count >= 2**63:
-        raise AmpValueError(f"{name}={brief(value)} must be an integer of less than 2**63")
+    if isinstance(value, bool) or not number.is_integer() or number < least:
+        raise AmpValueError(f"{name}={brief(value)} must be an integer of at least {least}")
+    count = value if isinstance(value, int) else int(number)
+    if count > most:
+        raise AmpValueError(f"{name}={brief(value)} must be at most {most}")
     return count
 
 
@@ -224,7 +216,7 @@ MOST_GLOBS = 1000
 def parse_glob(name: str, value: object) -> str:
     """Return a name or a glob without the spaces around it."""
     if not isinstance(value, str) or not value.strip():
-        raise AmpTypeError(f"{name}={brief(value)} is not a name")
+        raise AmpTypeError(f"{name}={brief(value)} is not a name or a glob")
     if len(value) > LONGEST_GLOB:
         raise AmpValueError(
             f"{name}={brief(value)} is too long; a name or glob has at most {LONGEST_GLOB} characters"

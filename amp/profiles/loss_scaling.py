@@ -7,11 +7,7 @@ from typing import Any, Literal, SupportsFloat
 
 from amp.errors import AmpValueError
 from amp.profiles import keys
-from amp.profiles.keys import SMALLEST_SCALE, OneOf, key, parse_count, parse_positive
-
-
-def _parse_floor(name: str, value: object) -> float | None:
-    return None if keys.is_none(value) else parse_positive(name, value)
+from amp.profiles.keys import SMALLEST_SCALE, OneOf, key, or_none, parse_count, parse_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ class LossScaling:
     growth_interval: int = key(2000, parse_count, aliases=("scale_window", "loss_scale_window"))
     hysteresis: int = key(1, parse_count, aliases=("delayed_shift",))
     consecutive_hysteresis: bool = key(False, OneOf(True, False))
-    min: float | None = key(None, _parse_floor, aliases=("min_loss_scale",))
+    min: float | None = key(None, or_none(parse_positive), aliases=("min_loss_scale",))
     max: float = key(2.0**24, parse_positive, aliases=("max_loss_scale",))
     check: bool | Literal["auto"] | None = key(None, OneOf(True, False, "auto", None))
     overflow_patience: int = key(20, parse_count)

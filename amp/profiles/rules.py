@@ -15,14 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
-from amp.profiles.keys import OneOf, parse_glob, shown, text_of, wrong_type
+from amp.errors import AmpTypeError, AmpValueError, brief
+from amp.profiles.keys import Key, OneOf, find_key, parse_glob, shown, wrong_type
 
 Kind = Literal["op", "module"]
-_KEYS = (*get_args(Kind), "cast")
 _parse_kind = OneOf(*get_args(Kind))
 _parse_cast = OneOf(torch.float16, torch.bfloat16, torch.float32, None)
-
+_KEYS = {**{kind: Key(parse_glob, kind) for kind in get_args(Kind)}, "cast": Key(_parse_cast, "cast")}
 
 MOST_RULES = 1000
 """The most rules in one list. A rule takes time for each function that it matches, and each module."""
@@ -107,9 +106,7 @@ def _from_mapping(item: Any, source: str) -> Rule:
             "{op: torch.nn.functional.softmax, cast: float32}"
         )
     for key in item:
-        if text_of(key) not in _KEYS:
-            allowed = f"{', '.join(_KEYS)}{did_you_mean(text_of(key), _KEYS)}"
-            raise AmpTypeError(f"a rule has no key {brief(key)}; allowed: {allowed}")
+        find_key(key, _KEYS, "a rule has no key")
     kinds = [kind for kind in get_args(Kind) if item.get(kind) is not None]
     if len(kinds) != 1 or "cast" not in item:
         raise AmpValueError(

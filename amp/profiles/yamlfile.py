@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from amp.errors import AmpValueError, brief
 from amp.profiles.keys import shortened
@@ -74,12 +74,7 @@ def _text_of(path: Path) -> str:
     if len(content) > LARGEST_FILE:
         what = f"the file is larger than {LARGEST_FILE} bytes, which no profile is"
         raise _error(path, 0, f"{what}; give the path of a profile")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        above = content.count(b"\n", 0, error.start)
-        problem = f"not a text file in UTF-8: {error.reason}; save it as UTF-8"
-        raise _error(path, above, problem) from None
+    text = content.decode("utf-8", "surrogateescape")
     bad = re.search(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", text)
     if bad:
         problem = f"not a text file in UTF-8: it has the character {bad[0]!r}; save it as UTF-8"
@@ -114,6 +109,9 @@ def _loader() -> Any:
 class _Reader:
     """Reads the nodes of one file, and records the lines of its keys."""
 
+    _TAGS: ClassVar = {"scalar": "str", "sequence": "seq", "mapping": "map"}
+    """The default tag of each kind of node."""
+
     def __init__(self, path: Path) -> None:
         self.lines: Lines = {}
         self._path = path
@@ -126,21 +124,17 @@ class _Reader:
 
     def value(self, node: Any, above: tuple[str, ...]) -> Any:
         """Return the value of a node; `above` are the keys that lead to it."""
-        import yaml
-
         self._spend(node)
         if len(above) > _DEEPEST:
             self.fail(node, "an alias is inside the value that it names, or too deep; write it out")
-        if isinstance(node, yaml.ScalarNode):
-            self._check_tag(node, "str")
+        self._check_tag(node)
+        if node.id == "scalar":
             return node.value if node.style else self._plain(node)
-        if isinstance(node, yaml.SequenceNode):
-            self._check_tag(node, "seq")
+        if node.id == "sequence":
             for i, item in enumerate(node.value):
                 name = item.value if isinstance(item.value, str) else str(i)
                 self.lines[*above, name] = item.start_mark.line + 1
             return [self.value(item, (*above, str(i))) for i, item in enumerate(node.value)]
-        self._check_tag(node, "map")
         value = {}
         for key_node, inner in node.value:
             key = self._key(key_node)
@@ -154,15 +148,15 @@ class _Reader:
     def _key(self, node: Any) -> str:
         if not isinstance(node.value, str):
             self.fail(node, "a list or mapping stands in the place of a key; write a name")
-        self._check_tag(node, "str")
+        self._check_tag(node)
         self._spend(node, values=0)
         if node.value == "<<":
             self.fail(node, "a merge key ('<<') is not understood; write 'extends:', or each key")
         return str(node.value)
 
-    def _check_tag(self, node: Any, kind: str) -> None:
+    def _check_tag(self, node: Any) -> None:
         """Refuse a node with a tag other than the default one of its kind."""
-        if node.tag != f"tag:yaml.org,2002:{kind}":
+        if node.tag != f"tag:yaml.org,2002:{self._TAGS[node.id]}":
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             self.fail(node, f"not valid YAML here: the tag {brief(tag)}; leave it out")
 

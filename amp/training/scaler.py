@@ -124,8 +124,8 @@ def read_state(state: Mapping[str, Any], path: str) -> ScalerState:
     # Steps are counted in float32, up to its largest exact number.
     good_steps = min(checks.count(state, "unskipped", path), LARGEST_STATE_COUNT)
     left = checks.count(state, "hysteresis_left", path) if "hysteresis_left" in state else None
-    overflows = min(checks.count(state, "overflows_in_a_row", path, default=0), LARGEST_STATE_COUNT)
-    return ScalerState(scale, good_steps, dynamic, left, overflows)
+    overflows = checks.count(state, "overflows_in_a_row", path) if "overflows_in_a_row" in state else 0
+    return ScalerState(scale, good_steps, dynamic, left, min(overflows, LARGEST_STATE_COUNT))
 
 
 class LossScaler:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import amp
-from amp.errors import AmpValueError
 from amp.numerics import lab
-from amp.outputs import check_output
 
 _HERE = Path(__file__).parent
 
@@ -35,10 +33,4 @@ def write(comparison: dict[str, Any], path: str | Path) -> Path:
         AmpValueError: the folder does not exist, the file cannot be written, or the path has a file of
             another kind.
     """
-    path = Path(path)
-    check_output(path, ".html")
-    try:
-        path.write_text(page(comparison), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
-    return path
+    return lab.write_page(Path(path), page(comparison))

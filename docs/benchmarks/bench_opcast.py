@@ -239,15 +239,15 @@ def main() -> None:
 
 {setting(torch.device("cpu"))}
 
-Microseconds a call on 8x8 tensors; conv2d 1x8x8x8 with 3x3. `reamp` and `torch.autocast` have FP32
-arguments and warm weight casts, in a forward and in a region; `plain` and `nothing to cast` arguments
-in the dtype that the op runs in, and are outside of both. Ratios are medians over rounds in which all
-took turns.
+Microseconds for a call on 8x8 tensors; conv2d on 1x8x8x8 with 3x3. `reamp` is called in a forward
+and `torch.autocast` in a region, with FP32 arguments and cached casts of weights. `plain` (torch's
+function) and `nothing to cast` (the patched one) are called outside of both, in the op's dtype. Ratios
+are medians over rounds in which all took turns.
 
 {ops}
 
-Milliseconds of process time a training step: a 6-layer transformer, d=128, 8x64 tokens, fused AdamW,
-with torch.amp.GradScaler beside O1's loss scale.
+Milliseconds of process time for a training step of a 6-layer transformer, d=128, 8x64 tokens, fused
+AdamW, with torch.amp.GradScaler beside O1's loss scale.
 
 {steps}
 """

@@ -418,7 +418,7 @@ def test_what_initialize_does_not_take(apex: Any) -> None:
     with pytest.raises(TypeError, match="argument 'combine_grad'; leave it out. It takes models, opt"):
         apex.amp.initialize(model, optimizer, combine_grad=True)
     wrapper = apex.fp16_utils.FP16_Optimizer(optimizer, verbose=False)
-    with pytest.raises(RuntimeError, match="Pass the SGD that it was made of to amp.initialize"):
+    with pytest.raises(RuntimeError, match="Pass the SGD inside it to amp.initialize"):
         apex.amp.initialize(model, wrapper)
     assert apex.amp.initialize(nn.Linear(2, 2), [], verbosity=0)[1] == []
 

@@ -352,7 +352,7 @@ def check_clipping_of_parts(rank: int, kind: str) -> None:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), FusedSGD, lr=0.1, max_grad_norm=1.0)
     else:
         optimizer, options = FusedAdam(part.parameters(), max_grad_norm=1.0), {"process_group": group}
-    with pytest.raises(amp.AmpError, match="max_grad_norm=1.0, and each rank has other parameters"):
+    with pytest.raises(amp.AmpError, match="max_grad_norm=1.0, and each rank has different parameters"):
         initialize(model, optimizer, "O1", **options)
     cut = shard(make())  # knows its ranks, however the group is called
     initialize(cut, FusedAdam(cut.parameters(), max_grad_norm=1.0), "O1", process_group=group)

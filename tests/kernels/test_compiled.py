@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +103,24 @@ def test_machine_code(target: str) -> None:
     if f"triton {triton.__version__}," in predict_kernels.ROWS.read_text():
         page = rows_of_the_page()[target]
         assert page == rows, "the rows are of other kernels: run `make predict`"
+
+
+OLDEST = os.environ.get("AMP_OLDEST_TRITON")
+"""The folder of the oldest Triton that is supported."""
+
+
+@pytest.mark.skipif(OLDEST is None, reason="needs AMP_OLDEST_TRITON")
+def test_machine_code_of_the_oldest_triton() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "code[sm_80]"],
+        env={**os.environ, "PYTHONPATH": str(OLDEST)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert "1 passed" in run.stdout
 
 
 def module_of(name: str, text: str, folder: Path) -> Any:

@@ -69,7 +69,7 @@ def test_gradients_overflow_by_their_format() -> None:
         ({"steps": 3, "overflows": [1, 3]}, ValueError, r"overflows=\[3\] are not among .* 0 to 2"),
         ({"steps": 3, "gradients": [1.0]}, ValueError, "there are gradients for 1 only"),
         ({"steps": 3, "init": 0}, ValueError, "init=0 must be a finite number above 0"),
-        ({"steps": 3, "grow": 2}, TypeError, "unexpected keyword argument 'grow'"),
+        ({"steps": 3, "grow": 2}, TypeError, "loss_scale has no key 'grow'; allowed: .*growth_factor"),
         ({"steps": 3, "fmt": "fp17"}, ValueError, "'fp17' is not a number format"),
     ],
 )
