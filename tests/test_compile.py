@@ -349,6 +349,7 @@ amp.get_session().close()
 """
 
 
+@pytest.mark.slow
 def test_initialize_resets_no_compiler_that_has_compiled_nothing() -> None:
     run(NOTHING_COMPILED)
 

@@ -39,13 +39,7 @@ def run(*arguments: Any, status: int = 0, **environment: str) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    "level",
-    [
-        "O1",
-        "O2",
-        pytest.param("O0", marks=pytest.mark.slow),
-        pytest.param("O3", marks=pytest.mark.slow),
-    ],
+    "level", ["O1", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O2", "O3"))]
 )
 def test_a_classifier(level: str) -> None:
     options = ["--keep-batchnorm-fp32", "True"] if level == "O3" else []
@@ -142,8 +136,7 @@ def numbers(line: str) -> list[float]:
     "scheduler",
     [
         "cosine",
-        "dev_perf",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inv_sqrt", "constant")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dev_perf", "inv_sqrt", "constant")),
     ],
 )
 def test_a_transformer_and_its_schedules(scheduler: str) -> None:
@@ -204,7 +197,7 @@ def test_a_scaler_object_of_image_models(options: list[str]) -> None:
     assert ema < first
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_the_amp_block_of_an_engine(tmp_path: Path, level: str) -> None:
     weights = []
     for enabled in (True, False):
@@ -220,7 +213,7 @@ def test_the_amp_block_of_an_engine(tmp_path: Path, level: str) -> None:
         torch.testing.assert_close(weight, weights[1][name], atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_a_precision_plugin(level: str) -> None:
     losses, rates = run(SCRIPTS / "plugin.py", level).stdout.splitlines()[-2:]
     first, _, last, _ = numbers(losses)
