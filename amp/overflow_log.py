@@ -1,4 +1,4 @@
-"""The observer that every session has: it logs overflows, and completes the scalers' records."""
+"""The observer of every session that logs overflows, and notes whose gradients were bad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of state dicts: the whole dict is checked before any of it is loaded.
+"""Checks of state dicts: the type, shape and range of each entry, before anything is loaded.
 
 A `load_state_dict` makes a `StateChecks`, reads every entry through it, calls `finish`, and then loads
 what it has read. The tensors that it has read are copies, which share no memory with the state dict,

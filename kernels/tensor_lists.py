@@ -1,4 +1,4 @@
-"""Lists of dense tensors that query addresses, sizes, dtypes and strides only once.
+"""Lists of dense tensors that query sizes and dtypes once, and where the tensors are at each step.
 
 A step goes through hundreds of tensors, and a GPU finishes it in the time that the host needs for a few
 queries of each. So the first function that looks at a list makes a `TensorList` of it, and later ones

@@ -1,4 +1,4 @@
-"""Caching casts of weights during a forward: in torch's cache, or in one of the thread's own.
+"""Who keeps the casts of weights in a forward: torch's cache, or one of the thread's own.
 
 torch has one cache for all threads, and empties it when any thread leaves an outermost region. Another
 thread that uses a weight twice would then cast it twice, and sum its gradients in another dtype. So

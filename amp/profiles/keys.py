@@ -1,7 +1,8 @@
-"""The keys of profiles and overrides, each defined in one place: a field of a dataclass.
+"""How a key of profiles is declared and parsed; each key is a field of a dataclass in another module.
 
-The field has the name, type, default and parser of the key, and the class's docstring explains it. The
-allowed keys of profiles and overrides, the parsing of values and the error messages come from there.
+The keys are the fields of `Properties`, `LossScaling` and `FP8Recipe`. A field has the name, type,
+default and parser of its key, and the class's docstring explains it. The allowed keys of profiles and
+overrides, the parsing of values and the error messages come from there.
 """
 
 import math

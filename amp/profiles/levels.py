@@ -1,4 +1,4 @@
-"""Resolving levels, aliases and a user's YAML files, with overrides on top, to properties.
+"""Resolving levels, aliases, a user's YAML and overrides to properties, and what fits together.
 
 A level is a file in `configs/` with its name, and its `aliases` are other names for it; there is no
 other list of levels. Properties are checked together, not one after another as in apex, so that a legal

@@ -4,7 +4,7 @@ enter    raises inside another block; unscales gradients of other scales; sets a
 leave    collects each optimizer's gradients, and raises if one cannot be unscaled; checks and unscales
          them; lets the ranks agree on an overflow; moves the scale
 delay    leaves gradients scaled, until a block at another scale or a step finishes the block
-abort    drops the gradients
+abort    drops the gradients of a block that raised; see `Gradients.abort`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's state dict before torch loads it: structure, settings, steps, and moments.
+"""Checks of an optimizer's state dict before torch loads it: groups, settings, numbers, moments.
 
 torch loads a wrong state dict as it is, and fails in the next step, or never.
 """

@@ -1,4 +1,4 @@
-"""The recent updates of a loss scaler, from copies of its state that reach the host asynchronously."""
+"""The recent updates of a loss scaler, its streaks of overflows, and the warning about endless ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write masters to the model: in a step, and after other code has changed them.
+"""When masters are written to the model, and which: in a step, and after other code has changed them.
 
 Other code is SAM's two steps, Schedule-Free's `eval`, averages. Methods of the optimizer, and of
 wrappers around it, are followed by a write-back. Any other change of a master shows in its version or
