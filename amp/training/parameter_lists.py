@@ -75,11 +75,14 @@ class ParameterLists:
 
     def now(self) -> ParameterLists:
         """Update the addresses of the masters and the model's parameters, and return these lists."""
-        if self.are_plain:
-            self.master_list, self.model_list = self.master_list.now(), self.model_list.now()
-        else:  # a DTensor may have another shard
-            self.master_list, self.model_list = _values_of(self.masters), _values_of(self.models)
+        self.master_list = self._now(self.master_list, self.masters)
+        self.model_list = self._now(self.model_list, self.models)
         return self
+
+    def _now(self, known: TensorList, tensors: Sequence[Tensor]) -> TensorList:
+        if self.are_plain or are_same(list(map(local, tensors)), known.tensors):
+            return known.now()
+        return _values_of(tensors)  # a DTensor has another shard
 
     def only(self, chosen: Sequence[bool]) -> ParameterLists:
         """Return the lists of the chosen masters alone; for the same masters, the same object again."""

@@ -113,12 +113,13 @@ def measure() -> dict[str, tuple[float, float]]:
     return of_forwards | of_functions
 
 
-def seconds_of_import(checkout: Path) -> float:
-    """Return milliseconds of `import amp` in a process that has imported torch."""
-    code = "import torch, time; a = time.perf_counter(); import amp; print(time.perf_counter() - a)"
+def microseconds_of_import(checkout: Path, what: str) -> float:
+    """Return the time of an import in a process that has imported torch."""
+    code = f"import torch, time; a = time.perf_counter(); {what}; print(time.perf_counter() - a)"
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-c", code]
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        command, env=environment, cwd=checkout, capture_output=True, text=True, check=True
     )
     return float(run.stdout) * 1e6
 
@@ -133,7 +134,9 @@ def served(checkout: Path) -> dict[str, tuple[float, float]]:
         text=True,
         check=True,
     )
-    return {"import amp": (seconds_of_import(checkout), 0.0), **json.loads(run.stdout)}
+    imports = ("import amp", "import amp; amp.initialize")
+    times = {what: (microseconds_of_import(checkout, what), 0.0) for what in imports}
+    return {**times, **json.loads(run.stdout)}
 
 
 def main() -> None:
