@@ -29,7 +29,7 @@ CYCLES = int(os.environ.get("AMP_LEAKS", "4"))
 LONG = 50
 RUNS = [pytest.param(x, CYCLES, marks=() if x in QUICK else pytest.mark.slow) for x in LEVELS]
 if CYCLES < LONG:
-    RUNS += [pytest.param(x, LONG, marks=pytest.mark.slow) for x in QUICK]
+    RUNS.append(pytest.param("O7", LONG, marks=pytest.mark.slow))
 SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 900, 2500
 """Blocks of memory, however many there are: what torch caches, and a scaler's last 256 transitions."""
 
