@@ -15,7 +15,7 @@ install: $(READY)  ## Make .venv with the tested versions
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev,docs,examples,integrations]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,examples,integrations]"
 	@touch $@
 
 demo: $(READY)  ## Train on real digits at every opt level: one table, one picture
