@@ -174,13 +174,14 @@ def reduce_largest(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) ->
     """
     if not groups or not tensors:
         return
-    together = torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
+    is_one = len(tensors) == 1  # the usual case, which needs no copies
+    together = tensors[0] if is_one else torch.cat([each.to(tensors[0].device) for each in tensors])
     for group in groups:
         _all_reduce(
             together, distributed.ReduceOp.MAX, group, "found_inf, whether there was an overflow"
         )
     parts = torch.split(together, [len(tensor) for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
+    for tensor, part in () if is_one else zip(tensors, parts, strict=True):
         tensor.copy_(part)
 
 

@@ -7,7 +7,6 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from amp.errors import AmpValueError
-from amp.fp16_utils.optimizer import attribute_of
 from amp.kernels.grad_mode import without_grad
 
 
@@ -186,8 +185,14 @@ class LARC:
             raise AttributeError(name)
         return getattr(self.optim, name)
 
-    param_groups = attribute_of("optim", "param_groups")
-    """The optimizer's groups."""
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        return self.optim.param_groups  # type: ignore[no-any-return]
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Adapt the gradients and step. The host does not wait for the device."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpRuntimeError, AmpTypeError, brief, truth_of
-from amp.fp16_utils.loss_scaler import LossScaler, backoff_of
+from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, backoff_of
 from amp.kernels.grad_mode import without_grad
 from amp.profiles.keys import SMALLEST_SCALE, parse_number
 from amp.session import Session
@@ -72,13 +72,13 @@ class MasterGroups:
     """The parameters of `fp32_from_fp32_groups`."""
 
 
-def attribute_of(holder: str, name: str) -> Any:
-    """Return a settable property: the attribute `name` of the object in the attribute `holder`."""
+def _shown(name: str) -> Any:
+    """Return a settable property of `FP16_Optimizer`: an attribute of the inner optimizer."""
 
-    def write(outer: Any, value: Any) -> None:
-        setattr(getattr(outer, holder), name, value)
+    def set_inside(outer: Any, value: Any) -> None:
+        setattr(outer.optimizer, name, value)
 
-    return property(operator.attrgetter(f"{holder}.{name}"), write)
+    return property(operator.attrgetter(f"optimizer.{name}"), set_inside)
 
 
 class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's name)
@@ -150,11 +150,11 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     # What it shows of the optimizer.
 
-    param_groups = attribute_of("optimizer", "param_groups")
+    param_groups = _shown("param_groups")
     """The optimizer's groups, of masters."""
-    state = attribute_of("optimizer", "state")
+    state = _shown("state")
     """The optimizer's state."""
-    defaults = attribute_of("optimizer", "defaults")
+    defaults = _shown("defaults")
     """The optimizer's defaults."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -324,8 +324,10 @@ def _as_state(scaler: Any) -> dict[str, Any]:
     """Return the state of a saved scaler; apex saved the object itself."""
     if isinstance(scaler, Mapping):
         return dict(scaler)
-    if isinstance(scaler, LossScaler):
+    if isinstance(scaler, DynamicLossScaler):
         return scaler._scaler.state_dict()
+    if isinstance(scaler, LossScaler):
+        return {"loss_scale": scaler.cur_scale, "unskipped": 0}
     if hasattr(scaler, "_loss_scale") and hasattr(scaler, "_unskipped"):
         return {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
     raise AmpTypeError(
