@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp
 from amp.numerics.memory import footprint
@@ -78,3 +79,35 @@ def test_each_rank_keeps_what_footprint_says(
     size: int, level: str, optimizer: str, options: dict[str, Any]
 ) -> None:
     world(size).run(check, level, optimizer, options)
+
+
+def trained(moves: bool) -> list[Tensor]:
+    """Train three steps; before the last one shards may move, and what they leave is overwritten."""
+    torch.manual_seed(0)
+    plan = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(4)}
+    model: Any = parallelize_module(network(), mesh("tensor"), plan)
+    optimizer: Any = FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    weights, masters, left = list(model.parameters()), list(amp.master_params(optimizer)), []
+    for step in range(3):
+        with amp.scale_loss(model(torch.ones(2, WIDTH)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        for tensor in (*weights, *masters) if moves and step == 2 else ():
+            old = tensor._local_tensor.detach()
+            tensor._local_tensor = old.clone()
+            left.append(old.fill_(7))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all((old == 7).all() for old in left), "something was written where a shard was"
+    result = [each._local_tensor.detach().clone() for each in (*weights, *masters)]
+    amp.get_session(optimizer).close()
+    assert weights[0] is not masters[0]
+    return result
+
+
+def check_moved_shards(rank: int) -> None:
+    assert all(map(torch.equal, trained(moves=True), trained(moves=False)))
+
+
+def test_shards_that_have_moved_are_stepped_where_they_are() -> None:
+    world(2).run(check_moved_shards)
