@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import amp
 from amp.numerics.memory import footprint
@@ -84,11 +89,15 @@ def test_each_rank_keeps_what_footprint_says(
 def trained(moves: bool) -> list[Tensor]:
     """Train three steps; before the last one shards may move, and what they leave is overwritten."""
     torch.manual_seed(0)
-    plan = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(4)}
+    plan: dict[str, ParallelStyle] = {
+        str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(4)
+    }
     model: Any = parallelize_module(network(), mesh("tensor"), plan)
     optimizer: Any = FusedAdam(model.parameters(), lr=1e-2)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    weights, masters, left = list(model.parameters()), list(amp.master_params(optimizer)), []
+    weights: list[Any] = list(model.parameters())
+    masters: list[Any] = list(amp.master_params(optimizer))
+    left = []
     for step in range(3):
         with amp.scale_loss(model(torch.ones(2, WIDTH)).square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
