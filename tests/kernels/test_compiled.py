@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slow
 
 KERNELS = Path(unscale.__file__).parent
 MOST_REGISTERS = 96
+IS_OLDEST = triton.__version__.startswith("3.6.")
+"""Whether this is the oldest Triton that is supported, with which a third of the cases is compiled."""
 
 
 def vector_accesses(case: Case, threads: int) -> tuple[int, int]:
@@ -89,14 +91,15 @@ def amd_shortcomings(case: Case, code: str) -> list[str]:
 def test_machine_code(target: str) -> None:
     """No spills, few registers, 128-bit accesses, and no bytes moved but those of the definition."""
     problems = {}
-    for name, case in CASES.items():
+    tested = dict(list(CASES.items())[::3]) if IS_OLDEST else CASES
+    for name, case in tested.items():
         found = shortcomings(case, target, listing_of(name, target))
-        if name == "adagrad bf16 + int16" and triton.__version__.startswith("3.6."):
+        if name == "adagrad bf16 + int16" and IS_OLDEST:
             found = [problem for problem in found if problem != "STACK 8"]  # for 64 registers, not 74
         if found:
             problems[name] = found
     assert not problems
-    cases = {name: case for name, case in CASES.items() if case.reads}
+    cases = {name: case for name, case in tested.items() if case.reads}
     rows = {name: predict_kernels.row(name, case, target) for name, case in cases.items()}
     moved = {name: cells[1] for name, cells in rows.items()}
     assert moved == {name: cells[2] for name, cells in rows.items()}
