@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -15,11 +16,18 @@ def covering(*axes: Iterable[Any], strength: int = 2, slow_strength: int = 2) ->
 
     Those that are not are a covering array: any values of `strength` different parameters are together
     in one of them, which is each pair of values for a strength of 2, and each value alone for 1. With
-    the others it is so for `slow_strength`.
+    the others it is so for `slow_strength`; of two axes a third of all pairs is there. With
+    `AMP_COVERING=all` there are all combinations.
     """
     values = [list(axis) for axis in axes]
-    fast = _covering_array([len(axis) for axis in values], strength)
-    chosen = fast | _covering_array([len(axis) for axis in values], min(slow_strength, len(values)))
+    sizes = [len(axis) for axis in values]
+    fast = _covering_array(sizes, strength)
+    if os.environ.get("AMP_COVERING") == "all":
+        chosen = set(itertools.product(*map(range, sizes)))
+    elif len(sizes) == 2:
+        chosen = fast | {c for c in itertools.product(*map(range, sizes)) if sum(c) % 3 == 0}
+    else:
+        chosen = fast | _covering_array(sizes, min(slow_strength, len(sizes)))
     return [
         pytest.param(
             *(axis[i] for axis, i in zip(values, c, strict=True)),

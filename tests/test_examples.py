@@ -292,7 +292,7 @@ def test_char_gpt_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O2"] if KILLS == 1 else ["O1", "O2", "O5"])
 def test_dcgan_resumes_exactly(level: str, tmp_path: Path) -> None:
     def run(name: str, steps: int) -> Any:
         files = ["--checkpoint", str(tmp_path / f"{name}.pt"), "--plot", str(tmp_path / f"{name}.png")]

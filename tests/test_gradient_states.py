@@ -59,7 +59,7 @@ def test_any_script(level: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_any_long_script(level: str) -> None:
-    run(level, examples=24, steps=40, shrink=True)
+    run(level, examples=16, steps=40, shrink=True)
 
 
 # What the machine has found in the library, or in a change that was made to try it, each alone.
