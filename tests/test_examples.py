@@ -276,9 +276,9 @@ def test_char_gpt_goes_on_after_a_rank_was_killed(kind: str, level: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_char_gpt_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """What two ranks began, four go on with in another wrapper, and come to what one process does."""
-    ways = (("ddp", 2, 6), ("fsdp2+tp", 4, 12))
+def test_char_gpt_resumes_in_another_wrapper(tmp_path: Path) -> None:
+    """What two ranks began, others go on with in another wrapper, and come to what one process does."""
+    ways = (("ddp", 2, 6), ("fsdp2+tp", 4, 12) if KILLS > 1 else ("fsdp2", 2, 12))
     common = ["--opt-level", "O5", "--checkpoint", tmp_path / "run", "--plot", tmp_path / "plot.png"]
     for kind, processes, steps in ways:
         printed = wait_for(torchrun(processes, "--parallel", kind, *common, steps=steps))

@@ -34,12 +34,12 @@ def is_long(params: dict[str, Any]) -> bool:
 def is_left_out(params: dict[str, Any]) -> bool:
     """Whether a case is of a rarer level, and of a wrapper or an optimizer that others are tested with.
 
-    Four processes take no rarer levels, and no plain SGD.
+    Four processes take no rarer levels, and fused optimizers alone.
     """
     wrap, optimizer = params.get("wrap"), params.get("optimizer")
     level = str(params.get("level", "O1")).split()[0].strip(",")
     is_rare, takes_four = level not in ("O1", "O2", "O5"), SIZES.get(str(wrap)) == 4
-    if takes_four and (is_rare or optimizer == "sgd"):
+    if takes_four and (is_rare or optimizer in ("adamw", "sgd")):
         return True
     return is_rare and wrap in SIZES and optimizer in ("adamw", "sgd")
 

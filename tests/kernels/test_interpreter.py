@@ -28,7 +28,7 @@ FILES = {
     "training": {
         "test_bad_steps.py": 10,
         "test_changes_between_steps.py": 20,
-        "test_host_sync.py": 40,
+        "test_host_sync.py": 30,
         "test_moved_memory.py": 50,
     },
 }

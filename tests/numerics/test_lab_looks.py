@@ -59,8 +59,7 @@ STATES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (768, "light"), (1280, "light")])
 def test_nothing_collides_and_nothing_is_cut(page: Page, width: int, scheme: str) -> None:
     page.look(width, scheme)
     for state in STATES:
