@@ -88,7 +88,7 @@ FUSED: dict[str, Any] = {  # torch 2.11's fused Adagrad waits by itself
     "FusedLion": lambda params: FusedLion(params, lr=0.01),
 }
 
-COUNTED = [kind for kind in FUSED if kind.startswith("Fused") is INTERPRETED]
+COUNTED = [kind for kind in FUSED if INTERPRETED or not kind.startswith("Fused")]
 """In plain torch our fused optimizers look at tensors that are the host's anyway."""
 
 
