@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.distributed import ProcessGroup, groups_of_meshes, without_contained
+from amp.casting.sharded import is_of_fsdp1
+from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_contained
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, warn
 from amp.lazy import kernels
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -126,7 +127,7 @@ def check_optimizers(
     process_groups: Sequence[ProcessGroup] = (),
 ) -> None:
     """Raise AmpRuntimeError for an optimizer that cannot train these models by this profile."""
-    _check_owns(models, optimizers)
+    _check_owns(models, optimizers, bool(properties.master_weights))
     process_groups = [group for group in process_groups if torch.distributed.get_world_size(group) > 1]
     for i, optimizer in enumerate(map(innermost, optimizers)):
         kind = type(optimizer)
@@ -154,16 +155,27 @@ def check_optimizers(
             )
 
 
-def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-    """Raise AmpRuntimeError if no parameter of the optimizers belongs to one of the models."""
-    have = {id(parameter) for model in models for parameter in model.parameters()}
+def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any], has_masters: bool) -> None:
+    """Raise AmpRuntimeError, or warn, if no parameter of the optimizers belongs to one of the models.
+
+    Parameters of `torch.func.stack_module_state`, for `functional_call`, belong to none. They need no
+    masters at levels that do not cast the model.
+    """
+    parameters = list(chain.from_iterable(model.parameters() for model in models))
+    have = set(map(id, parameters))
     groups = [group for optimizer in map(innermost, optimizers) for group in optimizer.param_groups]
-    if have and groups and not any(id(p) in have for group in groups for p in group["params"]):
+    if not have or not groups or any(id(p) in have for group in groups for p in group["params"]):
+        return
+    if has_masters or any(is_sharded(p) or is_of_fsdp1(p) for p in parameters):
         raise AmpRuntimeError(
             "no parameter of the optimizers belongs to the models, so nothing would be trained. "
             "fully_shard, parallelize_module and similar functions replace a model's parameters: call "
             "them first, then make the optimizer of model.parameters(), then call amp.initialize"
         )
+    warn(
+        "no parameter of the optimizers belongs to the models. Unless the model is called with them by "
+        "torch.func.functional_call, nothing is trained: make the optimizer of model.parameters()"
+    )
 
 
 def _is_spread(optimizer: Any, process_groups: Sequence[ProcessGroup]) -> bool:

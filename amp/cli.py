@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import amp
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     script, status = None, 0
+    if sys.stdout is None:  # closed, as under some daemons
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the process)
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from amp import distributed
-from amp.masters.parameter import store_grads, stored_grad
+from amp.masters.grads import store_grads
 from amp.patching import Patch, Patches, around
 from amp.training.attachment import AttachedOptimizer
 from amp.training.gradients import State
@@ -111,7 +111,7 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
 @contextmanager
 def _some_gradient(attached: AttachedOptimizer) -> Iterator[None]:
     """Let torch see a gradient of an optimizer in the block, so that it does no step for a state."""
-    without = [p for p in attached.gradients.lists.stepped if stored_grad(p) is None][:1]
+    without = [p for p in attached.gradients.lists.stepped if p.grad is None][:1]
     store_grads(without, list(map(torch.zeros_like, without)))
     try:
         yield

@@ -43,6 +43,10 @@ class AmpIndexError(AmpError, IndexError):
     """A `loss_id` for which there is no loss scaler."""
 
 
+class AmpAttributeError(AmpError, AttributeError):
+    """An attribute that an object of this library does not have."""
+
+
 class AmpAssertionError(AmpError, AssertionError):
     """A situation in which apex or torch.amp has a failing assertion."""
 

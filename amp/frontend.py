@@ -259,7 +259,10 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         AttributeError: `optimizer` has no `param_groups`. It is raised when the first parameter is
             asked for, not by the call.
     """
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    if (attached := AttachedOptimizer.of(optimizer)) is not None:
+        attached.agree()
+    for group in groups:
         yield from group["params"]
 
 

@@ -218,7 +218,7 @@ class GradScaler(_TorchInternals):
         max_scale: float | None = None,
         hysteresis: int = 1,
     ) -> None:
-        self._device = torch.device(device).type  # type: ignore[arg-type]
+        self._device = _device_type(device)
         self._enabled = truth_of("enabled", enabled)
         if self._enabled and self._device == "cuda" and not torch.cuda.is_available():
             warn(
@@ -463,6 +463,15 @@ def _scaled(scale: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
         return type(outputs)(*scaled)
     return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+
+def _device_type(device: Any) -> str:
+    try:
+        return torch.device(device).type
+    except (ValueError, OverflowError) as error:
+        raise AmpValueError(
+            f"device={brief(device)} is not a device: {error}. Give its type, such as 'cuda' or 'cpu'"
+        ) from None
 
 
 def _configured(config: LossScaling, **changes: Any) -> LossScaling:

@@ -1,9 +1,9 @@
 """Replacing functions so that they can be given back, in whatever order their owners leave.
 
 Several owners may patch the same function and close in any order. The first one puts a `_Site` there,
-which remembers the original, and each owner has one layer on it. There are two kinds of layers. Those
-of one kind replace each other; those of owners that are `over` others are put on the newest of these.
-When the last layer goes, the attribute is the original object again.
+which remembers the original, and each owner has one layer on it. Layers of owners with the same order
+replace each other; those of a higher order are put on the newest one below. When the last layer goes,
+the attribute is the original object again.
 
 What is shown in a function's place has its name, module, signature and docstring, pickles as it does,
 and `inspect.unwrap` leads to the original.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import threading
@@ -93,9 +94,11 @@ class _Site:
     def show(self) -> None:
         """Put what the layers make of the original, or else the original, where callers look."""
         base = shown = self.original
-        for layer in sorted(self.layers, key=lambda layer: layer.owner.is_over):
-            shown = layer.on(base if layer.owner.is_over else self.original, self)
-            base = base if layer.owner.is_over else shown
+        by_order = sorted(self.layers, key=lambda layer: layer.owner.order)
+        for _, alike in itertools.groupby(by_order, key=lambda layer: layer.owner.order):
+            for layer in alike:  # the newest one counts
+                shown = layer.on(base, self)
+            base = shown
         changes = []
         for target, attribute in self._places.values():
             new = shown if self.layers else attribute
@@ -135,11 +138,12 @@ class Patches(AbstractContextManager["Patches"]):
     """The functions that one owner has replaced. A context manager; `undo` is idempotent.
 
     Args:
-        is_over: whether its layers are put on those of owners that are not, instead of the original.
+        order: its layers are put on the newest ones of owners with a lower order, and take the place of
+            those with the same order.
     """
 
-    def __init__(self, is_over: bool = False) -> None:
-        self.is_over = is_over
+    def __init__(self, order: int = 0) -> None:
+        self.order = order
         self._sites: list[_Site] = []
 
     def wrap(self, target: Any, name: str, make: Make, *others: Any) -> Any:

@@ -113,8 +113,8 @@ class Session:
             ]
         self.models: list[weakref.ref[nn.Module]] = []
         self.attached: list[AttachedOptimizer] = []
-        kind = self.properties.master_weights
-        self.masters = LeanMasterWeights(kind) if isinstance(kind, str) else MasterWeights()
+        lean = self.properties.master_weights
+        self.masters = LeanMasterWeights(lean) if isinstance(lean, str) else MasterWeights()
         self.strategies = strategies_for(self.properties)
         by_op = next((x for x in self.strategies if isinstance(x, CastOps)), None)
         self.casts: CastOps | active.NoCasts = by_op or active.NoCasts()
@@ -128,9 +128,8 @@ class Session:
             self.observers.insert(0, Armed(self))
         self.undo = Undo()
         if self.properties.enabled:
-            self.log(
-                logging.INFO, "opt_level %s resolves to\n%s", opt_level, self.properties.describe()
-            )
+            text = self.properties.describe()
+            self.log(logging.INFO, "opt_level %s resolves to\n%s", opt_level, text)
 
     # Set up and tear down.
 
@@ -190,9 +189,11 @@ class Session:
     def _close(self) -> None:
         active.remove(self)
         self.casts.stop()
-        for observer in watching(self.observers):
-            observer.session_ends(self)
-        self.undo.close()
+        for each in watching(self.observers):
+            each.session_ends(self)
+        with torch.inference_mode(False):  # weights that are cast in it could not be trained
+            self.undo.close()
+            self.masters.forget_casts()
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -208,12 +209,12 @@ class Session:
 
     # Training.
 
-    def before_forward(self) -> None:
+    def before_forward(self, is_training: bool = True) -> None:
         """Prepare the forward of a model; a hook of the model calls this. No host sync."""
         if self.casts.live and not forwards.is_in_one():
             active.activate(self.casts)
         for attached in self.attached if self.properties.master_weights else ():
-            attached.write_back.before_forward()
+            attached.write_back.before_forward(is_training)
 
     def scale_loss(
         self,

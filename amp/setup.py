@@ -20,6 +20,7 @@ from amp.errors import AmpRuntimeError, warn
 from amp.masters import averages
 from amp.masters.state_dicts import install_hooks
 from amp.patching import Patches
+from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import synchronization
 from amp.training.attachment import AttachedOptimizer
 from amp.training.clipping import patch_clipping
@@ -93,13 +94,15 @@ class Setup:
         self._undo.always(averages.forget_averages)
         self._undo.always(patches.undo)
         history = session.amax_history
-        finds_gradients = properties.master_weights or not session.scalers[0].is_identity
-        if finds_gradients:
-            patch_clipping(self._undo, bool(properties.master_weights))
-        if finds_gradients or (history is not None and history.recipe.reduce_amax):
+        is_scaled, has_masters = not session.scalers[0].is_identity, bool(properties.master_weights)
+        if is_scaled or (has_masters and not HAS_GRAD_DTYPE):
+            patch_clipping(self._undo, has_masters)
+        if is_scaled or has_masters or (history is not None and history.recipe.reduce_amax):
             patches.install(synchronization.PATCHES)
         if properties.has_half:
-            patches.install(averages.PATCHES)
+            over_casts = Patches(order=1)  # which would read rounded weights
+            self._undo.always(over_casts.undo)
+            over_casts.install(averages.PATCHES)
         if properties.master_weights and dcp.is_in_use():
             patches.install(dcp.PATCHES)
 
@@ -174,7 +177,7 @@ class _BeforeForward:
 
     def __call__(self, module: nn.Module, args: object) -> None:
         if self._session is not None and not torch.compiler.is_compiling():
-            self._session.before_forward()
+            self._session.before_forward(module.training)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _BeforeForward, ()

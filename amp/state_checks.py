@@ -276,7 +276,8 @@ def all_or_nothing(optimizer: Any) -> Iterator[None]:
         for mapping, entries in state:
             mapping.clear()
             mapping.update(entries)
-        if isinstance(error, AmpError) or not isinstance(error, Exception):
+        out_of_memory = (MemoryError, torch.OutOfMemoryError)  # of which the state dict is not guilty
+        if isinstance(error, (AmpError, *out_of_memory)) or not isinstance(error, Exception):
             raise
         raise AmpValueError(
             f"{type(optimizer).__name__} cannot load this state dict: {type(error).__name__}: {error}. "

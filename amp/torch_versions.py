@@ -23,6 +23,10 @@ CASTS_LOSE_GRADIENTS = VERSION < (2, 13) and _casts_lose_gradients()
 gradient is needed, as torch 2.10 does. From torch 2.13 on it never does."""
 
 
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""Whether a 16-bit parameter can have a gradient in FP32, as from torch 2.10 on."""
+
+
 def accelerator_type() -> str | None:
     """Return the type of the accelerator that torch is built for, or None."""
     try:

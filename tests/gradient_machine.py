@@ -24,7 +24,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import amp
 from amp.errors import AmpRuntimeError
-from amp.masters.parameter import stored_grad
 from amp.training import gradients
 from tests import gradient_oracle as oracle
 from tests.gradient_harness import LATE, TWIN_OF, Model, Stage, compare, state_of, wide
@@ -148,7 +147,7 @@ class Actions(Stage):
             expected.abort()
             return
         assert plan.fails is None
-        if plan.delay:
+        if plan.delay and not scale.is_one:
             expected.delay()
         else:
             expected.leave(update=not plan.waits)
@@ -204,8 +203,6 @@ class Actions(Stage):
 
     def look_at(self, i: int) -> dict[str, Any]:
         """Compare the `.grad` that shows a total with the oracle's; return what has it, by name."""
-        if self.shows_used[i]:
-            self.drop_used(i)
         expected = self.expected[i]
         stepped = self.stepped(i)
         is_scaled = expected.open or expected.delayed
@@ -213,7 +210,7 @@ class Actions(Stage):
         for name in names:
             total = expected.gradients[name].total
             compare(stepped[name].grad, total, f"the gradient of {name}", self.tolerance(i))
-            expected.is_held = expected.is_held and not expected.gradients[name].has_master
+            expected.is_held = None if expected.gradients[name].has_master else expected.is_held
         return {name: stepped[name] for name in names}
 
     def zero_grad(self, i: int, set_to_none: bool) -> None:
@@ -226,7 +223,7 @@ class Actions(Stage):
     def ahead(self, i: int) -> oracle.Optimizer:
         """Return what a step of an optimizer finds, and leave what is expected as it is."""
         expected = copy.deepcopy(self.expected)[i]
-        expected.prepare_step()
+        expected.finish_delayed()
         return expected
 
     def can_step(self, i: int) -> bool:
@@ -239,7 +236,8 @@ class Actions(Stage):
         if not self.can_step(i):
             return
         expected = self.expected[i]
-        expected.prepare_step()
+        expected.finish_delayed()
+        expected.look_at_verdicts()
         before = self.snapshot(i)
         self.optimizers[i].step()
         if expected.must_skip:
@@ -249,22 +247,11 @@ class Actions(Stage):
         self.note_step(i)
 
     def note_step(self, i: int) -> None:
-        """Expect that the masters' gradients are used. A forward follows every other step at once."""
+        """Expect that the gradients are used. A forward follows every other step at once."""
         self.expected[i].stepped()
         self.steps_taken += 1
         if self.steps_taken % 2:
-            self.drop_used(i)
-        else:
-            self.shows_used[i] = True
-
-    def drop_used(self, i: int) -> None:
-        """Run a forward, before which the gradients go that were stepped on."""
-        self.model({"shift": torch.zeros(2)})
-        self.shows_used = [False, False]
-        for name, stepped in self.stepped(i).items():
-            gradient = self.expected[i].gradients[name]
-            if gradient.has_master and gradient.total is None:
-                assert stored_grad(stepped) is None, name
+            self.model({"shift": torch.zeros(2)})
 
     def snapshot(self, i: int) -> dict[str, Tensor]:
         """Return copies of what an optimizer steps, and of its state."""
@@ -344,7 +331,7 @@ class Script(Actions):
             return
         self.model(given).backward()
         for name, gradient in given.items():
-            self.expected[i].gradients[name].add_stray(gradient)
+            self.expected[i].add(name, gradient)
 
     @rule(i=WHICH)
     def look(self, i: int) -> None:
@@ -361,22 +348,22 @@ class Script(Actions):
                 stepped.grad.mul_(factor)
             elif stepped.grad is not None:
                 stepped.grad = stepped.grad * factor
+                self.expected[i].is_assigned = True
             self.expected[i].gradients[name].change(lambda total: total * factor)
 
     @rule(i=WHICH, number=st.integers(0, 2))
     def drop_one(self, i: int, number: int) -> None:
         """Delete the gradient of one parameter, unseen."""
-        if self.shows_used[i]:
-            self.drop_used(i)
         expected = self.expected[i]
         name = list(expected.gradients)[number % len(expected.gradients)]
         gradient = expected.gradients[name]
         if gradient.has_master:
-            expected.is_held = False
+            expected.is_held = None
         elif expected.delayed is not None:
             return
         self.stepped(i)[name].grad = None
         gradient.total = None
+        list(amp.master_params(self.optimizers[i]))  # lets the model's parameter follow
 
     @rule(i=WHICH, by_norm=st.booleans())
     def clip(self, i: int, by_norm: bool) -> None:
@@ -385,13 +372,13 @@ class Script(Actions):
         if not expected.is_finite:
             return
         session = amp.get_session()
-        is_patched = session.properties.master_weights or not session.scalers[0].is_identity
+        is_patched = not session.scalers[0].is_identity
         sharing = [x for x in self.expected if x.gradients.keys() & expected.gradients.keys()]
         if not is_patched and any(gradients.State.DELAYED in other.states for other in sharing):
             return  # torch's function finishes no block
         clip_grad_norm_(amp.master_params(self.optimizers[i]), math.inf)
         for other in sharing:
-            other.prepare_step()
+            other.finish_delayed()
         totals = [g.total for g in expected.gradients.values() if g.total is not None]
         if not totals:
             return
@@ -414,7 +401,7 @@ class Script(Actions):
 
     @rule()
     def clear_model(self) -> None:
-        """Call `model.zero_grad()`, which leaves what masters have."""
+        """Call `model.zero_grad()`."""
         self.model.zero_grad()
         for expected in self.expected:
             expected.zero_grad_of_model()
@@ -449,7 +436,8 @@ class Script(Actions):
         expected = self.expected[i]
         if not self.can_step(i) or (self.ahead(i).must_skip and not expected.holds):
             return  # the host skips it before the hook is called
-        expected.prepare_step()
+        expected.finish_delayed()
+        expected.look_at_verdicts()
         before = self.snapshot(i)
         handle = self.optimizers[i].register_step_pre_hook(fail)
         with pytest.raises(Planned):
@@ -481,8 +469,9 @@ class Script(Actions):
                 self.optimizers[i].step(closure)
             return
         self.optimizers[i].step(closure)
-        expected.prepare_step()
+        expected.finish_delayed()
         assert not expected.must_skip
+        expected.verdicts = []  # which the step has used for each evaluation
         self.compare_with_twin(i)
         self.note_step(i)
 
@@ -504,6 +493,7 @@ class Script(Actions):
         amp.get_session().load_state_dict(state)
         for i, expected in enumerate(self.expected):
             expected.zero_grad(set_to_none=True)
+            expected.cleared = []
             self.is_inexact[i] = False
             self.twins[i].follow(self.optimizers[i])
             assert_same(self.snapshot(i), before[i])

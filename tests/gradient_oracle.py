@@ -1,7 +1,7 @@
 """What the gradients, verdicts and scales of a training loop must be, in plain FP64.
 
 Written from docs/gradients.md and from the table of `amp/training/gradients.py`. Gradients are kept
-unscaled, and it notes which of them are settled, of the newest block, or left by a stray backward.
+unscaled, and it notes which of them are of the newest block.
 """
 
 from __future__ import annotations
@@ -69,34 +69,25 @@ class Gradient:
         has_master: whether the optimizer steps a master of the parameter.
         total: what earlier blocks have left.
         newest: what the open block, or delayed ones, have made.
-        stray: what a backward outside of any block has left in a 16-bit parameter.
     """
 
     has_master: bool
     total: Tensor | None = None
     newest: Tensor | None = None
-    stray: Tensor | None = None
 
     @property
     def parts(self) -> list[Tensor]:
         """Those that are there."""
-        return [part for part in (self.total, self.newest, self.stray) if part is not None]
+        return [part for part in (self.total, self.newest) if part is not None]
 
     def change(self, by: Callable[[Tensor], Tensor]) -> None:
         """Change the total, as a script does through `.grad`."""
         if self.total is not None:
             self.total = by(self.total)
 
-    def add_stray(self, gradient: Tensor) -> None:
+    def add(self, gradient: Tensor) -> None:
         """Add what backward has made outside of any block."""
-        if self.has_master:
-            self.stray = total_of(self.stray, gradient)
-        else:
-            self.total = total_of(self.total, gradient)
-
-    def gather_stray(self) -> None:
-        """Add it to the total."""
-        self.total, self.stray = total_of(self.total, self.stray), None
+        self.total = total_of(self.total, gradient)
 
 
 @dataclass(eq=False)
@@ -106,7 +97,10 @@ class Optimizer:
     Attributes:
         holds: whether it takes scaled gradients of masters.
         gradients: by the name of the parameter.
-        verdicts: whether each check since the last step has found an overflow.
+        verdicts: whether the checks have found an overflow in the gradients that are there.
+        cleared: the same of gradients that were cleared since the last step.
+        used: how many of the verdicts the last step has gone by.
+        is_assigned: whether a gradient was assigned since then, or made outside of any block.
         open: the block that it is inside.
         delayed: the block that left its gradients scaled.
         is_held: whether gradients of masters wait scaled; None where the table leaves it open.
@@ -115,6 +109,9 @@ class Optimizer:
     holds: bool
     gradients: dict[str, Gradient] = field(default_factory=dict)
     verdicts: list[bool] = field(default_factory=list)
+    cleared: list[bool] = field(default_factory=list)
+    is_assigned: bool = False
+    used: int = 0
     open: Block | None = None
     delayed: Block | None = None
     is_held: bool | None = False
@@ -128,7 +125,7 @@ class Optimizer:
     def must_skip(self) -> bool:
         """Whether a step now must do nothing."""
         assert self.delayed is None
-        return any(self.verdicts)
+        return any(self.verdicts) or (self.is_assigned and any(self.cleared))
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -147,9 +144,8 @@ class Optimizer:
         newest = gradient.newest
         if newest is not None and block is not None:
             newest = newest * block.scale_of_loss
-        if gradient.has_master:
-            return total_of(gradient.stray, newest)
-        return total_of(None if block and not block.scale.is_one else gradient.total, newest)
+        is_hidden = block is not None and (gradient.has_master or not block.scale.is_one)
+        return total_of(None if is_hidden else gradient.total, newest)
 
     def masters(self) -> list[Gradient]:
         """Return the gradients of masters."""
@@ -160,57 +156,57 @@ class Optimizer:
         if self.delayed is not None:
             self.delayed.finish()
 
-    def gather_strays(self) -> None:
-        """Add them to the totals; a master's gradient is looked at for that."""
-        if any(gradient.stray is not None for gradient in self.masters()):
-            self.is_held = False
-        for gradient in self.gradients.values():
-            gradient.gather_stray()
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add what backward has made outside of any block: to what is there, or a new gradient."""
+        self.is_assigned |= self.gradients[name].total is None
+        self.gradients[name].add(gradient)
+        self.is_held = None
 
-    def prepare_step(self) -> None:
-        """Bring everything together that is to be stepped."""
-        self.finish_delayed()
-        self.gather_strays()
+    def clear_verdicts(self) -> None:
+        """The gradients that they are about are gone."""
+        self.cleared = [*self.cleared, *self.verdicts[self.used :]]
+        self.verdicts, self.used, self.is_assigned = [], 0, False
+
+    def look_at_verdicts(self) -> None:
+        """A gradient that was assigned may come from a block whose gradients were cleared."""
+        if self.is_assigned:
+            self.verdicts, self.cleared = [*self.cleared, *self.verdicts], []
 
     def zero_grad_of_model(self) -> None:
         """Clear what lies in the model's `.grad`."""
         block = self.open or self.delayed
         for gradient in self.gradients.values():
-            gradient.newest = gradient.stray = None
-            if not gradient.has_master and (block is None or block.scale.is_one):
+            gradient.newest = None
+            if block is None or (block.scale.is_one and not gradient.has_master):
                 gradient.total = None
+        self.is_held = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear everything, and what checks found."""
         for gradient in self.gradients.values():
-            total, of_model = gradient.total, total_of(gradient.newest, gradient.stray)
-            if not gradient.has_master:
-                total, of_model = None, total_of(total, of_model)
-            total, of_model = [
+            total, newest = [
                 None if set_to_none or part is None else torch.zeros_like(part)
-                for part in (total, of_model)
+                for part in (gradient.total, gradient.newest)
             ]
-            gradient.total = gradient.newest = gradient.stray = None
-            if self.open is not None:
-                gradient.total, gradient.newest = total, of_model
-            elif gradient.has_master:
-                gradient.total, gradient.stray = total, of_model
-            else:
-                gradient.total = of_model
-        self.verdicts, self.delayed, self.is_held = [], None, False
+            if not gradient.has_master:  # backward adds to where the zeros are
+                total, newest = None, total_of(total, newest)
+            gradient.total, gradient.newest = total, newest
+            if self.open is None:
+                gradient.total, gradient.newest = total_of(total, newest), None
+        self.clear_verdicts()
+        self.delayed, self.is_held = None, None if self.is_held else False
 
     def stepped(self) -> None:
-        """The step was taken or skipped: masters' gradients are used and dropped."""
-        for gradient in self.masters():
-            gradient.total = None
-        self.verdicts, self.is_held = [], False
+        """The step was taken or skipped; gradients stay."""
+        self.cleared, self.is_assigned, self.is_held = [], False, None
+        self.used = len(self.verdicts)
 
     def settle(self, overflow: bool | None) -> None:
         """Add newest to the totals: the block is left."""
         new = [gradient for gradient in self.masters() if gradient.newest is not None]
         if self.holds and new:
             settled = any(gradient.total is not None for gradient in self.masters())
-            self.is_held = True if not settled else (False if self.is_held is False else None)
+            self.is_held = True if not settled and self.is_held is not None else None
         for gradient in self.gradients.values():
             gradient.total, gradient.newest = total_of(gradient.total, gradient.newest), None
         if overflow is not None:
@@ -230,9 +226,7 @@ class Block:
         for optimizer in self.optimizers:
             optimizer.open = self
             if not any(gradient.parts for gradient in optimizer.gradients.values()):
-                optimizer.verdicts = []  # what overflowed was cleared by hand
-            if optimizer.delayed is None:
-                optimizer.gather_strays()
+                optimizer.clear_verdicts()  # what overflowed was cleared by hand
 
     def _finish_other_scale(self, optimizer: Optimizer) -> bool:
         delayed = optimizer.delayed
@@ -284,5 +278,5 @@ class Block:
                 continue
             for gradient in optimizer.gradients.values():
                 if self.scale.is_one and gradient.newest is not None:
-                    gradient.add_stray(gradient.newest)
+                    gradient.add(gradient.newest)
                 gradient.newest = None

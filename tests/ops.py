@@ -105,6 +105,11 @@ def half_rows() -> Iterator[Row]:
         yield from rows("half", "F", f"conv{n}d", x, randn(3, 4, *[3] * n), padding="same")
         yield from rows("half", "tF", f"conv_transpose{n}d", x, randn(4, 3, *[2] * n))
     yield from rows("half", "tF", "conv_tbc", randn(5, 2, 4), randn(3, 4, 4), V)
+    convolution = (IMAGE, randn(3, 4, 2, 2), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    yield from rows("half", "t", "convolution", *convolution)
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+    yield from rows("half", "F", "grouped_mm", randn(16, 16), randn(2, 16, 16), offs=ends)
+    yield from rows("half", "t", "_grouped_mm", randn(16, 16), randn(2, 16, 16), offs=ends)
     yield from rows("half", "F", "linear", X, Y, V)
     yield from rows("half", "ttT", "prelu", X, V[:1])
     yield from rows("half", "F", "prelu", X, V[:1])
@@ -280,6 +285,8 @@ def cpu_rows() -> Iterator[Row]:
     yield from rows("float", "t", "polar", UNIT, X)
     yield from rows("float", "t", "view_as_complex", randn(4, 2))
     yield from rows("float", "t", "fake_quantize_per_tensor_affine", X, 0.1, 0, -128, 127)
+    of_channels = torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int32)
+    yield from rows("float", "t", "fake_quantize_per_channel_affine", X, *of_channels, 0, -128, 127)
     for name in ("cond", "matrix_rank", "cholesky", "cholesky_ex", "svd", "svdvals", "eig", "eigvals"):
         yield from rows("float", "L", name, SPD)
     for name in ("eigh", "eigvalsh", "inv", "inv_ex", "qr", "pinv"):
@@ -380,7 +387,6 @@ INTERNAL = {
     "_cudnn_rnn",  # in torch's builds for CUDA
     "cudnn_convolution",
     "cudnn_convolution_transpose",
-    "convolution",  # what conv1d and the others call, and compiled code of Inductor
     "mkldnn_rnn_layer",
     "multilabel_margin_loss_forward",
     "binary_cross_entropy",  # banned: a test of its own

@@ -113,6 +113,7 @@ def test_clipping_inside_a_block_is_as_good_at_a_scale_of_one(level: str) -> Non
     assert update_of(model, optimizer).norm() == pytest.approx(0.1, rel=0.01)
 
 
+@pytest.mark.usefixtures("before_torch_2_10")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_norm_of_gradients_that_are_in_masters_warns(optimizer: str) -> None:
     model, made, x = problem("O2", optimizer)
@@ -126,6 +127,7 @@ def test_a_norm_of_gradients_that_are_in_masters_warns(optimizer: str) -> None:
     assert get([torch.ones(4)]) == 2  # of something else
 
 
+@pytest.mark.usefixtures("before_torch_2_10")
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -141,6 +143,7 @@ def test_parameters_that_are_chosen_by_their_gradients_warn(
         getattr(torch.nn.utils, name)([p for p in model.parameters() if p.grad is not None], 1.0)
 
 
+@pytest.mark.usefixtures("before_torch_2_10")
 def test_no_parameters_at_all_warn_where_all_gradients_are_in_masters() -> None:
     model, optimizer, x = problem("O5")
     backward(model, optimizer, x)
@@ -196,8 +199,8 @@ def importer() -> Iterator[ModuleType]:
 
 def test_names_are_given_back(importer: Any) -> None:
     original = torch.nn.utils.clip_grad_norm_
-    _, first, _ = problem("O5")
-    _, second, _ = problem("O5")
+    _, first, _ = problem("O2")
+    _, second, _ = problem("O2")
     assert importer.clip is torch.nn.utils.clip_grad_norm_ is not original
     amp.get_session(first).close()
     assert importer.clip is torch.nn.utils.clip_grad_norm_ is not original

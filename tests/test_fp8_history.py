@@ -399,10 +399,8 @@ def test_two_loss_scales_at_a_time() -> None:
                 scaled_loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
-            gradient = models[0][0].weight.grad
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        assert gradient is None  # masters have it
         found.append(history().amaxes[1].clone())
         amp.get_session().close()
     assert torch.equal(*found)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import amp
-from amp.training import gradients
+from amp.training import verdicts
 from amp.training.attachment import AttachedOptimizer
 
 
@@ -15,7 +15,7 @@ from amp.training.attachment import AttachedOptimizer
 def test_what_checks_have_found_does_not_pile_up(
     monkeypatch: pytest.MonkeyPatch, overflows_at: int | None
 ) -> None:
-    monkeypatch.setattr(gradients, "MOST_VERDICTS", 8)
+    monkeypatch.setattr(verdicts, "MOST_VERDICTS", 8)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -26,7 +26,7 @@ def test_what_checks_have_found_does_not_pile_up(
         loss = model(torch.ones(1, 2)).sum() * (math.inf if i == overflows_at else 1e-3)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        assert len(attached.gradients.verdicts) <= 8
+        assert len(attached.gradients.verdicts.of_gradients) <= 8
         if i == overflows_at:  # its gradients go, and the step is to be skipped all the same
             model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
     optimizer.step()

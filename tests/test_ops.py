@@ -175,12 +175,19 @@ OF_ONE_DTYPE = ("torch.rnn", "torch._VF", "torch.gru", "torch.lstm")
 """Functions that need all their arguments in one dtype, which they are not if only some are FP64."""
 
 
+NOT_IN_FP64 = {
+    "torch.nn.functional.grouped_mm",
+    "torch._grouped_mm",
+    "torch.fake_quantize_per_channel_affine",
+}
+
+
 @pytest.mark.parametrize(
     "row",
     [
         row
         for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE)
-        if not row.op.startswith(OF_ONE_DTYPE) and "mkldnn" not in row.op
+        if not row.op.startswith(OF_ONE_DTYPE) and "mkldnn" not in row.op and row.op not in NOT_IN_FP64
     ],
     ids=str,
 )
@@ -216,6 +223,7 @@ def test_every_rule_has_a_row() -> None:
         "torch.nn.functional.upsample_nearest",
         "torch._transformer_encoder_layer_fwd",  # by modules
         "torch._native_multi_head_attention",
+        "torch.fused_moving_avg_obs_fake_quant",
         *(f"{place}.{name}" for place in ("torch", "torch._VF") for name in ("lstm", "gru")),
         *(f"{place}.rnn_{name}" for place in ("torch", "torch._VF") for name in ("tanh", "relu")),
     }

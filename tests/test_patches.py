@@ -29,6 +29,7 @@ import amp
 from amp import dcp
 from amp.casting import regions
 from amp.masters import averages
+from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import clipping, synchronization
 from tests.processes import ROOT
 
@@ -99,6 +100,17 @@ def listed() -> dict[str, list[str]]:
     return {name: cells.split(" | ") for name, cells in rows}
 
 
+def at(level: str) -> set[str]:
+    """Return the attributes that the page lists at a level, for this torch."""
+    found = set()
+    for name, (levels, *_) in listed().items():
+        now, _, older = levels.partition("before torch 2.10 ")
+        words = now if HAS_GRAD_DTYPE else f"{now}, {older}"
+        if level in re.findall(r"O\d", words):
+            found.add(name)
+    return found
+
+
 QUICK = ("O0", "O1", "O5")
 CASTS_NONE = ("O0", "O2", "O3", "O5", "O7")
 
@@ -121,9 +133,8 @@ def test_a_level_patches_what_the_page_lists(level: str, options: dict[str, Any]
     amp.get_session().close()
     assert not replaced(before)
     assert sum(where.startswith("torch.") for where, _ in found) <= LIMITS[level], found
-    rows = {name for name, (levels, *_) in listed().items() if level in levels.split(", ")}
     loaded = {name for name, _ in holders()}
-    rows = {name for name in rows if name.rpartition(".")[0] in loaded}
+    rows = {name for name in at(level) if name.rpartition(".")[0] in loaded}
     assert {name_of(place) for place in found} == rows
 
 
@@ -151,7 +162,7 @@ def test_frameworks_are_patched_where_the_page_says() -> None:
         text=True,
         check=True,
     )
-    rows = {name for name, (levels, *_) in listed().items() if "O5" in levels.split(", ")}
+    rows = at("O5")
     loaded = {name.partition(".")[0] for name in run.stdout.split()}
     assert "torch" in loaded, run.stderr
     assert set(run.stdout.split()) == {name for name in rows if name.partition(".")[0] in loaded}
@@ -170,7 +181,7 @@ def test_what_stands_for_a_function_passes_for_it(level: str) -> None:
     before = attributes()
     initialize(level)
     found = {place: new for place, new in replaced(before).items() if place in before}
-    assert len(found) > 10
+    assert len(found) >= 5
     for place, new in found.items():
         old = getattr(before[place], "__func__", before[place])
         new = getattr(new, "__func__", new)

@@ -1,5 +1,6 @@
 """Hooks on the tensors that autograd saves get them as they are, at every level."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,4 +35,14 @@ def train(level: str, hooks: Any) -> list[Tensor]:
 def test_saved_tensors_may_wait_on_the_cpu(level: str, hooks: Any) -> None:
     plain = train(level, lambda: saved_tensors_hooks(lambda x: x, lambda x: x))
     for found, expected in zip(train(level, hooks), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O6"])
+def test_also_if_the_hooks_were_entered_before_initialize(level: str) -> None:
+    plain = train(level, lambda: saved_tensors_hooks(lambda x: x, lambda x: x))
+    with saved_tensors_hooks(lambda x: x.cpu(), lambda x: x), save_on_cpu():
+        inside = train(level, nullcontext)
+        amp.get_session().close()
+    for found, expected in zip(inside, plain, strict=True):
         assert torch.equal(found, expected)

@@ -114,6 +114,7 @@ def test_a_subclass_with_a_step_of_its_own_is_skipped() -> None:
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
     block(model, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
@@ -181,6 +182,7 @@ def write_data(model: nn.Module, optimizer: Any) -> None:
 def replace(model: nn.Module, optimizer: Any) -> None:
     p = next(iter(amp.master_params(optimizer)))
     p.grad = torch.full_like(p, 0.5)
+    next(amp.master_params(optimizer))  # else a stray backward would give the parameter another one
 
 
 def delete(model: nn.Module, optimizer: Any) -> None:

@@ -260,6 +260,7 @@ def test_a_wrapper_finds_the_gradients_that_were_stepped_on(
     assert train_trailing(level, base, made_after) == pytest.approx(expected, rel=0.005)
 
 
+@pytest.mark.usefixtures("before_torch_2_10")
 @pytest.mark.parametrize("base", [torch.optim.SGD, amp.optimizers.FusedSGD], ids=lambda c: c.__name__)
 def test_gradients_that_were_stepped_on_are_not_stepped_on_again(base: Any) -> None:
     results = []
@@ -278,6 +279,7 @@ def test_gradients_that_were_stepped_on_are_not_stepped_on_again(base: Any) -> N
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.usefixtures("before_torch_2_10")
 def test_gradients_that_were_stepped_on_are_free_in_the_next_forward() -> None:
     model, x, y = problem()
     model, optimizer = amp.initialize(model, sgd(model.parameters()), opt_level="O5", verbosity=0)

@@ -5,6 +5,7 @@ keep working. Activations are cast by module hooks that can be copied and pickle
 pickle, DataParallel and DDP see an ordinary module.
 """
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from amp.casting.cast_hooks import CastInputs, CastOutput, ModelInputs, check_names, matches
+from amp.casting.hints import ModelOutput
 from amp.casting.module_rules import ruled_modules
 from amp.casting.scripting import NotScriptable
 from amp.casting.sharded import ShardPolicies, casts_by_its_own_policy, fsdp1_modules, gathered_dtypes
 from amp.casting.strategy import Strategy
+from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, warn
 from amp.profiles.levels import levels_with
@@ -43,8 +47,22 @@ _ONE_DTYPE_LAYERS = (
 """torch's layers that fail when their input has another dtype than their weight."""
 
 
+_OF_QUANTIZATION = {
+    "torch.ao.quantization.fake_quantize": "FakeQuantizeBase",
+    "torch.ao.quantization.observer": "ObserverBase",
+}
+
+
+def _imitates_quantization(module: nn.Module) -> bool:
+    """Whether a module imitates quantization, or observes values for it; its scales must be FP32."""
+    places = _OF_QUANTIZATION.items()
+    return any(isinstance(module, getattr(sys.modules.get(each), name, ())) for each, name in places)
+
+
 def keeps_fp32(module: nn.Module, properties: Properties) -> bool:
-    """Whether `module` is a norm that the properties keep in FP32."""
+    """Whether `module` is a norm that the properties keep in FP32, or imitates quantization."""
+    if _imitates_quantization(module):
+        return True
     has_statistics = isinstance(module, _BatchNorm) or getattr(module, "running_mean", None) is not None
     if properties.keep_batchnorm_fp32 and isinstance(module, _NormBase) and has_statistics:
         return True
@@ -57,8 +75,18 @@ def _ruled_dtypes(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, to
     return {module: rule.dtype for module, rule in ruled.items() if rule.dtype is not None}
 
 
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _every_named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
-    return (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return tuple(tensor for _, tensor in _named(module))
 
 
 def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch.dtype]:
@@ -127,12 +155,13 @@ class CastModel(Strategy):
         """
         dtypes = dtypes_to_be(model, self.properties)
         policies = ShardPolicies(model, self.properties, dtypes)
+        # FSDP2 reads the dtype of a shard once.
+        had = {name: x.dtype for name, x in _every_named(model) if not policies.has(x)}
+        undo.callback(_cast_back, weakref.ref(model), had)
         for tensor, dtype in dtypes.items():
             if tensor.dtype is not dtype and not policies.keeps(tensor):
-                undo.before[tensor] = held = Contents(tensor.data, tensor.grad)
+                undo.before[tensor] = Contents(tensor.data, tensor.grad)
                 Contents.cast(tensor, dtype).put_into(tensor)
-                if not policies.has(tensor):  # FSDP2 reads the dtype of a shard once
-                    undo.callback(_cast_back, weakref.ref(tensor), held.data.dtype)
         undo.if_it_fails.append(policies.apply())
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:
@@ -164,7 +193,8 @@ class CastModel(Strategy):
         - A layer that needs its input in its weight's dtype casts it, so that a submodule can be
           called on its own, and FP32 activations may appear inside the model.
         - A norm kept in FP32 that cannot take half inputs casts them up, and its output down again.
-        - A module that a rule matches casts its inputs to the rule's dtype, and not its outputs.
+        - A module that a rule matches casts its inputs to the rule's dtype, and not its outputs; but a
+          parametrization casts what it computes to the dtype of its layer.
         """
         dtype, outputs = self.properties.cast_model_type, self.properties.cast_model_outputs
         weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -183,17 +213,29 @@ class CastModel(Strategy):
                     yield module.register_forward_pre_hook(CastInputs(needed), with_kwargs=True)
                 if needed not in (None, dtype) and module is not model and module not in ruled:
                     yield module.register_forward_hook(CastOutput(dtype), prepend=True)
+                if isinstance(module, ParametrizationList) and not ruled.keys().isdisjoint(
+                    module.modules()
+                ):
+                    layer = model.get_submodule(name.rpartition(".parametrizations.")[0])
+                    yield module.register_forward_hook(CastOutput(ruled.get(layer, dtype)))
         if outputs is not None:
-            yield model.register_forward_hook(CastOutput(outputs), prepend=True)
+            yield model.register_forward_hook(ModelOutput(outputs), prepend=True, always_call=True)
 
 
-def _cast_back(reference: weakref.ref[Tensor], dtype: torch.dtype) -> None:
-    """Cast a parameter or buffer back to its original dtype, unless a master has restored it."""
-    tensor = reference()
-    if tensor is not None and any(
-        x is not None and x.dtype is not dtype for x in (tensor, tensor.grad)
-    ):
-        Contents.cast(tensor, dtype).put_into(tensor)
+def _cast_back(reference: weakref.ref[nn.Module], had: Mapping[str, torch.dtype]) -> None:
+    """Cast parameters and buffers to the dtypes that they had, unless a master has restored them.
+
+    They are found by name, because torch swaps no tensors that have weak references. What has got a
+    name since, as a parametrization does, was made of what was cast, and becomes FP32.
+    """
+    model = reference()
+    for name, tensor in () if model is None else _every_named(model):
+        is_new = name not in had and tensor.dtype in LOW_PRECISION and not is_sharded(tensor)
+        dtype = torch.float32 if is_new else had.get(name, tensor.dtype)
+        if tensor.dtype not in CASTABLE or dtype not in CASTABLE:
+            continue
+        if any(x is not None and x.dtype is not dtype for x in (tensor, tensor.grad)):
+            Contents.cast(tensor, dtype).put_into(tensor)
 
 
 def _needed_input_dtype(
@@ -206,4 +248,7 @@ def _needed_input_dtype(
     tensors = filter(Tensor.is_floating_point, _tensors_of(module))
     dtype = next((gathered.get(tensor, tensor.dtype) for tensor in tensors), None)
     is_cast_norm = isinstance(module, _NormBase) and dtype is model_dtype  # a wider one takes any input
-    return dtype if is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) else None
+    needs_its_own = (
+        is_cast_norm or isinstance(module, _ONE_DTYPE_LAYERS) or _imitates_quantization(module)
+    )
+    return dtype if needs_its_own else None

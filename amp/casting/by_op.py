@@ -52,7 +52,7 @@ class CastOps(Strategy):
         self.live = self._is_open = self.is_inherited = False
         self.device_types: set[str] = set()
         self._has_begun = False
-        self._patches = Patches(is_over=True)
+        self._patches = Patches()
         # By the ids of originals and wrappers.
         self._rules: dict[int, OpRule] = {}
         self._places: dict[int, tuple[Any, str, Any]] = {}

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.casting.containers import cast_tensors, map_tensors
@@ -104,6 +105,9 @@ class ModelInputs(CastInputs):
         """Check an argument once for each shape, and warn if the cast changes its meaning."""
         seen = self._seen.setdefault(name, set())
         if torch.compiler.is_compiling() or x.shape in seen or len(seen) == _LOOKS:
+            return
+        # Under vmap or jacrev it has no values to look at, and torch.jit.trace would record the look.
+        if is_functorch_wrapped_tensor(x) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
         is_wide = x.dtype in (torch.float32, torch.float64) and x.layout is torch.strided
         if is_wide and self.dtype in EXACT_INTEGERS and x.numel() and not x.is_meta:

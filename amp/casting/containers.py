@@ -52,6 +52,8 @@ def _map_sequence(function: Function, value: Any, inside: frozenset[int]) -> Any
         return value
     if hasattr(value, "_make"):  # a named tuple
         return value._make(mapped)
+    if hasattr(value, "n_sequence_fields"):  # a named result of torch, as of `torch.topk`
+        return type(value)(mapped)
     if isinstance(value, tuple):  # a subclass may have a constructor of its own
         return tuple.__new__(type(value), mapped)
     if isinstance(value, (list, deque)):

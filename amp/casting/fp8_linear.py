@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.casting.regions import disable_casts
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, warn
 from amp.kernels.fp8 import Granularity, Operand, Quantized
 from amp.kernels.quantize import quantize
 from amp.kernels.scaled_mm import scaled_mm
@@ -42,9 +44,15 @@ GRANULARITIES: dict[str, tuple[Granularity, Granularity, Granularity]] = {
 
 
 class Switch:
-    """Whether the layers of a session run in FP8."""
+    """Whether the layers of a session run in FP8.
+
+    Attributes:
+        on: whether the session is open.
+        has_warned: whether it was said that a layer does not run in FP8 under a transform.
+    """
 
     on = True
+    has_warned = False
 
 
 class Layer(NamedTuple):
@@ -65,8 +73,22 @@ class Layer(NamedTuple):
     switch: Switch = Switch()
 
     def runs(self, is_training: bool) -> bool:
-        """Whether the module runs in FP8, in training or evaluation."""
-        return self.switch.on and (is_training or self.recipe.eval == "fp8")
+        """Whether the module runs in FP8 now, in training or evaluation.
+
+        It runs in half precision where its products would be transformed: under `torch.func`, in
+        forward-mode differentiation, and in `torch.jit.trace`. This warns once in a session.
+        """
+        if not (self.switch.on and (is_training or self.recipe.eval == "fp8")):
+            return False
+        if torch.compiler.is_compiling() or not _is_transformed():
+            return True
+        if not self.switch.has_warned:
+            self.switch.has_warned = True
+            warn(
+                f"'{self.name}' and the other layers in FP8 run in half precision under torch.func, in "
+                "forward-mode differentiation and in torch.jit.trace, which know no FP8 products"
+            )
+        return False
 
     def operand(self, values: Tensor, inverse: Tensor, entry: int) -> Operand:
         """Return the operand for an input, or a weight by row, from `quantize`'s values and scales."""
@@ -165,6 +187,13 @@ class _Latest(threading.local):
 
 
 _latest = _Latest()
+
+
+def _is_transformed() -> bool:
+    """Whether operations are transformed by torch.func, differentiated forward, or traced."""
+    return (
+        peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    )
 
 
 def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Quantized:

@@ -268,8 +268,14 @@ def watch(model: nn.Module, caster: Caster) -> Callable[[], None]:
 
 
 def turn_on() -> None:
-    """Turn casts on in this thread, outside of regions."""
+    """Turn casts on in this thread, outside of regions; but not in hooks that were entered before."""
     torch.set_autocast_enabled(_OFF, False)
+    entered = []
+    while (hooks := _internals._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        entered.append(hooks)
+        _internals._autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(entered):
+        _internals._autograd._push_saved_tensors_default_hooks(_as_it_is(pack), unpack)
 
 
 def _enter(original: Function, region: Any) -> Any:
@@ -329,11 +335,11 @@ def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
 
 def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function) -> None:
     """Pack tensors without casts: `save_on_cpu` calls `Tensor.cpu`, whose tensor a rule casts."""
+    original(hooks, _as_it_is(pack), unpack)
 
-    def pack_as_it_is(tensor: Any) -> Any:
-        return call_without_casts(pack, (tensor,), {})
 
-    original(hooks, pack_as_it_is, unpack)
+def _as_it_is(pack: Function) -> Function:
+    return lambda tensor: call_without_casts(pack, (tensor,), {})
 
 
 def _check_rnn_input(

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from amp.casting.scripting import NotScriptable
 
@@ -120,16 +121,38 @@ def swap_classes(modules: Collection[nn.Module], make: Callable[[Any], Any]) -> 
 
     If a module's class has been replaced again meanwhile, this class goes when the newer one does.
     """
-    classes = {cls: make(cls) for cls in dict.fromkeys(map(type, modules))}
+    made = []
+
+    def make_and_note(cls: Any) -> Any:
+        made.append(make(cls))
+        return made[-1]
+
+    classes = {cls: _replacement(cls, make_and_note) for cls in dict.fromkeys(map(type, modules))}
     for module in modules:
         module.__class__ = classes[type(module)]
 
     def undo() -> None:
-        for cls in classes.values():
+        for cls in (*made, *classes.values()):
             cls._amp_is_over = True
         _take_off(modules)
 
     return undo
+
+
+def _replacement(cls: Any, make: Callable[[Any], Any]) -> Any:
+    """Return `make(cls)`, or a copy of a parametrized module's class with such a base.
+
+    Torch makes that class for the one module, adds properties to it, and takes it off with the last
+    parametrization. So it stays the module's outermost class.
+    """
+    base = cls.__base__
+    if cls.__module__ != parametrize.__name__ or cls.__name__ != f"Parametrized{base.__name__}":
+        return make(cls)
+    inner = make(base)
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    methods = {name: vars(inner)[name] for name in ("forward", "__call__") if name in vars(inner)}
+    own = {"_amp_base": cls, "_amp_is_over": False}
+    return type.__new__(type(cls), cls.__name__, (inner,), {**body, **methods, **own})
 
 
 def restore_classes(modules: Collection[nn.Module]) -> None:

@@ -190,6 +190,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         delayed = not update_master_grads
         with self._session.scale_loss(loss, self.optimizer, delay_unscale=delayed) as scaled_loss:
             scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._attached.gradients.hide()  # as in apex, where 16-bit parameters have scaled ones alone
 
     def update_master_grads(self) -> None:
         """Unscale gradients into those of the masters, and update the scale.
@@ -203,6 +204,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             block.scale = self.loss_scaler.scale_now()  # by which the caller has scaled the loss
             gradients.delay(block)()
         gradients.finish_delayed()
+        gradients.hide()
 
     @property
     def overflow(self) -> bool:
@@ -210,7 +212,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
         The host waits for the device.
         """
-        verdicts = self._attached.gradients.verdicts or self._attached.step.verdicts
+        verdicts = self._attached.gradients.verdicts.of_gradients or self._attached.step.verdicts
         return any(verdict.overflowed for verdict in verdicts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -144,6 +144,11 @@ class Scaler:
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward of the scaled loss, and unscale the gradients. The host does not wait."""
+        if not (self.late.optimizers or self.late.session.closed):
+            raise AmpRuntimeError(
+                "accelerator.backward was called, and no optimizer was prepared: amp unscales the "
+                "gradients of optimizers. Pass the optimizer to amp.integrations.accelerate.prepare"
+            )
         with self.late.running().scale_loss(loss, self.late.optimizers) as scaled_loss:
             scaled_loss.backward(**kwargs)
 

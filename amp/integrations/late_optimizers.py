@@ -147,7 +147,9 @@ class LateOptimizers:
         masters, home = self.running().masters, tensor.device
         master = masters.master(tensor)
         if master is None:
-            return _fitting(self._float32.get(tensor, tensor.data).to(home), tensor)
+            before = self._float32.get(tensor, tensor.data).to(home)
+            is_unchanged = torch.equal(before.to(tensor.dtype), tensor.detach())
+            return before.float() if is_unchanged else tensor.detach().float()
         tensor.data = tensor.data.to(master.device)  # a framework may have moved the model away
         return _fitting(values_of(tensor), tensor).to(home, copy=True)
 

@@ -16,7 +16,6 @@ from amp.interrupts import followed_by
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.masters.parameter import make_master
 from amp.masters.whole import MasterWeights
 from amp.profiles.properties import LeanMasters
 
@@ -33,8 +32,8 @@ class LeanMasterWeights(MasterWeights):
         self._in_float32: set[Tensor] = set()
 
     @without_grad
-    def _make(self, parameter: Tensor, data: Tensor, takes_scaled: bool) -> nn.Parameter:
-        master = make_master(_placeholder(parameter), parameter.requires_grad, takes_scaled)
+    def _make(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
+        master = nn.Parameter(_placeholder(parameter), parameter.requires_grad)
         dtype = kernels.split.low_dtype(self.kind, parameter.dtype)
         low = self._low_of[master] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         kernels.split.split([data.to(torch.float32)], [parameter.detach()], [low])
@@ -109,7 +108,7 @@ class LeanMasterWeights(MasterWeights):
         """Split masters that hold FP32 values into weights and low halves. No host sync."""
         sources = list(masters)
         self._split([master for master in sources if master in self._in_float32])
-        self.agree(list(map(id, sources)), [self._model_of[master]._version for master in sources])
+        self._note(sources)
 
     def _split(self, masters: Sequence[Tensor]) -> None:
         models = [self._model_of[master] for master in masters]

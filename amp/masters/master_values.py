@@ -25,14 +25,17 @@ def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
     return None
 
 
-def values_of(tensor: Tensor) -> Tensor:
-    """Return the values of a 16-bit tensor, float32, from its master if it has one. No host sync."""
+def values_of(tensor: Tensor, compares: bool = False) -> Tensor:
+    """Return the values of a 16-bit tensor, float32, from its master if it has one. No host sync.
+
+    `compares` notices writes to the tensor that have left no trace.
+    """
     found = master_of(tensor)
     if found is None:
         return tensor.detach().float()
     masters, master = found
     with masters.lock:
-        masters.follow(master)
+        masters.follow(master, compares=compares)
         return masters.values(master)
 
 

@@ -8,25 +8,23 @@ exist as soon as `initialize` returns.
 """
 
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp import distributed
 from amp.errors import AmpRuntimeError
 from amp.kernels.grad_mode import without_grad
-from amp.kernels.tensor_lists import are_plain, local
+from amp.kernels.tensor_lists import are_plain, has_no_memory, local
 from amp.lazy import kernels
-from amp.masters.parameter import make_master
+from amp.masters.traces import UNSEEN, Traces, trace_of
+from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.undo import Contents
-
-_UNSEEN = -1
-"""The version of a parameter that has not been compared with its master yet."""
 
 
 class MasterWeights:
@@ -38,6 +36,13 @@ class MasterWeights:
     Attributes:
         lock: held by a step, in which masters and weights differ, and by code that compares the two,
             perhaps in another thread that saves the model.
+        traces: what each parameter was like when it last equalled its rounded master.
+        write_backs: the `WriteBack` of each optimizer, weakly.
+        placed_grads: of masters of several optimizers, the gradient that each last had in common with
+        its
+            parameter.
+        are_ahead: whether a step, or a method of an optimizer, may have changed masters and not yet the
+            weights. A signal handler may save the model meanwhile.
     """
 
     are_whole = True
@@ -48,13 +53,14 @@ class MasterWeights:
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
         self._addresses: _Addresses | None = None
-        self._dtype_before: MutableMapping[Tensor, torch.dtype] = {}
+        self._dtype_before: dict[Tensor, torch.dtype] = {}
         self._users: defaultdict[Tensor, set[object]] = defaultdict(set)
         self._shared: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
-        self._noted_versions: dict[int, int] = {}
-        self._new_versions: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        """What `agree` noted and `_versions` has not merged yet, by the id of the list of ids."""
+        self.are_ahead = False
+        self.write_backs: list[weakref.ref[Any]] = []
+        self.placed_grads: dict[Tensor, Tensor | None] = {}
+        self.traces = Traces()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return MasterWeights, ()
@@ -78,26 +84,18 @@ class MasterWeights:
             addresses = self._addresses = _Addresses(self._model_of)
         return addresses.master_at(values)
 
-    @property
-    def _versions(self) -> dict[int, int]:
-        """The version of each master's parameter when the two last agreed, by the master's id.
-
-        `agree` is called at each step and this is read rarely, so new versions are merged here.
-        """
-        for ids, versions in self._new_versions.values():
-            self._noted_versions.update(zip(ids, versions, strict=True))
-        self._new_versions.clear()
-        return self._noted_versions
-
     # Making and releasing masters.
 
     def note_casts(self, before: Mapping[Tensor, Contents]) -> None:
         """Note the dtypes that parameters had before they were cast."""
-        dtypes = {parameter: contents.data.dtype for parameter, contents in before.items()}
-        self._dtype_before = WeakIdKeyDictionary({**self._dtype_before, **dtypes})
+        self._dtype_before |= {tensor: contents.data.dtype for tensor, contents in before.items()}
+
+    def forget_casts(self) -> None:
+        """Forget these dtypes, and the parameters: all masters are released."""
+        self._dtype_before.clear()
 
     def acquire(
-        self, parameter: Tensor, before: Mapping[Tensor, Contents], user: object, takes_scaled: bool
+        self, parameter: Tensor, before: Mapping[Tensor, Contents], user: object
     ) -> nn.Parameter:
         """Return the master of a 16-bit parameter for one more optimizer; make it if there is none.
 
@@ -105,7 +103,6 @@ class MasterWeights:
             parameter: a parameter of the model.
             before: what parameters held before they were cast.
             user: stands for the optimizer, as in `release`.
-            takes_scaled: whether the optimizer takes scaled gradients.
         """
         master = self._master_of.get(parameter)
         if master is None:
@@ -115,21 +112,27 @@ class MasterWeights:
                 # will then be equal in every bit; masters made of each rank's own FP32 weights would
                 # differ.
                 data = data.to(parameter.dtype)
-            master = self._make(parameter, data, takes_scaled)
+            master = self._make(parameter, data)
+            if HAS_GRAD_DTYPE:
+                parameter.grad, parameter.grad_dtype = None, None  # it may have its master's gradient
             if grad is not None:
-                master.grad, parameter.grad = grad.to(torch.float32, copy=True), None
+                master.grad = grad.to(torch.float32, copy=True)
+                parameter.grad = master.grad if HAS_GRAD_DTYPE else None
+            object.__setattr__(
+                master, "__dict__", parameter.__dict__
+            )  # what a script attaches to one is at the other
             self._master_of[parameter] = master
             self._model_of[master] = parameter
-            self._versions[id(master)] = _UNSEEN
+            self.traces.forget([master])
             self._addresses = None
         self._users[master].add(user)
         if len(self._users[master]) > 1:
             self._shared.add(master)
         return master
 
-    def _make(self, parameter: Tensor, data: Tensor, takes_scaled: bool) -> nn.Parameter:
+    def _make(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
         """Return a new master of a parameter, whose values before the cast are `data`."""
-        return make_master(data.to(torch.float32, copy=True), parameter.requires_grad, takes_scaled)
+        return nn.Parameter(data.to(torch.float32, copy=True), parameter.requires_grad)
 
     def release(self, master: Tensor, user: object) -> None:
         """Release a master for one optimizer; the last release deletes it. Idempotent.
@@ -149,9 +152,11 @@ class MasterWeights:
         if len(self._users[master]) == 1:
             self._shared.discard(master)
         if not self._users[master]:
-            self._versions.pop(id(master), None)
+            object.__setattr__(master, "__dict__", dict(parameter.__dict__))
+            self.traces.remove(master)
             self._users.pop(master, None)
             self._master_of.pop(parameter, None)
+            self.placed_grads.pop(master, None)
             self._model_of.pop(master, None)  # last: while it is there, release is not done
 
     def any_is_shared(self, masters: Iterable[Tensor]) -> bool:
@@ -204,22 +209,17 @@ class MasterWeights:
         sources = list(masters)
         models = [self._model_of[master] for master in sources]
         kernels.master_copy.master_copy(sources, models)
-        self.agree(list(map(id, sources)), [model._version for model in models])
+        self._note(sources)
 
-    def agree(self, ids: Sequence[int], versions: Sequence[int]) -> None:
-        """Note that the parameters of the masters with these ids now equal the rounded masters.
-
-        While the parameters have these versions, `follow` does nothing.
-        """
-        if not ids:
-            return  # nothing to note
-        self._new_versions.pop(id(ids), None)  # the last note counts
-        self._new_versions[id(ids)] = ids, versions
+    def _note(self, masters: Sequence[Tensor]) -> None:
+        """Note that the parameters of these masters now equal the rounded masters."""
+        traces = [trace_of(self._model_of[master]) for master in masters]
+        if masters:
+            self.traces.agree(list(map(id, masters)), *zip(*traces, strict=True))
 
     def follow_all(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
         """Do `follow` for masters that are about to be stepped, if any parameter has changed."""
-        known = [self._versions[id(master)] for master in masters]
-        if known != [model._version for model in models]:
+        if list(map(self.traces.of, masters)) != list(map(trace_of, models)):
             for master in masters:
                 self.follow(master, stepping=True)
 
@@ -232,26 +232,43 @@ class MasterWeights:
         for master, model in zip(masters, models, strict=True):
             if master.requires_grad is not model.requires_grad:
                 if model.requires_grad:
-                    self._versions[id(master)] = _UNSEEN
+                    self.traces.forget([master])
                     self.follow(master, stepping=True)
                 master.requires_grad_(model.requires_grad)
 
     @without_grad
-    def follow(self, master: Tensor, stepping: bool = False) -> None:
+    def follow(self, master: Tensor, stepping: bool = False, compares: bool = False) -> None:
         """Update a master from values that other code wrote to its parameter. No host sync.
 
-        Such code is DDP's broadcast, `nn.init`, a clamp. Where a weight still equals the rounded
-        master, the master keeps all its bits. DDP's broadcast and writes through `parameter.data` leave
-        no trace, so they are noticed only until the first step, which passes `stepping`.
+        Such code is DDP's broadcast, `nn.init`, a clamp, `parameter.data = ...`. Where a weight still
+        equals the rounded master, the master keeps all its bits. DDP's broadcast and writes through
+        `parameter.data` leave no trace, so they are noticed only until the first step, which passes
+        `stepping`, after `suspect`, and with `compares`.
         """
         parameter = self._model_of[master]
-        known = self._versions[id(master)]
-        if known == parameter._version:
+        known, now = self.traces.of(master), trace_of(parameter)
+        if known == now and (self.are_ahead or not compares):
             return
+        if self.are_whole and known in (now, UNSEEN) and self._is_newer(master):
+            return  # than its parameter, which is about to get its values
+        if has_no_memory(local(parameter)):
+            return  # the step names it
         check_device(master, parameter)
         self._take_over(master, parameter)
-        if stepping or known != _UNSEEN:
-            self._versions[id(master)] = parameter._version
+        if stepping or known != UNSEEN:
+            self.traces.note(master, now)
+
+    def _is_newer(self, master: Tensor) -> bool:
+        """Whether other code has changed a master since it was written to its parameter."""
+        writers = filter(None, [reference() for reference in self.write_backs])
+        return any(writer.has_changed(master) for writer in writers)
+
+    def was_written_unseen(self, master: Tensor) -> bool:
+        """Whether a parameter was written in a way that torch does not count. The host waits."""
+        parameter = self._model_of[master]
+        if not self.are_whole or self.traces.of(master) != trace_of(parameter):
+            return False
+        return not torch.equal(local(master).to(parameter.dtype), local(parameter))
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Copy values of a parameter that differ from the rounded master into the master."""

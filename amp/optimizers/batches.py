@@ -11,7 +11,6 @@ from torch import Tensor
 
 from amp.distributed import WHOLE, Cut, cut_of, place_gradients
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
-from amp.masters.parameter import stored_grad
 
 _APART = 0x3504F333, 0x2545F491
 """The distances between seeds of groups, and of shards: far larger than a group's parameter count."""
@@ -124,8 +123,7 @@ class Batches:
             self._lists, self._given = list(map(list, lists)), inputs.stepped
             given = set(map(id, inputs.stepped))
             self._others = [p for params in lists for p in params if id(p) not in given]
-        # Reading a master's `.grad` itself would unscale deferred gradients.
-        has_own = [stored_grad(parameter) is not None for parameter in self._others]
+        has_own = [parameter.grad is not None for parameter in self._others]
         if is_new or has_own != self._has_own:
             self._has_own = has_own
             own = {id(p) for p, has in zip(self._others, has_own, strict=True) if has}

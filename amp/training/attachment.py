@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError
-from amp.masters.parameter import MasterParameter, stored_grad
+from amp.masters.grads import grads_of, store_grads
+from amp.masters.shared_state import SharedState
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
 from amp.training import optimizer_states
-from amp.training.gradients import Gradients
+from amp.training.gradients import Gradients, State
 from amp.training.optimizer_step import Capabilities, OptimizerStep
 from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
 from amp.training.parameter_check import ParameterCheck
@@ -52,6 +54,7 @@ class AttachedOptimizer:
         self.owner = owner
         self.masters: MasterWeights = owner.masters
         self._use_masters = bool(owner.properties.master_weights)
+        self._has_half = owner.properties.has_half
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
@@ -63,11 +66,16 @@ class AttachedOptimizer:
             self.masters,
             self._check,
             self._capabilities.takes_scaled,
-            owner.synchronization,
-            self._capabilities.skips_on_its_own,
+            synchronization=owner.synchronization,
+            skips_on_device=self._capabilities.skips_on_its_own,
         )
         self.write_back = WriteBack(self.gradients, self.masters)
         self.step = OptimizerStep(self, self.gradients, self.write_back, self._capabilities)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether another optimizer holds this one."""
+        return bool(self._wrappers)
 
     @staticmethod
     def of(optimizer: Any) -> AttachedOptimizer | None:
@@ -89,6 +97,7 @@ class AttachedOptimizer:
         setattr(self.optimizer, _ATTRIBUTE, self)
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
+        self.share_state()
         self.gradients.look_at_groups()
         self.write_back.note()
         for name, method in (
@@ -132,7 +141,8 @@ class AttachedOptimizer:
         self.gradients.of_masters.drop_stepped()
         try:
             self.gradients.finish_delayed()
-            self.gradients.of_masters.show()
+            self.gradients.move_to_masters()
+            self.gradients.of_masters.unscale()
         except AmpError:  # the user has seen it before; it must not keep the session open
             self.gradients.clear()
         self._patches.undo()
@@ -142,15 +152,13 @@ class AttachedOptimizer:
                 parameter = self.masters.model(master)
                 if parameter is not None:
                     self._released[master] = parameter
+        self._give_state_back()
         self._rekey_state(self._released)
         for group in self.optimizer.param_groups:
             group["params"][:] = [self._released.get(p, p) for p in group["params"]]
         for master, parameter in self._released.items():
             self.masters.release(master, self)
-            if stored_grad(master) is not None:
-                parameter.grad = master.grad.to(parameter.dtype)  # type: ignore[union-attr]
-            if isinstance(master, MasterParameter) and master.holder is self.gradients.of_masters:
-                del master.holder
+            parameter.grad = None if master.grad is None else master.grad.to(parameter.dtype)
         self.gradients.let_go()
         self.write_back.note()
         if keeps_moments(self.optimizer):
@@ -160,6 +168,12 @@ class AttachedOptimizer:
         self._released = {}
         self._is_attached = False
 
+    def agree(self) -> None:
+        """Let masters and model agree, before other code looks at the masters. No host sync."""
+        self.write_back.before_a_look()
+        if self.gradients.state in (State.SETTLED, State.DEFERRED):
+            self.gradients.move_to_masters()
+
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
         lists = self.gradients.look_at_groups()
@@ -167,7 +181,8 @@ class AttachedOptimizer:
 
     def remember_state(self) -> Callable[[], None]:
         """Return a function that restores the tensors that each parameter's state has now."""
-        before = [(entries, dict(entries)) for entries in self.optimizer.state.values()]
+        of_parameters = [x for x in self.optimizer.state.values() if isinstance(x, dict)]
+        before = [(entries, dict(entries)) for entries in of_parameters]
 
         def take_back() -> None:
             for entries, own in before:
@@ -185,8 +200,8 @@ class AttachedOptimizer:
             self.optimizer.state_dtype = state_dtype or self.optimizer.state_dtype
             return
         for parameter, entries in self.optimizer.state.items():
-            if not isinstance(parameter, Tensor):  # some optimizers keep their own things there
-                continue
+            if not isinstance(parameter, Tensor) or not isinstance(entries, dict):
+                continue  # some optimizers keep their own things there
             for key, value in entries.items():
                 if not isinstance(value, Tensor) or key == "step" or value.dtype not in CASTABLE:
                     continue
@@ -200,7 +215,7 @@ class AttachedOptimizer:
         self._check.note_dtypes(params)
         for i, parameter in enumerate(params):
             if self._use_masters and parameter.dtype in LOW_PRECISION:
-                master = self.masters.acquire(parameter, before, self, self._capabilities.takes_scaled)
+                master = self.masters.acquire(parameter, before, self)
                 params[i] = master_of[parameter] = master
         self._rekey_state(master_of)
 
@@ -208,8 +223,28 @@ class AttachedOptimizer:
         """Move the state of some parameters to others, in the same order. Interrupts lose nothing."""
         for state in (each.state for each in (self.optimizer, *self._wrappers)):
             if any(parameter in state for parameter in new_of):
+                own: Any = dict if isinstance(state, SharedState) else type(state)
                 for parameter in list(state):
-                    state[new_of.get(parameter, parameter)] = state.pop(parameter)
+                    own.__setitem__(state, new_of.get(parameter, parameter), own.pop(state, parameter))
+
+    def share_state(self) -> None:
+        """Let the model's parameters find the state of their masters. It may be called again."""
+        holders = [each for each in (self.optimizer, *self._wrappers) if "state" in vars(each)]
+        known = [each.state for each in holders if isinstance(each.state, SharedState)]
+        shared = {id(state.replaced): state for state in known}
+        for holder in holders if self._has_half else ():
+            if type(state := holder.state) in (dict, defaultdict):
+                if id(state) not in shared:
+                    shared[id(state)] = SharedState(state, self.masters)
+                holder.state = shared[id(state)]
+        for state in shared.values():
+            state.replaced.clear()  # it would keep entries that are removed from the other
+
+    def _give_state_back(self) -> None:
+        for holder in (self.optimizer, *self._wrappers):
+            if isinstance(state := vars(holder).get("state"), SharedState):
+                state.give_back()
+                holder.state = state.replaced
 
     def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
         if isinstance(group, dict) and "params" in group:
@@ -235,22 +270,31 @@ class AttachedOptimizer:
     # The wrapped methods.
 
     def _load_state_dict(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return optimizer_states.load(self.optimizer, load, *args, **kwargs)
+        result = optimizer_states.load(self.optimizer, load, *args, **kwargs)
+        self.share_state()
+        self.masters.traces.suspect(self.gradients.look_at_groups().masters)
+        return result
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if given := [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]:
+            found = [self.masters.master(parameter) for parameter in given]  # in the backward
+            store_grads([*given, *(master for master in found if master is not None)])
+            return zero_grad(*args, **kwargs)
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         lists = self.gradients.look_at_groups()
-        self.gradients.of_masters.drop_stepped()
-        if not set_to_none:
+        if set_to_none:
+            store_grads(lists.masters)
+            store_grads(lists.models)
+        else:
             self.gradients.prepare_to_write_zeros()
+            for grad in grads_of(lists.models):
+                if grad is not None:
+                    grad.zero_()
         self.gradients.forget()
         self.gradients.drop_unreduced()
         result = zero_grad(*args, **kwargs)
-        for parameter in lists.models:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        if not set_to_none:
+            self.gradients.note_zeros()
         return result
 
 

@@ -9,8 +9,9 @@ abort    drops the gradients of a block that raised; see `Gradients.abort`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
-from amp.errors import AmpRuntimeError, warn
+from amp.errors import AmpAttributeError, AmpRuntimeError, warn
 from amp.kernels.changes import at_once
 from amp.observers import watching
 from amp.training.gradients import Gradients, State
@@ -49,11 +50,12 @@ class Block:
         self._gradients = gradients
         self._histories = histories
         self._before = ThreadState()
+        self._was_run: bool | None = None
+        """Whether backward has run from the scaled loss; None if that is not watched."""
 
-    @contextmanager
     def around_backward(
         self, session: Any, loss: Tensor, attached: Sequence[Any], *, delay: bool, update: bool
-    ) -> Iterator[Tensor]:
+    ) -> AbstractContextManager[Tensor]:
         """Enter the block, yield the scaled loss for its backward, and leave the block.
 
         Args:
@@ -63,21 +65,35 @@ class Block:
             delay: leave the gradients scaled.
             update: let the scale move.
         """
+        return _ToEnter(self._around_backward, (session, loss, attached, delay, update), {})
+
+    def _around_backward(
+        self, session: Any, loss: Tensor, attached: Sequence[Any], delay: bool, update: bool
+    ) -> Generator[Tensor]:
         for each in attached:
             each.write_back.warn_if_missed()
+            if not each.step.has_stepped:
+                each.gradients.check.wrappers(each.gradients.lists.models)
         try:
             try:
                 scaled_loss = self.enter(loss)
                 for observer in watching(session.observers):
                     observer.block_entered(session, self, loss, attached)
                 session.learn(self.scaler)
-                yield scaled_loss
+                if not self.scaler.is_identity and not all(each.step.has_stepped for each in attached):
+                    self._watch_backward(scaled_loss)
+                try:
+                    yield scaled_loss
+                except RuntimeError as error:
+                    self._add_hint(error)
+                    raise
                 if session.is_rehearsal:
                     self.abort()
-                elif delay or not self.is_reduced():
+                elif (delay and not self._is_plain) or not self.is_reduced():
                     self.delay()
                 else:
                     self.leave(update)
+                self._warn_if_not_run()
                 session.running_stats.repair()
                 for observer in watching(session.observers):
                     observer.block_left(session, self)
@@ -86,6 +102,50 @@ class Block:
                 self.end()
         finally:
             self.end()  # again: an interrupt may have come before it was done
+
+    def _add_hint(self, error: RuntimeError) -> None:
+        """Say what to do about a hook of a 16-bit parameter that returns an FP32 gradient."""
+        models = [model for gradients in self._gradients for model in gradients.lists.models]
+        if "hook" in str(error) and any(model._backward_hooks for model in models):
+            error.add_note(
+                "amp: a hook of a 16-bit parameter is given a 16-bit gradient, and must return one of "
+                "that dtype: return (grad * mask).to(grad.dtype)"
+            )
+
+    def _watch_backward(self, scaled_loss: Tensor) -> None:
+        """Note whether backward runs from the scaled loss, and warn if it does so after the block."""
+        if not scaled_loss.requires_grad:
+            return
+        self._was_run, block = False, weakref.ref(self)
+
+        def note(grad: Tensor) -> None:
+            alive = block()
+            if alive is None or alive.is_over:
+                if bool((grad != 1).any()):
+                    return  # it is a part of another loss
+                warn(
+                    "scaled_loss.backward() was called after its amp.scale_loss block: gradients are "
+                    "not unscaled, and too large by the loss scale. Call it inside of the block"
+                )
+            else:
+                alive._was_run = True
+
+        scaled_loss.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def _warn_if_not_run(self) -> None:
+        """Warn if the gradients of the block did not come from the scaled loss."""
+        if self._was_run is False and any(each.has_found for each in self._gradients):
+            warn(
+                "an amp.scale_loss block has found gradients, and none came from the scaled loss: they "
+                "are divided by the loss scale all the same, so the weights hardly move. Call "
+                "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
+                "loss.backward()"
+            )
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing would be delayed: there is no loss scale, and no history of FP8."""
+        return self.scaler.is_identity and not self._histories
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait.
@@ -102,6 +162,8 @@ class Block:
         # Finishing a block moves a scale, perhaps this one: look again until none is left.
         while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
             pass
+        for gradients in self._gradients:
+            gradients.prepare_to_enter()
         for gradients in self._gradients:
             gradients.enter(self)
         scaled_loss, self.scale = self.scaler.scale_and_remember(loss)
@@ -188,13 +250,27 @@ class Block:
         _agree(together, scaler, found_inf, histories)
         for history in histories:
             history.end(in_block=True)
-        norms = [each.of_masters.deferred and each.of_masters.deferred.norms for each in together]
-        norm = next((norms.total for norms in norms if norms is not None), None)
+        deferred = filter(None, [each.of_masters.deferred for each in together])
+        norm = next((each.norms.total for each in deferred if each.norms is not None), None)
         verdict = scaler.verdict() if checked else None
         for gradients in together:
             gradients.settle(verdict if gradients in checked else None)
         if update and (checked or not scaler.is_identity):
             scaler.update(norm)
+
+
+class _ToEnter(_GeneratorContextManager[Tensor]):
+    """What `amp.scale_loss` returns: it is for a `with` statement, and has nothing of a tensor.
+
+    Its `__exit__` is that of the standard library: an interrupt that came before the call in one of our
+    own would leave the block open.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        raise AmpAttributeError(
+            f"amp.scale_loss(...) was used without `with`, and has no attribute '{name}'. Write `with "
+            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+        )
 
 
 def _agree(

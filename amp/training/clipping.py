@@ -1,7 +1,7 @@
-"""Patches of functions that clip gradients, so that they clip the gradients of masters.
+"""Patches of functions that clip gradients, so that they clip unscaled ones, and those of masters.
 
-Between a block and the step, the gradient of a 16-bit parameter with a master is in the master's
-`.grad`, and its own `.grad` is None: `clip_grad_norm_(model.parameters(), 1.0)` would find nothing.
+Before torch 2.10, the gradient of a 16-bit parameter with a master is in the master's `.grad` alone
+between a block and the step: `clip_grad_norm_(model.parameters(), 1.0)` would find nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from amp import active
 from amp.errors import warn
-from amp.masters.parameter import have_grads, stored_grad
+from amp.masters.grads import grads_of, have_grads
 from amp.patching import Patch, Patches, around, modules_of_others, show_patched
+from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training.gradients import Gradients, State
 from amp.undo import Undo
 
@@ -36,7 +37,7 @@ def _gradients_of(parameters: Sequence[Tensor]) -> list[Gradients]:
 
 
 def patch_clipping(undo: Undo, has_masters: bool) -> None:
-    """Make functions that clip use the gradients of masters, until `undo`.
+    """Make functions that clip use unscaled gradients, and those of masters, until `undo`.
 
     The functions are torch's, and those of loaded packages. Modules that imported one by name get the
     patched one too.
@@ -53,7 +54,7 @@ def patch_clipping(undo: Undo, has_masters: bool) -> None:
         show()
 
     undo.always(take_back)
-    for patch in (*PATCHES, *PATCHES_WITH_MASTERS) if has_masters else PATCHES:
+    for patch in (*PATCHES, *PATCHES_WITH_MASTERS) if has_masters and not HAS_GRAD_DTYPE else PATCHES:
         for target in patch.targets()[:1]:
             before = getattr(target, patch.name)
             patches.install([patch])
@@ -65,7 +66,8 @@ def patch_clipping(undo: Undo, has_masters: bool) -> None:
 def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Clip the gradients of masters in place of parameters that have one."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return original(_stepped_for(given, name) or parameters, *args, **kwargs)
+    stepped = _stepped_for(given, name)
+    return original((given if HAS_GRAD_DTYPE else stepped) or parameters, *args, **kwargs)
 
 
 def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
@@ -73,7 +75,8 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
     found = _gradients_of(parameters)
     if not found:
         return parameters
-    _warn_if_chosen_by_gradient(parameters, found, name)
+    if not HAS_GRAD_DTYPE:
+        _warn_if_chosen_by_gradient(parameters, found, name)
     master_of: dict[int, Tensor] = {}
     for gradients in found if parameters else ():
         lists = gradients.lists
@@ -138,7 +141,7 @@ def _total_norm(
                 "scale, which a block with delay_unscale=True, or a backward that did not reduce, has "
                 "left. Leave delay_unscale out in the last block before the norm"
             )
-        elif is_about_them and ids.isdisjoint(theirs):
+        elif not HAS_GRAD_DTYPE and is_about_them and ids.isdisjoint(theirs):
             warn(
                 f"{name} was given {len(given)} gradients, and not those of "
                 f"{len(lists.masters)} parameters whose gradients are in their FP32 masters. Pass "
@@ -186,24 +189,25 @@ def _norms(name: str, original: Callable[..., Any], module: Any, *args: Any, **k
 
 
 def _grads_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (grad for p in parameters if (grad := stored_grad(p)) is not None)
+    return (grad for grad in grads_of(parameters) if grad is not None)
 
 
+_SCALED = "scaled gradients would be clipped; before torch 2.10, those of masters be passed over"
 _LOST = "gradients of masters would be passed over, and nothing be clipped"
 _TORCH = "torch.nn.utils.clip_grad", "torch.nn.utils"
 _TIMM = "timm.utils.agc", "timm.utils.clip_grad", "timm.utils"
 
 
-def _patch(places: tuple[str, ...], name: str, function: Callable[..., Any]) -> Patch:
-    return Patch(places, name, around(partial(function, f"{places[-1]}.{name}")), _LOST)
+def _patch(places: tuple[str, ...], name: str, function: Callable[..., Any], why: str = _LOST) -> Patch:
+    return Patch(places, name, around(partial(function, f"{places[-1]}.{name}")), why)
 
 
 PATCHES = (
-    _patch(_TORCH, "clip_grad_norm_", _clip),
-    _patch(_TORCH, "clip_grad_value_", _clip),
-    _patch(_TORCH[1:], "get_total_norm", _total_norm),
+    _patch(_TORCH, "clip_grad_norm_", _clip, _SCALED),
+    _patch(_TORCH, "clip_grad_value_", _clip, _SCALED),
+    _patch(_TORCH[1:], "get_total_norm", _total_norm, _SCALED),
 )
-"""The functions that are patched in a session with masters, or with a loss scale."""
+"""The functions that are patched in a session with a loss scale; before torch 2.10 with masters too."""
 PATCHES_WITH_MASTERS = (
     _patch(_TORCH[1:], "clip_grads_with_norm_", _clip),
     _patch(_TIMM, "adaptive_clip_grad", clip_by_weights),
@@ -212,4 +216,4 @@ PATCHES_WITH_MASTERS = (
         for package in ("lightning.pytorch", "pytorch_lightning")
     ),
 )
-"""The functions that are patched besides in a session with masters."""
+"""The functions that are patched besides in a session with masters, before torch 2.10."""

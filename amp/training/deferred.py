@@ -1,23 +1,27 @@
-"""The gradients of masters between a block and the step: in their `.grad`, or deferred.
+"""Deferred gradients: in 16 bits and scaled, as backward left them, until something reads them.
 
-Deferred gradients stay as backward left them, for a step that unscales them itself.
+An optimizer that takes scaled gradients steps from them directly, and the FP32 gradients are never
+made. In `.grad` stands a `DeferredGradient` meanwhile: a float32 tensor for whoever uses it, which is
+unscaled when an operation first needs its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from amp.casting.regions import ThreadState
-from amp.distributed import shard_like
-from amp.kernels.tensor_lists import TensorList, dense
+from amp.distributed import is_sharded
+from amp.kernels.grad_mode import without_grad
+from amp.kernels.tensor_lists import TensorList, local
 from amp.lazy import kernels
-from amp.masters.parameter import MasterParameter, have_grads, store_grad, store_grads, stored_grad
-from amp.masters.whole import MasterWeights
-from amp.training.new_gradients import NewGradients
 from amp.training.parameter_lists import ParameterLists
 from amp.training.unscaling import unscaled
 
@@ -25,8 +29,41 @@ if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
     from amp.kernels.tables import BadSteps
 
+_INTERNALS: Any = torch._C  # whose private functions have no types
 
-class Deferred(NamedTuple):
+
+class Unscaling:
+    """Scaled gradients, and the unscaled ones from the first use on.
+
+    Args:
+        grads: the gradients, dense.
+        inv_scale: float32 `[1]`, what to multiply them by; None is 1.
+    """
+
+    def __init__(self, grads: TensorList, inv_scale: Tensor | None) -> None:
+        self._grads, self._inv_scale = grads, inv_scale
+
+    @functools.cached_property
+    def values(self) -> Sequence[Tensor]:
+        """The unscaled gradients in memory of their own, float32. No host sync.
+
+        From the first use on they are the gradients, and may be changed in place.
+        """
+        return ThreadState().around(self._unscaled)
+
+    @without_grad
+    def _unscaled(self) -> Sequence[Tensor]:
+        with torch.inference_mode(False):
+            return unscaled(self._grads.now(), self._inv_scale)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether something has used the unscaled gradients."""
+        return "values" in vars(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
     """The gradients of masters, kept for the step.
 
     Attributes:
@@ -38,12 +75,12 @@ class Deferred(NamedTuple):
 
     of: ParameterLists
     grads: TensorList
-    inv_scale: Tensor | None
+    inv_scale: Tensor | None = None
     norms: Norms | None = None
 
     def now(self) -> Deferred:
         """Return the same with the current address of each tensor."""
-        return self._replace(of=self.of.now(), grads=self.grads.now())
+        return replace(self, of=self.of.now(), grads=self.grads.now())
 
     def checked(
         self, found_inf: Tensor | None, max_norm: float | None, bad_steps: BadSteps | None
@@ -58,7 +95,7 @@ class Deferred(NamedTuple):
         norms = kernels.l2norm.l2norm(
             self.grads, inv_scale, found_inf=found_inf, max_norm=max_norm, bad_steps=bad_steps
         )
-        return self._replace(norms=norms)
+        return replace(self, norms=norms)
 
     def plus(self, later: Deferred, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Deferred:
         """Check the gradients of a later block, and return the sums with them. No host sync."""
@@ -66,127 +103,146 @@ class Deferred(NamedTuple):
         sums = [torch.empty_like(grad, dtype=torch.float32) for grad in later.grads]
         grads = TensorList(sums, like=later.grads, dtype=torch.float32)
         kernels.axpby.axpby(a, later.grads, b, self.grads.now(), grads, found_inf, bad_steps=bad_steps)
-        return Deferred(later.of, grads, None)
+        return Deferred(later.of, grads)
 
     def in_own_memory(self) -> Deferred:
         """Return the same gradients in memory of their own. No host sync."""
-        return self._replace(grads=TensorList([grad.clone() for grad in self.grads]))
+        return replace(self, grads=TensorList([grad.clone() for grad in self.grads]))
 
-    def copied(self) -> Deferred:
-        """Return the unscaled gradients in memory of their own, float32. No host sync."""
-        grads = TensorList(unscaled(self.grads.now(), self.inv_scale))
-        return self._replace(grads=grads, inv_scale=None)
+    @functools.cached_property
+    def unscaling(self) -> Unscaling:
+        """The unscaled gradients, which are made when something uses them."""
+        return Unscaling(self.grads, self.inv_scale)
 
 
-class MasterGradients:
-    """The gradients of the masters of one optimizer, unscaled or deferred.
+class DeferredGradient(Tensor):
+    """A gradient that is unscaled when an operation first uses its values; float32.
+
+    It refers to no parameter, because Python's garbage collector does not see that a parameter refers
+    to its gradient.
 
     Args:
-        optimizer: which steps them.
-        masters: the session's.
-        takes_scaled: whether the optimizer takes scaled gradients.
-
-    Attributes:
-        lists: the parameters of its groups, as of the last look at them.
-        deferred: the gradients that are kept for the step, or None.
-        were_stepped: whether the last step has used them, and they are still to be dropped.
+        like: a tensor with its shape, strides and device.
+        of: one object for all gradients of an optimizer, whose `unscaling` has their values.
+        index: which of them it is.
     """
 
-    def __init__(self, optimizer: Any, masters: MasterWeights, takes_scaled: bool) -> None:
-        self._optimizer = optimizer
-        self._masters = masters
-        self._takes_scaled = takes_scaled
-        self._can_defer = False
-        self._are_shown = True
-        """Whether they are in the masters' `.grad`."""
-        self.lists = ParameterLists((), masters)
-        self.deferred: Deferred | None = None
-        self.were_stepped = False
+    __torch_function__ = _INTERNALS._disabled_torch_function_impl  # operations come to the one below
 
-    def take_lists(self, lists: ParameterLists) -> None:
-        """Unscale deferred gradients, and go on with other lists."""
-        for master in lists.masters:
-            if isinstance(master, MasterParameter) and master.holder is MasterParameter.holder:
-                master.holder = self
-        self._can_defer = self._takes_scaled and all(
-            isinstance(master, MasterParameter) and master.holder is self for master in lists.masters
+    def __new__(cls, like: Tensor, of: _Shown, index: int) -> DeferredGradient:
+        """Make a tensor without memory."""
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=torch.float32, device=like.device
         )
-        self.show()
-        self.lists = lists
+        _INTERNALS._set_throw_on_mutable_data_ptr(made)  # for code in C++ that asks for its memory
+        return made  # type: ignore[no-any-return]
 
-    def are_there(self) -> bool:
-        """Whether any master has a gradient."""
-        return self.deferred is not None or have_grads(self.lists.masters)
+    def __init__(self, like: Tensor, of: _Shown, index: int) -> None:
+        self._of, self._index = of, index
 
-    def can_defer(self, new: NewGradients) -> bool:
-        """Whether the gradients of a block may stay as they are until the step."""
-        masters = self.lists.masters
-        return (
-            self._can_defer
-            and new.are_dense
-            and (self.deferred is None or not new.grads or self.deferred.of is new.of_masters)
-            and not (self._are_shown and have_grads(masters))
-            and not self._masters.any_is_shared(masters)
+    @property
+    def unscaled(self) -> Tensor:
+        """The unscaled gradient, an ordinary tensor. No host sync."""
+        return self._of.unscaling.values[self._index]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operation with the values of such gradients."""
+        args, kwargs = tree_map_only(DeferredGradient, lambda each: each.unscaled, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _of_values(name: str) -> Callable[..., Any]:
+    """Return a method that calls the method of the values."""
+
+    def method(self: DeferredGradient, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.unscaled, name)(*args, **kwargs)
+
+    return method
+
+
+def _set_data(grad: DeferredGradient, values: Tensor) -> None:
+    grad.unscaled.data = values
+
+
+DeferredGradient.data = property(  # type: ignore[assignment]  # pyright: ignore
+    lambda grad: grad.unscaled.data, _set_data
+)
+
+for _name in (  # those that are no operations
+    *("data_ptr", "untyped_storage", "storage", "share_memory_", "numpy", "tolist", "__array__"),
+    *("__deepcopy__", "__reduce_ex__", "__dlpack__", "__dlpack_device__"),
+):
+    setattr(DeferredGradient, _name, _of_values(_name))
+
+
+class _Shown:
+    """What the deferred gradients of an optimizer have in common."""
+
+    def __init__(self, unscaling: Unscaling) -> None:
+        self.unscaling = unscaling
+
+
+class ShownGradients:
+    """The tensors that stand in `.grad` for deferred gradients.
+
+    They are used again by the next block, because making them would take as long as a step, unless
+    other code has kept one, which must then stay the gradient that it is.
+
+    Args:
+        deferred: the gradients.
+
+    Attributes:
+        deferred: the gradients that are shown.
+        grads: for each a `DeferredGradient`, or a DTensor of one.
+    """
+
+    def __init__(self, deferred: Deferred) -> None:
+        self.deferred, self._shown = deferred, _Shown(deferred.unscaling)
+        pairs = enumerate(zip(deferred.grads, deferred.of.masters, strict=True))
+        self.grads = [
+            _sharded(DeferredGradient(grad, self._shown, i), master) for i, (grad, master) in pairs
+        ]
+        self._references = self._count_references()
+        self._is_free = False
+
+    def of(self, deferred: Deferred) -> ShownGradients:
+        """Return what shows these gradients: this object, if it may be used again."""
+        old, new = self.deferred.grads.kind, deferred.grads.kind
+        is_alike = self.deferred.of is deferred.of and (old.sizes, old.orders) == (
+            new.sizes,
+            new.orders,
         )
+        if not is_alike or not (self._is_free or self._count_references() == self._references):
+            return ShownGradients(deferred)
+        self._is_free = False
+        self.deferred, self._shown.unscaling = deferred, deferred.unscaling
+        return self
 
-    def defer(
-        self,
-        new: NewGradients,
-        inv_scale: Tensor | None,
-        found_inf: Tensor | None,
-        bad_steps: BadSteps | None,
-    ) -> None:
-        """Check the gradients of a block, add those of earlier ones, and keep all for the step."""
-        if not new.grads:
-            return
-        deferred = Deferred(new.of_masters, new.grads, inv_scale)
-        if self.deferred is not None:
-            deferred = self.deferred.plus(deferred, found_inf, bad_steps)
-        else:
-            # Norms of shards are those of one rank; the step combines all ranks.
-            max_norm = getattr(self._optimizer, "max_grad_norm", None) if self.lists.are_plain else None
-            deferred = deferred.checked(found_inf, max_norm, bad_steps)
-            # DDP's gradients are views of a buffer, which any backward through it overwrites.
-            if any(map(Tensor._is_view, deferred.grads)):
-                deferred = deferred.in_own_memory()
-        self.deferred, self._are_shown = deferred, False
-        store_grads(new.of_masters.models)
+    def release(self) -> bool:
+        """Free the gradients, unless other code has kept one; return whether they are freed."""
+        self._is_free = self._count_references() == self._references
+        if self._is_free:
+            self.deferred = replace(self.deferred, grads=self.deferred.grads.with_tensors(()))
+            self._shown.unscaling = self.deferred.unscaling
+        return self._is_free
 
-    def show(self) -> None:
-        """Move deferred gradients, unscaled, to the masters' `.grad`, to be read. No host sync."""
-        if not self._are_shown:
-            ThreadState().around(self._show)
+    def _count_references(self) -> list[list[int]]:
+        inner = self.grads if self.deferred.of.are_plain else list(map(local, self.grads))
+        count: Any = Tensor._use_count  # type: ignore[attr-defined]  # references in C++
+        return [
+            list(map(each, tensors))
+            for tensors in (self.grads, inner)
+            for each in (sys.getrefcount, count)
+        ]
 
-    def _show(self) -> None:
-        deferred = self.deferred
-        grads = [] if deferred is None else deferred.copied().grads
-        for master, grad in zip([] if deferred is None else deferred.of.masters, grads, strict=True):
-            store_grad(master, shard_like(grad, master))
-        self.deferred, self._are_shown = None, True
 
-    def for_step(self) -> Deferred:
-        """Return the gradients for an optimizer that unscales them itself."""
-        if self.deferred is not None:
-            return self.deferred
-        there = [stored_grad(master) is not None for master in self.lists.masters]
-        of = self.lists.only(there)
-        return Deferred(of, dense([master.grad for master in of.masters]), None)
+def _sharded(grad: DeferredGradient, master: Tensor) -> Tensor:
+    """Return a deferred gradient as a DTensor, if the master is one."""
+    if not is_sharded(master):
+        return grad
+    from torch.distributed.tensor import DTensor
 
-    def of_models(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield the model's parameters that have a master, and their gradients, scaled or not."""
-        if self.deferred is not None:
-            yield from zip(self.deferred.of.models, self.deferred.grads, strict=True)
-        else:
-            yield from zip(self.lists.models, map(stored_grad, self.lists.masters), strict=True)
-
-    def drop_stepped(self) -> None:
-        """Free the gradients if a step has used them, so that nothing is added to them.
-
-        `model.zero_grad()` does not reach them.
-        """
-        if self.were_stepped:
-            self.deferred = None
-            if self._are_shown:
-                self._masters.drop_grads(self.lists.masters)
-                self._are_shown = not self._can_defer
-            self.were_stepped = False
+    return DTensor(grad, master._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]

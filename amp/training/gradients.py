@@ -5,12 +5,14 @@ A gradient is the sum of two parts. `new` comes from the last block's backward: 
 optimizer updates the FP32 masters of 16-bit parameters, or the parameter itself ("unmastered"). At any
 time the gradients are in one of four states:
 
-| state    | new                        | total of masters          | total of unmastered parameters |
-|----------|----------------------------|---------------------------|--------------------------------|
-| SETTLED  | none                       | in their `.grad`          | in their `.grad`               |
-| DEFERRED | none                       | kept, perhaps scaled      | in their `.grad`               |
-| OPEN     | in `.grad` of the model    | as in one of those above  | set aside                      |
-| DELAYED  | in `.grad` of the model    | as in one of those above  | set aside                      |
+| state    | new                      | total of masters              | total of unmastered parameters |
+|----------|--------------------------|-------------------------------|--------------------------------|
+| SETTLED  | none                     | in `.grad` of both (*)        | in their `.grad`               |
+| DEFERRED | none                     | the same, not yet unscaled    | in their `.grad`               |
+| OPEN     | in `.grad` of the model  | in the masters' `.grad` alone | set aside                      |
+| DELAYED  | in `.grad` of the model  | in the masters' `.grad` alone | set aside                      |
+
+(*) The master and the model's parameter; before torch 2.10 the master alone.
 
 | event                      | from           | to             | what happens                          |
 |----------------------------|----------------|----------------|---------------------------------------|
@@ -21,23 +23,23 @@ time the gradients are in one of four states:
 |   with delay_unscale       | OPEN           | DELAYED        | nothing                               |
 |   by an exception          | OPEN           | as before      | `new` dropped                         |
 |   by an error in leaving   | OPEN           | SETTLED        | all dropped                           |
-| a master's `.grad` is read | DEFERRED, OPEN | SETTLED, OPEN  | deferred ones unscaled into `.grad`   |
 | the step                   | DELAYED        | SETTLED*       | `new` unscaled first, as on leaving   |
-|   then                     | SETTLED*       | SETTLED        | masters' gradients used, and dropped  |
-|                            |                |                | by the next forward, block or step    |
+|   then                     | SETTLED*       | SETTLED        | gradients used; they stay             |
 | zero_grad                  | any            | SETTLED, OPEN  | all dropped, and what checks found    |
 
 SETTLED* is SETTLED or DEFERRED.
 
 DEFERRED is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are kept
-as backward left them, and the step unscales them. The next block's are added to them in FP32, and the
-sum is kept instead. Nothing is deferred if the optimizer does not take scaled gradients, if masters
+as backward left them, and the step unscales them. Whatever reads one before has all unscaled first; see
+`amp.training.deferred`. The next block's are added to them in FP32, and the sum is kept instead.
+Nothing is deferred if the optimizer does not take scaled gradients, if masters
 have gradients in `.grad` already, if optimizers share a master, or if a gradient is sparse or of a
 class that keeps its values elsewhere.
 
 At a scale of 1 `new` needs no unscaling: in the `.grad` of unmastered parameters backward adds it to
-the total, and nothing is set aside. A backward outside of any block leaves unscaled gradients in 16-bit
-parameters. They are added to the masters' when a block is entered and before a step.
+the total, and nothing is set aside. Other code may change, assign or remove the `.grad` of a master or
+of its parameter, and run a backward outside of any block, which adds to the parameter's. What it has
+done to the one is taken over for the other when a block is entered and before a step.
 """
 
 from __future__ import annotations
@@ -52,22 +54,22 @@ from torch import Tensor
 from amp.distributed import place_gradients
 from amp.errors import AmpRuntimeError
 from amp.kernels.changes import Change
-from amp.masters.parameter import have_grads
+from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.whole import MasterWeights
-from amp.training.deferred import MasterGradients
+from amp.torch_versions import HAS_GRAD_DTYPE
+from amp.training.deferred import Deferred
+from amp.training.hiding import hide_gradients_from_dynamo
+from amp.training.master_gradients import MasterGradients
 from amp.training.new_gradients import Logs, NewGradients
 from amp.training.parameter_check import ParameterCheck
 from amp.training.parameter_lists import ParameterLists
-from amp.training.scaler import ScaleSnapshot, Verdict, joined
+from amp.training.scaler import ScaleSnapshot, Verdict
 from amp.training.synchronization import Synchronization
 from amp.training.unscaling import add_grad, add_to_masters
+from amp.training.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from amp.training.blocks import Block
-
-
-MOST_VERDICTS = 256
-"""How many verdicts are kept until a step, which may never come; more than these are joined."""
 
 
 class State(enum.Enum):
@@ -79,8 +81,8 @@ class State(enum.Enum):
     DELAYED = enum.auto()
 
 
-class Gradients:
-    """The gradients of one optimizer.
+class StepGradients:
+    """The gradients of one optimizer, as a step and other code find them.
 
     Attributes:
         masters: the masters of the session.
@@ -88,29 +90,18 @@ class Gradients:
         check: the check of the model's parameters.
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, or None.
-        were_reduced: whether delayed gradients were reduced over the ranks.
         were_scaled: whether a block was ever entered for this optimizer.
-        skips_on_device: returns whether the optimizer itself skips a step on the device.
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        masters: MasterWeights,
-        check: ParameterCheck,
-        takes_scaled: bool,
-        synchronization: Synchronization,
-        skips_on_device: Callable[[], bool],
+        self, optimizer: Any, masters: MasterWeights, check: ParameterCheck, takes_scaled: bool
     ) -> None:
         self._optimizer = optimizer
-        self._synchronization = synchronization
-        self.skips_on_device = skips_on_device
         self.masters = masters
         self.check = check
         self.of_masters = MasterGradients(optimizer, masters, takes_scaled)
-        self.verdicts: list[Verdict] = []
+        self.verdicts = Verdicts()
         self.delayed: Block | None = None
-        self.were_reduced = True
         self.were_scaled = False
         self._open: Block | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
@@ -154,36 +145,51 @@ class Gradients:
         """The parameters of the model that the optimizer trains."""
         return (*self.lists.models, *self.lists.unmastered)
 
-    # Around one block.
+    def verdicts_for_step(self) -> list[Verdict]:
+        """Return what the checks found in the gradients that the step is about to use."""
+        if not self.verdicts.has_cleared:
+            return self.verdicts.of_gradients
+        self.move_to_masters()
+        self.verdicts.look_for_assigned(grads_of(self.lists.unmastered))
+        return self.verdicts.for_step(self.of_masters.were_assigned)
 
-    def enter(self, block: Block) -> None:
-        """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
-        self.were_scaled = True
-        lists = self.look_at_groups()
-        every = (*lists.stepped, *lists.models) if self.verdicts else ()
-        if self.of_masters.deferred is None and not self._aside and not have_grads(every):
-            self.verdicts = []  # the user has cleared the gradients that they are about
-        self.of_masters.drop_stepped()
-        self.masters.drop_stepped_grads(lists.masters)
-        aside = []
-        if self.delayed is None:
-            self.move_to_masters()
-            if not block.scaler.is_identity:
-                there = [(p, grad) for p in lists.unmastered if (grad := p.grad) is not None]
-                aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
-        # From here on the block can be left, so an interrupt finds it open or not entered.
-        self._aside, self._open = [*self._aside, *aside], block
-        for parameter, _ in aside:
-            parameter.grad = None
+    def hide(self) -> bool:
+        """Leave gradients to the masters alone, if both have them; return whether they had."""
+        if not HAS_GRAD_DTYPE or self._open is not None or self.delayed is not None:
+            return False
+        if self.of_masters.are_hidden:
+            return False
+        self.of_masters.take_changes()
+        self.of_masters.hide()
+        return True
 
-    def move_to_masters(self) -> None:
-        """Add to masters the gradients of 16-bit parameters from a backward outside of any block."""
+    def show(self) -> None:
+        """Undo `hide`, and add what a backward has made meanwhile."""
+        if self._open is None and self.delayed is None and self.of_masters.are_hidden:
+            self.of_masters.take_changes()
+
+    def move_to_masters(self, for_block: bool = False) -> None:
+        """Give masters what other code has done to the gradients of parameters, or they to theirs.
+
+        Args:
+            for_block: whether a block is about to be entered.
+
+        Raises:
+            AmpRuntimeError: it has done different things to both.
+        """
         if not self.lists.are_plain:
             place_gradients(self.lists.models)
-        there = [model.grad is not None for model in self.lists.models]
-        if any(there):
-            self.of_masters.drop_stepped()
-            add_to_masters(self.lists.only(there))
+        if HAS_GRAD_DTYPE and for_block:
+            self.of_masters.take_changes_of_models()
+        elif HAS_GRAD_DTYPE and self._open is None:
+            self.of_masters.take_changes()
+        else:
+            self.of_masters.add_those_of_models(in_block=self._open is not None)
+
+    def for_step(self) -> Deferred:
+        """Return the gradients of masters for an optimizer that unscales them itself."""
+        self.move_to_masters()
+        return self.of_masters.for_step()
 
     def take_for_step_in_block(self) -> None:
         """Prepare a step inside the block, from a hook of backward, which a scale of 1 allows.
@@ -199,7 +205,112 @@ class Gradients:
                 "without loss scaling, such as O4 or O5, if each parameter is to be stepped in the "
                 "backward."
             )
-        self.of_masters.show()
+        self.of_masters.unscale()
+
+    def finish_delayed(self) -> None:
+        """Unscale delayed gradients, as leaving their block without `delay_unscale` does."""
+        if self.delayed is not None:
+            self.delayed.finish()
+
+    def are_none(self) -> bool:
+        """Whether there is no gradient for a step."""
+        return not (self.of_masters.are_there() or have_grads(self.lists.unmastered))
+
+    def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the model's parameters that have a gradient for the step, with it, scaled or not."""
+        own = [(parameter, parameter.grad) for parameter in self.lists.unmastered]
+        for parameter, grad in (*own, *self.of_masters.of_models()):
+            if grad is not None:
+                yield parameter, grad
+
+    def end_step(self, was_skipped: bool = False) -> None:
+        """Note that a step has used the masters' gradients. Idempotent.
+
+        They stay, as in torch; after a step in a backward they are dropped. Before torch 2.10 they stay
+        until the next forward, block or step, for a wrapper may read them after the step that it wraps;
+        after a skipped step they are dropped at once.
+        """
+        self.verdicts.end_step()
+        self.of_masters.were_stepped = True
+        is_dropped = was_skipped or self.masters.any_is_shared(self.lists.masters)
+        if self._open is not None or (is_dropped and not HAS_GRAD_DTYPE):
+            self.of_masters.were_stepped = False
+            self.of_masters.drop()
+
+    def prepare_to_write_zeros(self) -> None:
+        """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
+        self.of_masters.unscale()
+        for parameter, total in self._aside:
+            if parameter.grad is None:
+                parameter.grad = total
+
+    def note_zeros(self) -> None:
+        """Note that `zero_grad(set_to_none=False)` has written zeros."""
+        self.verdicts.note_left(grads_of(self.lists.unmastered))
+        if self._open is None:
+            self.of_masters.share_zeros()
+
+    def forget(self) -> None:
+        """Forget the delayed block, gradients that are set aside or deferred, and verdicts."""
+        self.of_masters.forget()
+        self.delayed, self._aside = None, []
+        self.verdicts.clear()
+
+    def let_go(self) -> None:
+        """Forget the parameters: the optimizer leaves the session."""
+        self.forget()
+        self.of_masters.let_go()
+
+
+class Gradients(StepGradients):
+    """The gradients of one optimizer, and what blocks do with them.
+
+    Attributes:
+        were_reduced: whether delayed gradients were reduced over the ranks.
+        has_found: whether the last block that was left has made gradients.
+        skips_on_device: returns whether the optimizer itself skips a step on the device.
+    """
+
+    def __init__(
+        self,
+        *of_optimizer: Any,
+        synchronization: Synchronization,
+        skips_on_device: Callable[[], bool],
+    ) -> None:
+        super().__init__(*of_optimizer)
+        self._synchronization = synchronization
+        self.skips_on_device = skips_on_device
+        self.were_reduced = True
+        self.has_found = False
+
+    def prepare_to_enter(self) -> None:
+        """Take over what other code has done to gradients since the last block."""
+        lists = self.look_at_groups()
+        if self.delayed is None:
+            if not HAS_GRAD_DTYPE:
+                self.of_masters.drop_stepped()
+            self.of_masters.were_stepped = False
+            self.masters.drop_stepped_grads(lists.masters)
+            self.move_to_masters(for_block=True)
+        if self.verdicts.has_cleared and self.delayed is None:
+            self.verdicts.look_for_assigned(grads_of(lists.unmastered))
+        is_checked = self.verdicts.of_gradients and not self._aside
+        if is_checked and not have_grads((*lists.stepped, *lists.models)):
+            self.verdicts.clear()  # other code has cleared the gradients that they are about
+
+    def enter(self, block: Block) -> None:
+        """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
+        self.were_scaled = True
+        lists, aside = self.lists, []
+        if self.delayed is None and not block.scaler.is_identity:
+            there = [(p, grad) for p in lists.unmastered if (grad := p.grad) is not None]
+            aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
+        # From here on the block can be left, so an interrupt finds it open or not entered.
+        self._aside, self._open = [*self._aside, *aside], block
+        for parameter, _ in aside:
+            parameter.grad = None
+        if self.delayed is None:
+            self.of_masters.hide()
 
     def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered. Idempotent.
@@ -209,14 +320,18 @@ class Gradients:
         """
         if self._open is not block:
             return
-        if self.delayed is None and not block.scaler.is_identity:
-            for parameter in self._of_model:
+        is_one = block.scaler.is_identity
+        if self.delayed is None and not is_one:
+            for parameter in self.lists.unmastered:
                 parameter.grad = None
             self.drop_unreduced()
             for parameter, total in self._aside:
                 parameter.grad = total
-            vars(self).update({"_aside": [], "_open": None})  # by one call, which no interrupt divides
-        self._open = None
+            store_grads(self.lists.models)
+            self.of_masters.place()
+        self.verdicts.note_left(grads_of(self.lists.unmastered))
+        aside = self._aside if self.delayed is not None else []
+        vars(self).update({"_aside": aside, "_open": None})  # by one call, which no interrupt divides
 
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
@@ -248,6 +363,7 @@ class Gradients:
         if are_final and not lists.are_plain:
             place_gradients(self._of_model)
         new = NewGradients.of(lists, self.check, claimed)
+        self.has_found = bool(new.grads or new.own_grads)
         new = new._replace(will_be_deferred=self.of_masters.can_defer(new))
         if not scale.scaler.is_identity:
             new.check(self.check)
@@ -271,10 +387,10 @@ class Gradients:
         if new.will_be_deferred:
             inv_scale = None if is_one else scale.inv_scale
             self.of_masters.defer(new, inv_scale, found_inf, logs.of_masters)
-        elif is_one:
-            add_to_masters(new.of_masters)
         else:
-            self.of_masters.show()
+            self.of_masters.unscale()
+        if is_one and not new.will_be_deferred:
+            add_to_masters(new.of_masters)
         if not is_one:
             totals = dict(self._aside)
             new.unscale(totals, scale.inv_scale, found_inf, logs)
@@ -287,59 +403,13 @@ class Gradients:
 
         `verdict` is what the check found, if there was one.
         """
-        verdicts = self.verdicts if verdict is None else [*self.verdicts, verdict]
-        self.verdicts = joined(verdicts) if len(verdicts) > MOST_VERDICTS else verdicts
+        self.of_masters.settle()
+        hide_gradients_from_dynamo()
+        self.verdicts.add(verdict, grads_of(self.lists.unmastered))
         self._open = self.delayed = None
-
-    # Between blocks and the step.
-
-    def finish_delayed(self) -> None:
-        """Unscale delayed gradients, as leaving their block without `delay_unscale` does."""
-        if self.delayed is not None:
-            self.delayed.finish()
-
-    def are_none(self) -> bool:
-        """Whether there is no gradient for a step."""
-        return not (self.of_masters.are_there() or have_grads(self.lists.unmastered))
-
-    def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the model's parameters that have a gradient for the step, with it, scaled or not."""
-        own = [(parameter, parameter.grad) for parameter in self.lists.unmastered]
-        for parameter, grad in (*own, *self.of_masters.of_models()):
-            if grad is not None:
-                yield parameter, grad
-
-    def end_step(self, was_skipped: bool = False) -> None:
-        """Note that a step has used the masters' gradients. Idempotent.
-
-        They stay until the next forward, block or step: a wrapper may read them after the step that it
-        wraps, and ignore parameters without one. After a skipped step they are dropped at once.
-        """
-        self.of_masters.were_stepped, self.verdicts = True, []
-        is_in_backward = self._open is not None
-        if was_skipped or is_in_backward or self.masters.any_is_shared(self.lists.masters):
-            self.of_masters.drop_stepped()
-
-    def prepare_to_write_zeros(self) -> None:
-        """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
-        self.of_masters.show()
-        for parameter, total in self._aside:
-            if parameter.grad is None:
-                parameter.grad = total
-
-    def forget(self) -> None:
-        """Forget the delayed block, gradients that are set aside or deferred, and verdicts."""
-        self.delayed = self.of_masters.deferred = None
-        self._aside, self.verdicts = [], []
-
-    def let_go(self) -> None:
-        """Forget the parameters: the optimizer leaves the session."""
-        self.forget()
-        self.of_masters.lists = ParameterLists((), self.masters)
 
     def clear(self) -> None:
         """Drop all gradients, and leave a block. Idempotent."""
+        store_grads((*self.lists.stepped, *self.lists.models))
         self.forget()
-        for parameter in (*self.lists.stepped, *self.lists.models):
-            parameter.grad = None
         self._open = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError
 from amp.kernels.tensor_lists import Kind, TensorList, are_plain, local
 from amp.lazy import kernels
-from amp.masters.parameter import store_grads
+from amp.masters.grads import store_grads
 from amp.masters.whole import check_device
 from amp.training.parameter_check import ParameterCheck
 from amp.training.parameter_lists import ParameterLists
@@ -23,6 +23,9 @@ from amp.training.unscaling import add_grad
 
 if TYPE_CHECKING:
     from amp.kernels.tables import BadSteps
+
+
+_REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class Logs(NamedTuple):
@@ -41,6 +44,7 @@ class NewGradients(NamedTuple):
             a DTensor this rank's shard.
         own_are_dense: whether `own_grads` are dense, in dtypes that a kernel can unscale.
         are_dense: whether `grads` are.
+        have_graphs: whether backward has made any of them with `create_graph=True`.
         will_be_deferred: whether `grads` stay as they are until the step.
     """
 
@@ -50,6 +54,7 @@ class NewGradients(NamedTuple):
     own_grads: TensorList
     own_are_dense: bool
     are_dense: bool
+    have_graphs: bool = False
     will_be_deferred: bool = False
 
     @classmethod
@@ -81,7 +86,9 @@ class NewGradients(NamedTuple):
             own if lists.are_plain else list(map(local, own)), like=lists.unmastered_list
         )
         own_are_dense = _are_scalable(_kind_of(own_grads)) and not any(g.is_sparse for g in own_grads)
-        return cls(of_masters, grads, unmastered, own_grads, own_are_dense, _are_scalable(kind))
+        have_graphs = lists.are_plain and any(map(_REQUIRES_GRAD, chain(new, own)))
+        are_dense = _are_scalable(kind)
+        return cls(of_masters, grads, unmastered, own_grads, own_are_dense, are_dense, have_graphs)
 
     def check(self, check: ParameterCheck) -> None:
         """Raise if a gradient cannot be unscaled; `check` names parameters in messages.
@@ -143,6 +150,10 @@ class NewGradients(NamedTuple):
             pairs = zip(of.masters, of.models, self.grads, strict=True)
             moves = [_Move(master, model, grad, master.grad) for master, model, grad in pairs]
         bad_steps = logs.of_masters
+        if self.have_graphs:
+            moves += [_Move(p, p, p.grad, totals.get(p)) for p in self.unmastered]
+            _unscale_in_graph(moves, inv_scale, found_inf)
+            return
         if self.own_are_dense and not totals:
             own = self.own_grads
             kernels.unscale.unscale(own, own, inv_scale, found_inf, bad_steps=logs.of_own)
@@ -201,6 +212,20 @@ def _unscale_moves(
     store_grads([move.stepped for move in there], [move.total for move in there])
     for move, target in zip(moving, targets, strict=True):
         add_grad(move.stepped, target)
+
+
+def _unscale_in_graph(moves: Sequence[_Move], inv_scale: Tensor, found_inf: Tensor | None) -> None:
+    """Unscale gradients by operations that autograd sees: their derivatives are unscaled too."""
+    if found_inf is not None:
+        kernels.unscale.check([move.source.detach() for move in moves], inv_scale, found_inf)
+    with torch.enable_grad():
+        for move in moves:
+            is_own = move.stepped is move.parameter
+            grad = (move.source.to(torch.float32) * inv_scale.reshape(())).to(
+                move.source.dtype if is_own else torch.float32
+            )
+            move.parameter.grad = None
+            move.stepped.grad = grad if move.total is None else grad + move.total
 
 
 def _are_there(

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.casting.cast_cache import forget_casts
 from amp.casting.regions import ThreadState
@@ -40,6 +45,7 @@ class OptimizerStep:
 
     Attributes:
         verdicts: what the checks before the last step found.
+        has_stepped: whether there was a step with gradients.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class OptimizerStep:
         self._masters: MasterWeights = gradients.masters
         self._write_back = write_back
         self._capabilities = capabilities
-        self._has_stepped = False
+        self.has_stepped = False
         self._parts = self._optimizer, gradients, self._masters, write_back
         self._fused_step = FusedStep(*self._parts)
         self.verdicts: list[Verdict] = []
@@ -75,9 +81,16 @@ class OptimizerStep:
         attached: Any = self._attached()
         if attached.owner.is_rehearsal:
             return None
+        attached.share_state()  # a script may have given the optimizer another one
+        kwargs = {name: self._stepped(value) for name, value in kwargs.items()}
         for observer in watching(attached.owner.observers):
             closure = observer.step_begins(attached, closure)
         return ThreadState().around(self._run_locked, step, closure, *args, **kwargs)
+
+    def _stepped(self, value: Any) -> Any:
+        """Return the master in place of a parameter, which is given to a step in the backward."""
+        master = self._masters.master(value) if isinstance(value, Tensor) else None
+        return value if master is None else master
 
     def _run_locked(self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any) -> Any:
         with self._masters.lock, self._write_back.in_step():
@@ -104,18 +117,24 @@ class OptimizerStep:
         gradients = self._gradients
         gradients.of_masters.drop_stepped()
         gradients.finish_delayed()
-        gradients.move_to_masters()
-        if not self._has_stepped or gradients.are_none():
+        if not (self.has_stepped and self._capabilities.takes_scaled):  # else the step does it
+            gradients.move_to_masters()
+        if not self.has_stepped or gradients.are_none():
             self._gradients.check.names()
-        if not (self._has_stepped or gradients.are_none()):
-            self._has_stepped = True
+        is_first = not (self.has_stepped or gradients.are_none())
+        if is_first:
+            self.has_stepped = True
             self._warn_if_unscaled()
-        self.verdicts = verdicts = gradients.verdicts
+            self._warn_if_unscaled_twice()
+        self.verdicts = verdicts = gradients.verdicts_for_step()
         way = self._way()
         way.has_stepped = False
+        before = self._copy_to_compare() if is_first else None
 
         def run() -> Any:
             result = way.run(step, verdicts)
+            if before is not None:
+                self._warn_if_unchanged(*before)
             forget_casts()  # casts of old weights, if a forward is under way
             self._tell_end()
             return result
@@ -154,6 +173,47 @@ class OptimizerStep:
                 history.end()
             history.ended_in_block = False
 
+    def _copy_to_compare(self) -> tuple[Tensor, int, Tensor] | None:
+        """Return a master with a gradient, its version, and a copy: the first step must change it.
+
+        A wrapper may step only each n-th time. torch's fused optimizers and dispatch modes leave no
+        trace of a change; to compare values there would make the host wait.
+        """
+        attached: Any = self._attached()
+        is_fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        may_not_tell = attached.is_wrapped or is_fused or _get_current_dispatch_mode()
+        if may_not_tell or not self._masters.are_whole:
+            return None
+        with_grad = (each for each in self._gradients.lists.masters if each.grad is not None)
+        master = next(with_grad, None)
+        return None if master is None else (master, master._version, master.detach().clone())
+
+    def _warn_if_unchanged(self, master: Tensor, version: int, before: Tensor) -> None:
+        """Warn if the first step has not changed a master: the optimizer has a list of its own."""
+        if master._version != version or self.was_skipped or not torch.equal(master, before):
+            return
+        warn(
+            f"{type(self._optimizer).__name__}.step() has changed nothing of an FP32 master with a "
+            "gradient, so the model is not trained. An optimizer that keeps a list or a table of "
+            "parameters from when it was made updates 16-bit weights that masters overwrite. Let it "
+            "use group['params'] in each step, or choose a level without masters, such as 'O4'"
+        )
+
+    def _warn_if_unscaled_twice(self) -> None:
+        """Warn if a GradScaler steps the optimizer, which has unscaled the gradients once more."""
+        frame = sys._getframe() if self._gradients.were_scaled else None
+        while frame is not None:
+            scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+                warn(
+                    f"GradScaler.step calls {type(self._optimizer).__name__}.step, and amp.scale_loss "
+                    "has scaled the loss and unscaled its gradients already. The GradScaler divides "
+                    "them by its own scale, so the weights hardly move. Leave the GradScaler out: call "
+                    "optimizer.step()"
+                )
+                return
+            frame = frame.f_back
+
     def _learn(self, verdicts: Sequence[Verdict]) -> None:
         for scaler in {verdict.scaler: None for verdict in verdicts}:
             self._owner.learn(scaler)
@@ -161,11 +221,11 @@ class OptimizerStep:
     @contextmanager
     def none_of_the_training(self) -> Iterator[None]:
         """Do not warn of unscaled gradients in a step that only makes the optimizer's state."""
-        before, self._has_stepped = self._has_stepped, True
+        before, self.has_stepped = self.has_stepped, True
         try:
             yield
         finally:
-            self._has_stepped = before
+            self.has_stepped = before
 
     def _warn_if_unscaled(self) -> None:
         """Warn if a step uses gradients of a loss that should have been scaled, and was not."""

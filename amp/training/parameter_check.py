@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.casting.sharded import is_of_fsdp1
 from amp.errors import AmpRuntimeError, first_few
+from amp.profiles.levels import levels_with
 
 
 class ParameterCheck:
@@ -55,9 +57,20 @@ class ParameterCheck:
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(
                     f"{self.called(parameter)} is {parameter.dtype} and was {dtype} at "
-                    "amp.initialize: the model was cast after it, by .half(), .float() or .to(). "
-                    "Leave that out, or do it before."
+                    "amp.initialize: the model was cast after it, by .half(), .float() or .to(), or "
+                    ".data was given such values, as torch.nn.utils.vector_to_parameters does. Leave "
+                    "out the cast, or do it before; write FP32 values to amp.master_params(optimizer)"
                 )
+
+    def wrappers(self, parameters: Iterable[Tensor]) -> None:
+        """Raise AmpRuntimeError if FullyShardedDataParallel holds parameters that have masters."""
+        if any(map(is_of_fsdp1, parameters)):
+            raise AmpRuntimeError(
+                "the model was wrapped in FullyShardedDataParallel after amp.initialize, and its flat "
+                "shards cannot have masters. Before amp.initialize cut the model by "
+                "torch.distributed.fsdp.fully_shard instead, or take "
+                f"opt_level={levels_with('patch_torch_functions')}"
+            )
 
     def names(self) -> None:
         """Raise AmpRuntimeError if a model has replaced one of these by a parameter with a gradient.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import are_plain
@@ -33,7 +34,7 @@ class RunningStatistics:
     def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
         """Keep the statistics that models have now, and those that are loaded, until `undo`."""
         for module in chain.from_iterable(model.modules() for model in models):
-            if any(module._buffers.get(name) is not None for name in _NAMES):
+            if not isinstance(module, torch.jit.ScriptModule) and _buffers_of(module):
                 self._modules.append(weakref.ref(module))
                 register: Any = module.register_load_state_dict_post_hook
                 undo.callback(register(_Snapshot(self)).remove)
@@ -68,11 +69,15 @@ class RunningStatistics:
         """Return the buffers by device and dtype."""
         groups = defaultdict(list)
         for module in filter(None, [reference() for reference in self._modules]):
-            for name in _NAMES:
-                buffer = module._buffers.get(name)
-                if buffer is not None and buffer.is_floating_point() and are_plain([buffer]):
+            for buffer in _buffers_of(module):
+                if buffer.is_floating_point() and are_plain([buffer]) and not is_lazy(buffer):
                     groups[buffer.device, buffer.dtype].append(buffer)
         return groups
+
+
+def _buffers_of(module: nn.Module) -> list[Tensor]:
+    found = [module._buffers.get(name) for name in _NAMES]
+    return [buffer for buffer in found if buffer is not None]
 
 
 def _joined(buffers: list[Tensor]) -> Tensor:

@@ -49,7 +49,7 @@ class StepInputs:
     @cached_property
     def deferred(self) -> Deferred:
         """The gradients of masters, and the masters, with their current addresses."""
-        return self._look_up().now()
+        return self._look_up()
 
     @property
     def stepped(self) -> Sequence[Tensor]:
@@ -90,7 +90,7 @@ class StepInputs:
         return self.deferred.norms
 
 
-_NOTHING = Deferred(ParameterLists((), MasterWeights()), TensorList([]), None)
+_NOTHING = Deferred(ParameterLists((), MasterWeights()), TensorList([]))
 
 
 def inputs_outside_of_a_session(optimizer: Any) -> StepInputs:

@@ -13,18 +13,21 @@ the model.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp.casting.cast_cache import forget_casts
 from amp.casting.regions import disable_casts, same_casts
 from amp.errors import AmpRuntimeError
 from amp.interrupts import followed_by
 from amp.masters.whole import MasterWeights
-from amp.training.gradients import Gradients
+from amp.training.deferred import Deferred
+from amp.training.gradients import Gradients, State
 from amp.training.parameter_lists import ParameterLists
 from amp.training.scaler import Verdict
 from amp.training.step_inputs import StepInputs
@@ -60,17 +63,33 @@ class Stepper:
         self.masters.follow_requires_grad(lists.masters, lists.models)
         self.masters.follow_all(lists.masters, lists.models)
 
+    @contextmanager
+    def _after_hooks(self) -> Iterator[None]:
+        """Take over what hooks of the step do to gradients of the model's parameters."""
+        if not (
+            getattr(self.optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
+        ):
+            yield
+            return
+        last = self.optimizer.register_step_pre_hook(lambda *_: self.gradients.move_to_masters())
+        try:
+            yield
+        finally:
+            last.remove()
+
     def run_unscaled(self, step: Callable[[], Any]) -> Any:
         """Step with the gradients in `.grad`, and write masters to the model."""
 
         def run_step() -> Any:
-            with disable_casts():
+            with disable_casts(), self._after_hooks():
                 masters = self.gradients.lists.masters
                 result = self.masters.run_step(self.optimizer, masters, step)
             self.has_stepped = True
             return result
 
-        return followed_by(run_step, self.write_back.after_step)
+        in_backward = self.gradients.state is State.OPEN
+        write = self.write_back.after_step_in_backward if in_backward else self.write_back.after_step
+        return followed_by(run_step, write)
 
 
 class FusedStep(Stepper):
@@ -78,20 +97,26 @@ class FusedStep(Stepper):
 
     _latest: ParameterLists | None = None
     """The masters that had gradients in the last step."""
-    _versions: Sequence[int] = ()
-    """The versions of their parameters after that step, when each equalled its rounded master."""
+    _traces: tuple[Sequence[int], Sequence[int], int] = (), (), 0
+    """The versions and addresses of their parameters after that step, when each equalled its rounded
+    master, and how often the masters had been suspected."""
 
     def run(self, step: Callable[[], Any], verdicts: Sequence[Verdict]) -> Any:
         """Give the optimizer the deferred gradients, and step."""
-        lists, of = self.gradients.lists, self.gradients.of_masters.for_step().of
         self.gradients.check.dtypes()
-        versions = [model._version for model in of.models]
-        if of is not lists or of is not self._latest or versions != self._versions:
-            self.follow_models()
-        self._latest = of
-        inputs = StepInputs(
-            self.gradients.of_masters.for_step, self.masters.low_halves, found_inf_of(verdicts)
-        )
+        versions: list[int] = []
+
+        def look_up() -> Deferred:
+            deferred = self.gradients.for_step().now()
+            of = deferred.of
+            versions[:] = [model._version for model in of.models]
+            traces = versions, of.model_list.addresses, self.masters.traces.suspicions
+            if of is not self.gradients.lists or of is not self._latest or traces != self._traces:
+                self.follow_models()
+            self._latest = of
+            return deferred
+
+        inputs = StepInputs(look_up, self.masters.low_halves, found_inf_of(verdicts))
         has_returned = False
         try:
             self.optimizer.scaled_grads = inputs
@@ -108,11 +133,13 @@ class FusedStep(Stepper):
         """Note that the optimizer has written the masters to the model."""
         lists, of = self.gradients.lists, inputs.deferred.of
         if of is self._latest and of.are_plain and inputs.changes.are_made:
-            self._versions = [version + 1 for version in versions]
+            now = [version + 1 for version in versions]
         else:
             self._latest = of
-            self._versions = [model._version for model in of.models]
-        self.masters.agree(of.master_ids, self._versions)
+            now = [model._version for model in of.models]
+        addresses = of.model_list.addresses
+        self._traces = now, addresses, self.masters.traces.suspicions
+        self.masters.traces.agree(of.master_ids, now, addresses)
         if of is not lists:
             self.write_back.after_step(without=set(of.masters))
 
@@ -174,9 +201,9 @@ class ClosureStep(Stepper):
             for _ in range(_CLOSURE_TRIES):
                 loss = self._closure()
                 self.gradients.finish_delayed()
-                self.gradients.of_masters.show()
                 self.gradients.move_to_masters()
-                verdicts, self.gradients.verdicts = self.gradients.verdicts, []
+                self.gradients.of_masters.unscale()
+                verdicts = self.gradients.verdicts.take()
                 overflowed = any(verdict.overflowed for verdict in verdicts)
                 self._learn(verdicts)
                 if not overflowed:

@@ -24,6 +24,7 @@ from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError
 from amp.patching import Patch
 from amp.profiles.properties import Properties
+from amp.training.hiding import hide_in_backward
 from amp.undo import Undo
 
 
@@ -74,6 +75,7 @@ class Synchronization:
         ddp._amp_reduces, ddp._amp_may_join = True, self._may_join
         if "_pre_forward" not in vars(ddp):  # on the instance: a forward may bypass hooks
             ddp._pre_forward = types.MethodType(_pre_forward, ddp)
+            ddp._post_forward = types.MethodType(_post_forward, ddp)
         self._ddps.append(weakref.ref(ddp))
 
     def are_reduced(self, parameters: Sequence[Tensor]) -> bool:
@@ -122,6 +124,16 @@ def _pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             )
         self._amp_reduces = self.require_backward_grad_sync
     return type(self)._pre_forward(self, *args, **kwargs)
+
+
+def _post_forward(self: Any, output: Any) -> Any:
+    """End a DDP's forward, and prepare gradients for its backward."""
+    output = type(self)._post_forward(self, output)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        sessions = active.open_sessions()
+        own = [s for s in sessions if any(each is self for each in s.synchronization.own_ddps())]
+        hide_in_backward(own, output)
+    return output
 
 
 def _make_init(original: Callable[..., None]) -> Callable[..., None]:

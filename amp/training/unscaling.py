@@ -11,7 +11,6 @@ from torch import Tensor
 from amp.kernels.changes import at_once
 from amp.kernels.grad_mode import without_grad
 from amp.lazy import kernels
-from amp.masters.parameter import store_grad
 from amp.masters.whole import check_device
 from amp.training.parameter_lists import ParameterLists
 
@@ -32,18 +31,20 @@ def add_to_masters(lists: ParameterLists) -> None:
         check_device(master, model)
     for master, model in zip(lists.masters, lists.models, strict=True):
         assert model.grad is not None
-        adding = _adding(master, model.grad.to(torch.float32))
-        at_once(adding, functools.partial(store_grad, model, None))
+        with torch.set_grad_enabled(model.grad.requires_grad):
+            grad = model.grad.to(torch.float32)
+        adding = _adding(master, grad)
+        at_once(adding, functools.partial(setattr, model, "grad", None))
 
 
 def _adding(parameter: Tensor, grad: Tensor) -> Callable[[], object]:
     """Return a function that adds a gradient to a parameter's `.grad`, by one call into C++."""
     total = parameter.grad
     if total is None:
-        return functools.partial(store_grad, parameter, grad)
+        return functools.partial(setattr, parameter, "grad", grad)
     if total.is_sparse or grad.is_sparse:
         together = grad + total if total.is_sparse else total + grad
-        return functools.partial(store_grad, parameter, together)
+        return functools.partial(setattr, parameter, "grad", together)
     return functools.partial(torch._foreach_add_, [total], [grad])
 
 

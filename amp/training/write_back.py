@@ -8,15 +8,16 @@ its address, which the model's forward checks. A forward in compiled code does n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from amp.errors import warn
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.masters.parameter import MasterParameter, stored_grad
 from amp.masters.whole import MasterWeights
 from amp.training.gradients import Gradients
 from amp.training.parameter_lists import ParameterLists
@@ -38,6 +39,10 @@ class WriteBack:
         self._is_stepping = False
         self._has_looked = False
         self._has_warned = False
+        self._was_evaluated = False
+        self._index: dict[int, int] = {}
+        """The place of each master in `_lists`, by its id."""
+        masters.write_backs.append(weakref.ref(self))
 
     # In a step.
 
@@ -49,12 +54,16 @@ class WriteBack:
         """
         self._masters.write_back(self._trained(without))
 
+    def after_step_in_backward(self) -> None:
+        """Write the masters that a step has changed, because the backward still needs other weights."""
+        self._masters.write_back(self._changed())
+
     def _trained(self, without: Collection[Tensor] = ()) -> list[Tensor]:
         lists = self._gradients.lists
         return [
             master
             for master, model in zip(lists.masters, lists.models, strict=True)
-            if master not in without and (model.requires_grad or stored_grad(master) is not None)
+            if master not in without and (model.requires_grad or master.grad is not None)
         ]
 
     @contextmanager
@@ -62,27 +71,38 @@ class WriteBack:
         """Run the optimizer's step, which itself writes masters to the model."""
         try:
             self._is_stepping = True
+            if self._was_evaluated:  # weights are often written around an evaluation, and restored
+                self._masters.traces.suspect(self._gradients.lists.masters)
+                self._was_evaluated = False
+            self._masters.are_ahead = True
             with self._masters.as_they_are_kept():
                 yield
         finally:
-            self._is_stepping = False
+            self._is_stepping = self._masters.are_ahead = False
         self.note()
 
     # Outside of a step.
 
     def note(self) -> None:
         """Note that the masters are written to the model now. No host sync."""
-        self._lists = self._gradients.lists
+        if self._lists is not self._gradients.lists or not self._index:
+            self._lists = self._gradients.lists
+            self._index = {id(master): i for i, master in enumerate(self._lists.masters)}
         self._traces = self._traces_now()
         self._has_looked = False
 
     def _traces_now(self) -> list[int]:
         masters = self._lists.masters
         values = masters if self._lists.are_plain else list(map(local, masters))
-        traces = [value._version for value in values]
-        if not all([issubclass(cls, MasterParameter) for cls in set(map(type, masters))]):  # noqa: C419
-            traces += map(Tensor.data_ptr, values)
-        return traces
+        return [*[value._version for value in values], *map(Tensor.data_ptr, values)]
+
+    def has_changed(self, master: Tensor) -> bool:
+        """Whether other code has changed a master."""
+        index = self._index.get(id(master))
+        if index is None or self._is_stepping:
+            return False
+        values, count = local(master), len(self._index)
+        return [values._version, values.data_ptr()] != self._traces[index::count]
 
     def _changed(self) -> list[Tensor]:
         """Return the masters that other code has changed."""
@@ -94,10 +114,12 @@ class WriteBack:
         changed = [i % len(masters) for i, (a, b) in pairs if a != b]
         return [masters[i] for i in dict.fromkeys(changed)]
 
-    def before_forward(self) -> None:
-        """Free the gradients of the last step, and write changed masters to the model. No host sync."""
+    def before_forward(self, is_training: bool) -> None:
+        """Look at gradients of the last step, and write changed masters to the model. No host sync."""
+        self._was_evaluated |= not (is_training or torch.is_grad_enabled())
         self._gradients.of_masters.drop_stepped()
         self.if_changed()
+        self._has_looked = True
 
     def if_changed(self) -> None:
         """Write the masters that other code has changed to the model. No host sync."""
@@ -105,7 +127,17 @@ class WriteBack:
         if changed:
             self._masters.write_back(changed)
             self.note()
-        self._has_looked = True
+
+    def before_a_look(self) -> None:
+        """Let masters and model agree, before other code looks at the masters. No host sync."""
+        lists = self._gradients.look_at_groups()
+        if lists.masters and not self._is_stepping:
+            with self._masters.lock:
+                self.if_changed()
+                # Before a step this would be the hot path: scripts clip by what they get here.
+                compares = not self._gradients.of_masters.are_there()
+                for master in lists.masters:
+                    self._masters.follow(master, compares=compares)
 
     def of_all(self) -> None:
         """Write all masters to the model. No host sync."""
@@ -133,9 +165,11 @@ class WriteBack:
         with self._masters.lock, self._masters.as_float32(self._up_to_date(lists)):
             self.note()
             try:
+                self._masters.are_ahead = True
                 yield
             finally:
                 self._after_method()
+                self._masters.are_ahead = False
         self.note()
 
     def _up_to_date(self, lists: ParameterLists) -> Sequence[Tensor]:

@@ -19,6 +19,7 @@ from amp.diagnosis.trace import CASTS, Trace
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
+from amp.training.attachment import AttachedOptimizer
 from amp.trials.recording import Op, Product, Recording
 
 HEADROOM = 4
@@ -39,6 +40,20 @@ def before_initialize(models: Iterable[nn.Module]) -> Iterator[Finding]:
                     "Leave out .half() and .bfloat16(): amp.initialize casts the model itself.",
                 )
                 return
+
+
+def of_unseen_writes(attached: AttachedOptimizer) -> Iterator[Finding]:
+    """Yield a finding if weights were written since the last step, and torch has not counted it."""
+    lists, masters = attached.gradients.lists, attached.masters
+    for master, model in zip(lists.masters, lists.models, strict=True):
+        if masters.was_written_unseen(master):
+            yield Finding(
+                "unseen write",
+                f"{attached.gradients.check.called(model)} was written since the last step in a way "
+                "that torch does not count, such as .data.copy_(...), and the step undoes it",
+                "Write under torch.no_grad() without .data, or write to amp.master_params(optimizer).",
+            )
+            return
 
 
 def of_properties(properties: Properties, model: nn.Module, is_checked: bool) -> Iterator[Finding]:

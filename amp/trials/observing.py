@@ -24,6 +24,7 @@ from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
+from amp.training.unscaling import unscaled
 from amp.trials.memory import Activations, size_of, tensors_in
 
 ModuleGradients = dict[str, list[Tensor]]
@@ -291,8 +292,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         if log.steps not in kept:
             return
         deferred = log.attached.gradients.of_masters.for_step()
-        unscaled = deferred.copied().grads if deferred.grads else ()
-        grads = {id(model): grad for model, grad in zip(deferred.of.models, unscaled, strict=True)}
+        values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
+        grads = {id(model): grad for model, grad in zip(deferred.of.models, values, strict=True)}
         grads |= {id(p): p.grad for p in log.attached.gradients.lists.unmastered if p.grad is not None}
         for parameter, name in self._names(log.attached.owner):
             if id(parameter) in grads:

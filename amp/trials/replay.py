@@ -25,7 +25,7 @@ from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.trace import Trace
 from amp.dtypes import LOW_PRECISION
-from amp.masters.parameter import store_grad, stored_grad
+from amp.masters.grads import grads_of, store_grads
 from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
@@ -176,7 +176,7 @@ def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
     """Return a function that restores gradients of masters, deferred ones too, and group options."""
     optimizer: Optimizer = attached.optimizer
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    masters = [(master, stored_grad(master)) for master in attached.gradients.lists.masters]
+    masters, grads = attached.gradients.lists.masters, grads_of(attached.gradients.lists.masters)
     holders = [(each, dict(vars(each))) for each in (attached.gradients, attached.gradients.of_masters)]
 
     def restore() -> None:
@@ -184,7 +184,6 @@ def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
             group.update(numbers)
         for holder, attributes in holders:
             vars(holder).update(attributes)
-        for master, grad in masters:
-            store_grad(master, grad)
+        store_grads(masters, grads)
 
     return restore

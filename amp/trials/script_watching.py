@@ -129,6 +129,7 @@ class StepWatcher(ScriptWatcher):
         if made == self._limit:
             self.complete()
         self._steps[id(attached)] += 1
+        self._found += hazards.of_unseen_writes(attached)
         return closure
 
     def seen(self) -> Any:

@@ -51,6 +51,7 @@ def with_amp(
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad
         optimizer.step()
+        optimizer.zero_grad()
 
     return run
 

@@ -30,7 +30,7 @@ from tests.distributed.models import (
     weights_of,
 )
 from tests.distributed.world import world
-from tests.levels import DYNAMIC, LEVELS, levels_where
+from tests.levels import DYNAMIC, LEVELS, WITH_MASTERS, levels_where
 
 CAST = levels_where(lambda properties: properties.cast_model_type in (torch.float16, torch.bfloat16))
 NOT_CAST = [level for level in LEVELS if level not in CAST]
@@ -178,6 +178,14 @@ def check_fsdp1_refused(rank: int) -> None:
     for level in CAST:
         with pytest.raises(amp.AmpError, match="FullyShardedDataParallel.*fully_shard instead"):
             initialize(model, sgd(model), level)
+    for level in WITH_MASTERS:
+        late: Any = make()
+        late, made = initialize(late, sgd(late), level)
+        late = fsdp1(late)
+        (x, y), *_ = batches(*data_rank("fsdp2"))
+        loss = loss_of(late, x, y)
+        with pytest.raises(amp.AmpError, match="after amp.initialize.*fully_shard instead"):
+            amp.scale_loss(loss, made).__enter__()
     for optimizer in (FusedLAMB(model.parameters()), FusedAdam(model.parameters(), max_grad_norm=1.0)):
         _, made = initialize(model, optimizer, "O4")
         (x, y), *_ = batches(*data_rank("fsdp2"))

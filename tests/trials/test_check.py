@@ -387,6 +387,7 @@ def test_a_healthy_script(capsys: Any, tmp_path: Path) -> None:
     ("parts", "expected"),
     [
         ({"options": "gain=500.0"}, "range: forward torch.matmul, in blocks.1.attn"),
+        ({"inside": "next(net.parameters()).data.mul_(0.5)"}, "unseen write"),
         pytest.param({"gain": "3e6", "level": "O3"}, "range: backward", marks=pytest.mark.slow),
         pytest.param(
             {"inside": "nn.utils.clip_grad_norm_(net.parameters(), 1.0)"},

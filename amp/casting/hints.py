@@ -1,0 +1,83 @@
+"""Hints for torch's errors about dtypes inside a model that was cast: which layer, and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp.casting.cast_hooks import CastInputs, CastOutput
+from amp.dtypes import LOW_PRECISION, dtype_name
+
+_OF_MIXED_DTYPES = ("same dtype", "expected scalar type", "should be the same", "dtype mismatch")
+_OF_NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'", "Low precision dtypes")
+
+
+class ModelOutput(CastOutput):
+    """The hook that casts a model's outputs. It runs after an error too, and then adds a hint to it."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the cast output, or None to keep it."""
+        if output is None and isinstance(error := sys.exception(), RuntimeError):
+            if text := _hint(error, module):
+                error.add_note(text)
+            return None
+        return super().__call__(module, args, output)
+
+
+def _hint(error: RuntimeError, model: nn.Module) -> str | None:
+    """Return what to do about an error of a forward, if it is about dtypes."""
+    message = str(error)
+    is_mixed = any(part in message for part in _OF_MIXED_DTYPES)
+    if not (is_mixed or any(part in message for part in _OF_NO_KERNEL)):
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    inside = [module for module in _modules_on_the_way(error) if module in names]
+    if not inside:
+        return None
+    layer = inside[-1]
+    called = f"'{names[layer]}' ({type(layer).__name__})" if names[layer] else type(layer).__name__
+    rules = f"[{{'module': '{names[layer]}', 'cast': 'float32'}}]"
+    rule = f", by a rule: rules={rules}" if names[layer] else ""
+    if not is_mixed:
+        return (
+            f"amp: {called} was cast, and this operation takes no 16-bit tensors. Keep the layer in "
+            f"FP32{rule}, or compute in x.float()"
+        )
+    hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, CastInputs)]
+    own = {p.dtype for p in layer.parameters(recurse=False) if p.is_floating_point()}
+    own |= {p.dtype for p in vars(layer).values() if isinstance(p, torch.Tensor)}
+    if layer is not model and not hooks and own and not own & LOW_PRECISION:
+        return (
+            f"amp: {called} is {_listed(own)}, and the model that holds it was cast: perhaps it was "
+            "put in after amp.initialize. Put layers in before, or prepare the new one too: "
+            f"amp.get_session().initialize(model.{names[layer]})"
+        )
+    if hooks and own and hooks[0].dtype not in own:
+        return (
+            f"amp: {called} was {dtype_name(hooks[0].dtype)} at amp.initialize, and its weights are "
+            f"{_listed(own)} now. For torch.func.functional_call take dict(model.named_parameters()), "
+            "because model.state_dict() has FP32 values. Write FP32 values, as "
+            "torch.nn.utils.vector_to_parameters does, to amp.master_params(optimizer)"
+        )
+    return (
+        f"amp: {called} was given tensors of several dtypes. Weights and inputs of the model were "
+        "cast; cast what comes from elsewhere to the same dtype"
+    )
+
+
+def _modules_on_the_way(error: BaseException) -> Iterator[nn.Module]:
+    """Yield the modules whose methods an error came through, the innermost last."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            yield module
+        traceback = traceback.tb_next
+
+
+def _listed(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(map(dtype_name, dtypes)))

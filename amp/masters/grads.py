@@ -1,0 +1,29 @@
+"""Read and set the gradients of many tensors."""
+
+import itertools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GRAD: Any = torch.Tensor.grad
+
+
+def grads_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return the `.grad` of each tensor."""
+    return list(map(_GRAD.__get__, tensors))
+
+
+def have_grads(tensors: Iterable[Tensor]) -> bool:
+    """Whether any tensor has a gradient."""
+    return any(map(operator.is_not, map(_GRAD.__get__, tensors), itertools.repeat(None)))
+
+
+def store_grads(
+    tensors: Iterable[Tensor], grads: Iterable[Tensor | None] = itertools.repeat(None)
+) -> None:
+    """Set the `.grad` of each tensor; by default None."""
+    for tensor, grad in zip(tensors, grads):  # noqa: B905 (there may be endless gradients)
+        tensor.grad = grad

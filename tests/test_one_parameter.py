@@ -1,0 +1,587 @@
+"""What a script attaches to a model's parameter is at its master, and what it does wrong it is told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import (
+    parameters_to_vector,
+    parametrizations,
+    parametrize,
+    prune,
+    vector_to_parameters,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpWarning
+from amp.optimizers import FusedAdam
+from tests.covering import covering
+from tests.models import initialize
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
+    "FusedAdam": lambda p: FusedAdam(p, 1e-2),
+}
+
+
+def made(level: str, optimizer: str = "AdamW", **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    options = {"loss_scale": 128.0, **options} if level in ("O1", "O2", "O3") else options
+    return initialize(model, OPTIMIZERS[optimizer](model.parameters()), level, **options)
+
+
+def backward(model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def train(model: Any, optimizer: Any) -> None:
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_state_is_found_by_the_models_parameter(level: str, optimizer: str) -> None:
+    model, opt = made(level, optimizer)
+    weight, stepped = model[0].weight, next(iter(amp.master_params(opt)))
+    assert weight not in opt.state
+    assert opt.state.get(weight) is None
+    train(model, opt)
+    entry = opt.state[weight]
+    assert entry is opt.state[stepped]
+    assert weight in opt.state
+    assert opt.state.get(weight) is entry
+    entry["exp_avg"].zero_()  # as a reset for neurons that are revived does
+    assert not opt.state[stepped]["exp_avg"].any()
+    opt.state[weight]["of the script"] = 3
+    assert opt.state[stepped]["of the script"] == 3
+    del opt.state[stepped]["of the script"]
+    assert opt.state.pop(weight) is entry
+    assert stepped not in opt.state
+    assert opt.state.pop(weight, None) is None
+    opt.state[weight] = entry
+    assert list(opt.state)[-1] is stepped
+    train(model, opt)
+    assert len(opt.state) == 4
+
+
+def test_state_is_found_after_a_load_and_where_it_was_replaced() -> None:
+    model, opt = made("O2")
+    train(model, opt)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert "exp_avg" in opt.state[model[0].weight]
+    opt.state = defaultdict(dict)  # as a restart of the optimizer does
+    train(model, opt)
+    assert "exp_avg" in opt.state[model[0].weight]
+    copied = pickle.loads(pickle.dumps(opt.state))
+    assert type(copied) is type(copy.deepcopy(opt.state)) is defaultdict
+    amp.get_session(opt).close()
+    assert type(opt.state) is defaultdict
+    assert opt.state[model[0].weight]["exp_avg"].shape == (8, 8)
+    assert len(opt.state) == 4
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_attributes_are_at_both(level: str) -> None:
+    model = nn.Linear(4, 4)
+    early: Any = model.weight
+    early.lr_scale = 0.5
+    model, opt = initialize(model, OPTIMIZERS["AdamW"](model.parameters()), level)
+    weight: Any = model.weight
+    master: Any = next(iter(amp.master_params(opt)))
+    assert master is not weight
+    assert master.lr_scale == 0.5
+    weight.is_expert = True
+    assert master.is_expert
+    master.tag = "late"
+    assert weight.tag == "late"
+    amp.get_session(opt).close()
+    assert model.weight.tag == "late"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loss_that_was_not_scaled_is_noted_inside_of_the_block(optimizer: str) -> None:
+    model, opt = made("O2", optimizer)
+    loss = model(torch.ones(2, 8)).float().square().mean()
+    with (
+        pytest.warns(AmpWarning, match="none came from the scaled loss.*scaled_loss.backward"),
+        amp.scale_loss(loss, opt),
+    ):
+        loss.backward()
+
+
+def test_a_backward_after_the_block_is_noted() -> None:
+    model, opt = made("O1")
+    with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), opt) as scaled_loss:
+        pass
+    with pytest.warns(AmpWarning, match="called after its amp.scale_loss block.*Call it inside"):
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_grad_scaler_besides_is_noted(level: str) -> None:
+    model, opt = made(level)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), opt) as scaled_loss:
+        scaler.scale(scaled_loss).backward()
+    with pytest.warns(AmpWarning, match="GradScaler.step calls AdamW.step.*Leave the GradScaler out"):
+        scaler.step(opt)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.filterwarnings("error")
+def test_a_right_script_is_told_nothing(level: str) -> None:
+    model, opt = made(level)
+    for _ in range(2):
+        loss = model(torch.ones(2, 8)).float().square().mean()
+        with amp.scale_loss(loss, opt) as scaled_loss:
+            (scaled_loss + 0).backward(retain_graph=True)
+        opt.step()
+        opt.zero_grad()
+
+
+def test_scale_loss_without_with_says_what_to_write() -> None:
+    model, opt = made("O2")
+    loss = model(torch.ones(2, 8)).float().mean()
+    with pytest.raises(AttributeError, match="without `with`.*with amp.scale_loss") as raised:
+        amp.scale_loss(loss, opt).backward()  # type: ignore[attr-defined]  # pyright: ignore
+    assert isinstance(raised.value, amp.AmpError)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_with_a_graph_are_unscaled_in_it(level: str, optimizer: str) -> None:
+    """Hutchinson: the derivative of gradients has no loss scale."""
+
+    def curvature(level: str) -> list[Tensor]:
+        model, opt = made(level, optimizer)
+        loss = model(torch.ones(2, 8)).float().square().mean()
+        with amp.scale_loss(loss, opt) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+        grads = [p.grad for p in model.parameters()]
+        found = torch.autograd.grad(
+            [g.sum() for g in grads], list(model.parameters()), allow_unused=True
+        )
+        return [torch.zeros(1) if x is None else x.float() for x in found]
+
+    for found, expected in zip(curvature(level), curvature("O0"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=1e-2)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return (
+            self.gate(x).topk(2, dim=-1),
+            self.gate(x).max(dim=1),
+            torch.linalg.svd(self.gate(x).float()),
+        )
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7"])
+@pytest.mark.filterwarnings("ignore::amp.AmpWarning")
+def test_named_results_of_torch_come_through(level: str) -> None:
+    model: Any = initialize(Router(), None, level)
+    top, largest, svd = model(torch.randn(3, 8))
+    assert (type(top), type(largest)) == (torch.return_types.topk, torch.return_types.max)
+    assert type(svd).__name__ == "linalg_svd"
+    assert top.values.dtype is (torch.float32 if level not in ("O1", "O4", "O6") else top[0].dtype)
+    assert top.indices.dtype is torch.int64
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.filterwarnings("error")
+def test_transforms_of_torch_func_go_through_a_cast_model(level: str) -> None:
+    model: Any = initialize(nn.Linear(4, 2), None, level)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(torch.vmap(model)(x), model(x), rtol=0.02, atol=0.02)
+    assert torch.func.jacrev(lambda one: model(one))(x[0]).shape == (2, 4)
+    parameters = dict(model.named_parameters())
+
+    def loss(own: Any, one: Tensor) -> Tensor:
+        return torch.func.functional_call(model, own, (one,)).sum()
+
+    grads = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    assert grads["weight"].shape == (5, 2, 4)
+
+
+class Counting(torch.optim.AdamW):
+    """As SPAM, keeps a number of its own beside the parameters' entries."""
+
+    state: Any
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.state["total_step"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["total_step"] += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_an_optimizer_keeps_what_is_its_own_in_its_state(level: str) -> None:
+    model: Any = nn.Linear(8, 4)
+    model, opt = initialize(model, Counting(model.parameters()), level)
+    with amp.scale_loss(model(torch.ones(2, 8)).float().mean() * 1e-3, opt) as scaled_loss:
+        scaled_loss.backward()
+    opt.step()
+    assert opt.state["total_step"] == 1
+    opt.load_state_dict(opt.state_dict())
+    amp.get_session(opt).close()
+    assert opt.state["total_step"] == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_a_session_that_is_closed_in_inference_mode_leaves_weights_that_train(level: str) -> None:
+    model, opt = made(level)
+    train(model, opt)
+    with torch.inference_mode():
+        amp.get_session(opt).close()
+    model(torch.ones(2, 8)).sum().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_load_without_memory_says_so(level: str, optimizer: str) -> None:
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, opt = made(level, optimizer)
+    train(model, opt)
+    state = copy.deepcopy(opt.state_dict())
+    with pytest.raises(torch.OutOfMemoryError), Full():
+        opt.load_state_dict(state)
+    opt.load_state_dict(state)
+
+
+@pytest.mark.parametrize("words", ["levels", "env"])
+def test_a_command_without_stdout_ends_well(words: str) -> None:
+    command = f"{sys.executable} -m amp {words} >&-"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_device_that_is_none_is_named() -> None:
+    with pytest.raises(amp.AmpError, match="is not a device.*such as 'cuda'"):
+        amp.GradScaler(device=-(10**400))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_stacked_parameters_may_be_trained_where_no_masters_are_needed(level: str) -> None:
+    models = [nn.Linear(4, 2) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+    base: Any = copy.deepcopy(models[0])
+    opt: Any = torch.optim.SGD(parameters.values(), lr=0.1)
+    with pytest.warns(AmpWarning, match="Unless the model is called with them by"):
+        base, opt = amp.initialize(base, opt, opt_level=level, verbosity=0, loss_scale=1.0)
+    before = parameters["weight"].detach().clone()
+
+    def call(own: Any, own_buffers: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(base, (own, own_buffers), (x,))
+
+    out = torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, torch.ones(2, 4))
+    with amp.scale_loss(out.float().sum(), opt) as scaled_loss:
+        scaled_loss.backward()
+    opt.step()
+    assert not torch.equal(before, parameters["weight"])
+    with pytest.raises(amp.AmpError, match="nothing would be trained"):
+        amp.initialize(
+            nn.Linear(4, 2), torch.optim.SGD(nn.Linear(4, 2).parameters()), opt_level="O2", verbosity=0
+        )
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_weight_that_is_written_is_seen_by_whoever_asks_for_masters(level: str) -> None:
+    model, opt = made(level)
+    train(model, opt)
+    with torch.no_grad():
+        model[0].weight.fill_(0.125)
+        for p in amp.master_params(opt):
+            p.add_(0.5)
+    model(torch.ones(2, 8))
+    assert (model[0].weight == 0.625).all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O6"])
+@pytest.mark.filterwarnings("ignore")
+def test_lazy_norms_and_scripted_parts(level: str) -> None:
+    scripted = [torch.jit.script(nn.Linear(4, 4))] if level == "O1" else []  # torch keeps its dtype
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), *scripted, nn.LazyBatchNorm1d())
+    opt: Any = torch.optim.SGD(list(model[:2].parameters()), lr=0.1)
+    model, opt = amp.initialize(model, opt, opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.randn(4, 4)).float().sum() * 1e-3, opt) as scaled_loss:
+        scaled_loss.backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("loss_scale", [64.0, "dynamic"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_sparse_gradients_of_a_fused_optimizer_are_named_and_the_session_closes(
+    level: str, loss_scale: Any
+) -> None:
+    model: Any = nn.Embedding(10, 8, sparse=True)
+    opt: Any = FusedAdam(model.parameters(), lr=0.1)
+    model, opt = amp.initialize(model, opt, opt_level=level, verbosity=0, loss_scale=loss_scale)
+    with amp.scale_loss(model(torch.tensor([1, 2])).sum(), opt) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(AmpTypeError, match=r"is sparse \(torch.sparse_coo\); FusedAdam takes dense"):
+        opt.step()
+    amp.get_session().close()
+    assert model.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "AdamW", "LBFGS", "Muon"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_state_dict_may_be_loaded_again_and_again(level: str, name: str) -> None:
+    model: Any = nn.Linear(4, 4, bias=False)
+    make: Any = getattr(torch.optim, name, torch.optim.AdamW)
+    model, opt = initialize(model, make(model.parameters(), lr=1e-3), level)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = model(torch.ones(2, 4)).float().square().mean()
+        with amp.scale_loss(loss, opt) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    opt.step(closure)
+    best = copy.deepcopy(opt.state_dict())
+    for _ in range(3):
+        opt.step(closure)
+        opt.load_state_dict(copy.deepcopy(best))
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_copy_of_both_trains(level: str, optimizer: str, optimizer_first: bool) -> None:
+    model, opt = made(level, optimizer)
+    train(model, opt)
+    if optimizer_first:
+        opt, model = copy.deepcopy((opt, model))
+    else:
+        model, opt = copy.deepcopy((model, opt))
+    before = [p.detach().clone() for p in model.parameters()]
+    assert {p.dtype for p in before} == {torch.float32}
+    model(torch.ones(2, 8)).float().square().mean().backward()
+    opt.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("release", ["before", "after"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_steps_in_the_backward_that_another_package_takes(level: str, release: str) -> None:
+    optimi = pytest.importorskip("optimi")
+    x = torch.randn(64, 8)
+
+    def trained(level: str | None) -> float:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+        opt: Any = optimi.AdamW(model.parameters(), lr=1e-2, gradient_release=True)
+        if release == "before":
+            optimi.prepare_for_gradient_release(model, opt)
+        if level is not None:
+            model, opt = initialize(model, opt, level)
+        if release == "after":
+            optimi.prepare_for_gradient_release(model, opt)
+        for _ in range(30):
+            loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+            if level is None:
+                loss.backward()
+                continue
+            with amp.scale_loss(loss, opt) as scaled_loss:
+                scaled_loss.backward()
+        return loss.item()
+
+    assert trained(level) == pytest.approx(trained(None), rel=0.05)
+
+
+def written(values: Tensor, parameter: Tensor) -> None:
+    parameter.untyped_storage().copy_(values.to(parameter.dtype).untyped_storage())
+
+
+def assigned(values: Tensor, parameter: Tensor) -> None:
+    parameter.data = values.to(parameter.dtype, copy=True)
+
+
+def sliced(values: Tensor, parameter: Tensor) -> None:
+    parameter.data[:] = values
+
+
+WRITES: dict[str, Any] = {
+    "data =": assigned,
+    "data.copy_": lambda values, parameter: parameter.data.copy_(values),
+    "data[:] =": sliced,
+    "untyped_storage().copy_": written,
+    "copy_": lambda values, parameter: parameter.detach().copy_(values),
+}
+LOOKS: dict[str, Any] = {
+    "a state dict": lambda model, opt: model.state_dict(),
+    "a copy": lambda model, opt: copy.deepcopy(model),
+    "the masters": lambda model, opt: next(amp.master_params(opt)),
+    "an evaluation": lambda model, opt: (model.eval(), model(torch.ones(2, 8)), model.train()),
+    "a load": lambda model, opt: opt.load_state_dict(opt.state_dict()),
+}
+
+
+@pytest.mark.parametrize(
+    ("write", "look", "optimizer", "level"),
+    covering(WRITES, LOOKS, OPTIMIZERS, ["O1", "O2", "O5", "O5 split16"]),
+)
+def test_writes_that_torch_does_not_count_are_kept(
+    write: str, look: str, optimizer: str, level: str
+) -> None:
+    level, *kind = level.split()
+    model, opt = made(level, optimizer, **({"master_weights": kind[0]} if kind else {}))
+    for _ in range(3):
+        train(model, opt)
+    values = (torch.arange(64).reshape(8, 8) % 7 - 2) / 16
+    WRITES[write](values, model[0].weight)
+    LOOKS[look](model, opt)
+    found = model.state_dict()["0.weight"]
+    torch.testing.assert_close(found, values, rtol=2**-8 if kind else 0, atol=0)  # low bits may stay
+    train(model, opt)
+    after = model.state_dict()["0.weight"]
+    assert 0 < (after - values).abs().max() < 0.05
+    torch.testing.assert_close(after, model[0].weight.float(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_pruned_is_saved_pruned(level: str, optimizer: str) -> None:
+    model, opt = made(level, optimizer)
+    train(model, opt)
+    prune.l1_unstructured(model[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    prune.remove(model[0], "weight")  # type: ignore[no-untyped-call]
+    assert (model.state_dict()["0.weight"] == 0).sum() == 32
+    assert (model[0].weight == 0).sum() == 32
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_vector_of_all_weights_goes_back_to_what_is_stepped(level: str, optimizer: str) -> None:
+    model, opt = made(level, optimizer)
+    train(model, opt)
+    vector = parameters_to_vector(amp.master_params(opt)).detach() * 0.5
+    vector_to_parameters(vector, amp.master_params(opt))
+    model(torch.ones(2, 8))
+    assert torch.equal(parameters_to_vector(model.state_dict().values()), vector)
+    train(model, opt)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fp32_values_that_are_assigned_to_16_bit_weights_are_refused_with_the_way(
+    level: str, optimizer: str
+) -> None:
+    model, opt = made(level, optimizer)
+    train(model, opt)
+    vector_to_parameters(parameters_to_vector(amp.master_params(opt)).detach(), model.parameters())
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 8))
+    assert "to amp.master_params(optimizer)" in caught.value.__notes__[0]
+    with pytest.raises(AmpRuntimeError, match=r"vector_to_parameters does.*to amp.master_params"):
+        opt.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_wrapper_that_has_the_state_of_what_it_wraps_keeps_it(level: str) -> None:
+    class Wrapper:
+        def __init__(self, base: Any) -> None:
+            self.optimizer, self.state, self.param_groups = base, base.state, base.param_groups
+
+        def step(self) -> None:
+            self.optimizer.step()
+
+        def zero_grad(self) -> None:
+            self.optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4)
+    wrapper: Any = Wrapper(torch.optim.AdamW(model.parameters(), 1e-2))
+    model, wrapper = amp.initialize(model, wrapper, opt_level=level, verbosity=0, loss_scale=1.0)
+    train(model, wrapper)
+    assert wrapper.state is wrapper.optimizer.state
+    assert len(wrapper.state) == 2
+    amp.get_session().close()
+    assert wrapper.state is wrapper.optimizer.state
+    assert set(wrapper.state) == set(model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_state_that_is_given_for_the_models_parameter_is_stepped_with(level: str) -> None:
+    model, opt = made(level)
+    train(model, opt)
+    entry = dict(opt.state[model[0].weight])
+    opt.state.update({model[0].weight: entry})
+    opt.state |= {model[0].bias: dict(opt.state[model[0].bias])}
+    assert len(opt.state) == 4
+    train(model, opt)
+    assert entry["step"] == 2
+    late = nn.Parameter(torch.zeros(2))
+    opt.state[late] = {}
+    opt.add_param_group({"params": [late]})
+    del opt.state[late]
+    held = weakref.ref(opt.state[model[2].weight]["exp_avg"])
+    opt.state.clear()
+    assert held() is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("look", ["a state dict", "a copy", "the masters", "an evaluation"])
+def test_writes_to_masters_are_not_taken_back_by_a_look_at_the_model(level: str, look: str) -> None:
+    model, opt = made(level)
+    train(model, opt)
+    with torch.no_grad():
+        for stepped in amp.master_params(opt):
+            stepped.add_(1.0)
+    expected = [stepped.detach().clone() for group in opt.param_groups for stepped in group["params"]]
+    LOOKS[look](model, opt)
+    assert all(map(torch.equal, expected, amp.master_params(opt)))
+    assert all(map(torch.equal, expected, model.state_dict().values()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_that_writes_through_data_is_told_nothing(level: str) -> None:
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.data.add_(p.grad, alpha=-0.1)
+
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4)
+    model, opt = initialize(model, Plain(model.parameters(), lr=0.1), level)
+    train(model, opt)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_parametrized_layers_are_fp32_after_close(level: str) -> None:
+    model, opt = made(level)
+    parametrizations.weight_norm(model[0])
+    parametrizations.weight_norm(model[2])
+    parametrize.remove_parametrizations(model[2], "weight")
+    amp.get_session(opt).close()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
