@@ -4,6 +4,8 @@
 autograd disabled, and the next backward fails.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

@@ -94,9 +94,8 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
         return slow(self, dim, dtype=dtype)
 
     def unless_compiled(*args: Any, **kwargs: Any) -> Any:
-        is_compiled = (
-            "extern_kernels" in sys._getframe(1).f_globals
-        )  # Inductor's code: its casts are made
+        # Inductor's code has made its casts.
+        is_compiled = "extern_kernels" in sys._getframe(1).f_globals
         return original(*args, **kwargs) if is_compiled else slow(*args, **kwargs)
 
     if rule.op == "torch.convolution":

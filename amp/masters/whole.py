@@ -1,10 +1,10 @@
 """FP32 master weights: make them, keep them in sync with the model's weights, release them.
 
 A master is an FP32 `nn.Parameter` that replaces a float16 or bfloat16 parameter of the model in the
-optimizer. It costs 4 bytes for each parameter, and 4 more for its gradient between `scale_loss`
-and `step` unless the optimizer takes scaled gradients. Masters are made from the values that the
-model had before it was cast, so no bit is lost (in one process; see `acquire`), and they
-exist as soon as `initialize` returns.
+optimizer. It costs 4 bytes for each parameter, and 4 more for its gradient from the block to
+`zero_grad`, unless the optimizer takes scaled gradients. Masters are made from the values that the
+model had before it was cast, so no bit is lost (in one process; see `acquire`), and they exist as soon
+as `initialize` returns.
 """
 
 import threading
@@ -38,9 +38,8 @@ class MasterWeights:
             perhaps in another thread that saves the model.
         traces: what each parameter was like when it last equalled its rounded master.
         write_backs: the `WriteBack` of each optimizer, weakly.
-        placed_grads: of masters of several optimizers, the gradient that each last had in common with
-        its
-            parameter.
+        common_grads: of masters of several optimizers, the gradient that each last had in common with
+            its parameter.
         are_ahead: whether a step, or a method of an optimizer, may have changed masters and not yet the
             weights. A signal handler may save the model meanwhile.
     """
@@ -55,11 +54,10 @@ class MasterWeights:
         self._addresses: _Addresses | None = None
         self._dtype_before: dict[Tensor, torch.dtype] = {}
         self._users: defaultdict[Tensor, set[object]] = defaultdict(set)
-        self._shared: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
         self.are_ahead = False
         self.write_backs: list[weakref.ref[Any]] = []
-        self.placed_grads: dict[Tensor, Tensor | None] = {}
+        self.common_grads: dict[Tensor, Tensor | None] = {}
         self.traces = Traces()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -118,16 +116,15 @@ class MasterWeights:
             if grad is not None:
                 master.grad = grad.to(torch.float32, copy=True)
                 parameter.grad = master.grad if HAS_GRAD_DTYPE else None
-            object.__setattr__(
-                master, "__dict__", parameter.__dict__
-            )  # what a script attaches to one is at the other
+            # What a script attaches to one is at the other.
+            object.__setattr__(master, "__dict__", parameter.__dict__)
             self._master_of[parameter] = master
             self._model_of[master] = parameter
             self.traces.forget([master])
             self._addresses = None
         self._users[master].add(user)
         if len(self._users[master]) > 1:
-            self._shared.add(master)
+            self.common_grads.setdefault(master, master.grad)
         return master
 
     def _make(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
@@ -150,18 +147,17 @@ class MasterWeights:
         self._addresses = None
         self._users[master].discard(user)
         if len(self._users[master]) == 1:
-            self._shared.discard(master)
+            self.common_grads.pop(master, None)
         if not self._users[master]:
             object.__setattr__(master, "__dict__", dict(parameter.__dict__))
             self.traces.remove(master)
             self._users.pop(master, None)
             self._master_of.pop(parameter, None)
-            self.placed_grads.pop(master, None)
             self._model_of.pop(master, None)  # last: while it is there, release is not done
 
     def any_is_shared(self, masters: Iterable[Tensor]) -> bool:
         """Whether any of these masters is in several optimizers."""
-        return bool(self._shared) and any(master in self._shared for master in masters)
+        return bool(self.common_grads) and any(master in self.common_grads for master in masters)
 
     # Gradients of masters, after a step.
 
@@ -172,7 +168,7 @@ class MasterWeights:
         the next block of any of these optimizers begins.
         """
         for master in masters:
-            if self._shared and master in self._shared:
+            if master in self.common_grads:
                 self._stepped.add(master)
             else:
                 master.grad = None

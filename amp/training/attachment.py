@@ -138,10 +138,10 @@ class AttachedOptimizer:
         """
         if not self._is_attached:
             return
-        self.gradients.of_masters.drop_stepped()
+        self.gradients.of_masters.look_after_step()
         try:
             self.gradients.finish_delayed()
-            self.gradients.move_to_masters()
+            self.gradients.take_changes()
             self.gradients.of_masters.unscale()
         except AmpError:  # the user has seen it before; it must not keep the session open
             self.gradients.clear()
@@ -172,7 +172,7 @@ class AttachedOptimizer:
         """Let masters and model agree, before other code looks at the masters. No host sync."""
         self.write_back.before_a_look()
         if self.gradients.state in (State.SETTLED, State.DEFERRED):
-            self.gradients.move_to_masters()
+            self.gradients.take_changes()
 
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""

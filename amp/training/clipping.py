@@ -84,7 +84,7 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
             _warn_in_block(gradients, name)
             continue
         gradients.finish_delayed()
-        gradients.move_to_masters()
+        gradients.take_changes()
         master_of |= zip(map(id, lists.models), lists.masters, strict=True)
     return [master_of.get(id(parameter), parameter) for parameter in parameters]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from amp.casting.regions import ThreadState
@@ -146,6 +147,7 @@ class DeferredGradient(Tensor):
         return self._of.unscaling.values[self._index]
 
     @classmethod
+    @_disable_dynamo  # which would trace what code that it has compiled calls
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -21,7 +21,7 @@ time the gradients are in one of four states:
 |   at another scale         | DELAYED        | OPEN           | `new` unscaled first, as on leaving   |
 | the block is left          | OPEN           | SETTLED*       | `new` checked, unscaled, added        |
 |   with delay_unscale       | OPEN           | DELAYED        | nothing                               |
-|   by an exception          | OPEN           | as before      | `new` dropped                         |
+|   by an exception          | OPEN           | as before      | `new` dropped; see `abort`            |
 |   by an error in leaving   | OPEN           | SETTLED        | all dropped                           |
 | the step                   | DELAYED        | SETTLED*       | `new` unscaled first, as on leaving   |
 |   then                     | SETTLED*       | SETTLED        | gradients used; they stay             |
@@ -32,9 +32,9 @@ SETTLED* is SETTLED or DEFERRED.
 DEFERRED is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are kept
 as backward left them, and the step unscales them. Whatever reads one before has all unscaled first; see
 `amp.training.deferred`. The next block's are added to them in FP32, and the sum is kept instead.
-Nothing is deferred if the optimizer does not take scaled gradients, if masters
-have gradients in `.grad` already, if optimizers share a master, or if a gradient is sparse or of a
-class that keeps its values elsewhere.
+Nothing is deferred if the optimizer does not take scaled gradients, if masters have gradients in
+`.grad` already, if optimizers share a master, or if a gradient is sparse or of a class that keeps its
+values elsewhere.
 
 At a scale of 1 `new` needs no unscaling: in the `.grad` of unmastered parameters backward adds it to
 the total, and nothing is set aside. Other code may change, assign or remove the `.grad` of a master or
@@ -149,12 +149,12 @@ class StepGradients:
         """Return what the checks found in the gradients that the step is about to use."""
         if not self.verdicts.has_cleared:
             return self.verdicts.of_gradients
-        self.move_to_masters()
+        self.take_changes()
         self.verdicts.look_for_assigned(grads_of(self.lists.unmastered))
         return self.verdicts.for_step(self.of_masters.were_assigned)
 
     def hide(self) -> bool:
-        """Leave gradients to the masters alone, if both have them; return whether they had."""
+        """Leave the gradients to the masters alone; return whether both had them."""
         if not HAS_GRAD_DTYPE or self._open is not None or self.delayed is not None:
             return False
         if self.of_masters.are_hidden:
@@ -168,14 +168,14 @@ class StepGradients:
         if self._open is None and self.delayed is None and self.of_masters.are_hidden:
             self.of_masters.take_changes()
 
-    def move_to_masters(self, for_block: bool = False) -> None:
-        """Give masters what other code has done to the gradients of parameters, or they to theirs.
+    def take_changes(self, for_block: bool = False) -> None:
+        """Take over what other code has done to the gradient of a master, or of its parameter.
 
         Args:
             for_block: whether a block is about to be entered.
 
         Raises:
-            AmpRuntimeError: it has done different things to both.
+            AmpRuntimeError: it has changed both.
         """
         if not self.lists.are_plain:
             place_gradients(self.lists.models)
@@ -188,7 +188,7 @@ class StepGradients:
 
     def for_step(self) -> Deferred:
         """Return the gradients of masters for an optimizer that unscales them itself."""
-        self.move_to_masters()
+        self.take_changes()
         return self.of_masters.for_step()
 
     def take_for_step_in_block(self) -> None:
@@ -231,11 +231,11 @@ class StepGradients:
         after a skipped step they are dropped at once.
         """
         self.verdicts.end_step()
-        self.of_masters.were_stepped = True
-        is_dropped = was_skipped or self.masters.any_is_shared(self.lists.masters)
-        if self._open is not None or (is_dropped and not HAS_GRAD_DTYPE):
-            self.of_masters.were_stepped = False
+        was_odd = was_skipped or self.masters.any_is_shared(self.lists.masters)
+        is_dropped = self._open is not None or (was_odd and not HAS_GRAD_DTYPE)
+        if is_dropped:
             self.of_masters.drop()
+        self.of_masters.were_stepped = not is_dropped
 
     def prepare_to_write_zeros(self) -> None:
         """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
@@ -288,10 +288,10 @@ class Gradients(StepGradients):
         lists = self.look_at_groups()
         if self.delayed is None:
             if not HAS_GRAD_DTYPE:
-                self.of_masters.drop_stepped()
+                self.of_masters.look_after_step()
             self.of_masters.were_stepped = False
             self.masters.drop_stepped_grads(lists.masters)
-            self.move_to_masters(for_block=True)
+            self.take_changes(for_block=True)
         if self.verdicts.has_cleared and self.delayed is None:
             self.verdicts.look_for_assigned(grads_of(lists.unmastered))
         is_checked = self.verdicts.of_gradients and not self._aside
@@ -328,7 +328,7 @@ class Gradients(StepGradients):
             for parameter, total in self._aside:
                 parameter.grad = total
             store_grads(self.lists.models)
-            self.of_masters.place()
+            self.of_masters.show()
         self.verdicts.note_left(grads_of(self.lists.unmastered))
         aside = self._aside if self.delayed is not None else []
         vars(self).update({"_aside": aside, "_open": None})  # by one call, which no interrupt divides

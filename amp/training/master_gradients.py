@@ -48,12 +48,12 @@ class MasterGradients(SharedGradients):
             self.take_changes()
         self.unscale()
         self.lists = lists
-        self._placed = grads_of(lists.masters)
+        self._common = grads_of(lists.masters)
 
     def settle(self) -> None:
         """Give the model's parameters the gradients of their masters, after a block."""
         is_whole = self.deferred is not None and self.deferred.of is self.lists
-        self.place(self._shown.grads if is_whole and self._shown is not None else None)
+        self.show(self._shown.grads if is_whole and self._shown is not None else None)
 
     def can_defer(self, new: NewGradients) -> bool:
         """Whether the gradients of a block may stay as they are until the step."""
@@ -104,7 +104,7 @@ class MasterGradients(SharedGradients):
         for tensor in (*of.masters, *of.models):
             if (value := values_of.get(id(tensor.grad))) is not None:
                 tensor.grad = value
-        self._placed = [values_of.get(id(grad), grad) for grad in self._placed]
+        self._common = [values_of.get(id(grad), grad) for grad in self._common]
         self.deferred = None
 
     def for_step(self) -> Deferred:

@@ -115,10 +115,10 @@ class OptimizerStep:
 
     def _run(self, step: Callable[[], Any]) -> Any:
         gradients = self._gradients
-        gradients.of_masters.drop_stepped()
+        gradients.of_masters.look_after_step()
         gradients.finish_delayed()
         if not (self.has_stepped and self._capabilities.takes_scaled):  # else the step does it
-            gradients.move_to_masters()
+            gradients.take_changes()
         if not self.has_stepped or gradients.are_none():
             self._gradients.check.names()
         is_first = not (self.has_stepped or gradients.are_none())

@@ -29,31 +29,31 @@ class SharedGradients:
 
     Attributes:
         lists: the parameters of the optimizer's groups, as of the last look at them.
-        were_stepped: whether the last step has used the gradients, and they are still to be dropped.
+        were_stepped: whether a step has used the gradients, and nothing has looked for changes since.
         were_assigned: whether other code has assigned any of them.
         are_hidden: whether the masters alone have them, so that a backward may make new ones.
     """
 
     def __init__(self, masters: MasterWeights) -> None:
         self._masters = masters
-        self._own_placed: Sequence[Tensor | None] = ()
+        self._own_common: Sequence[Tensor | None] = ()
         self.lists = ParameterLists((), masters)
         self.were_stepped = False
         self.were_assigned = False
         self.are_hidden = False
 
     @property
-    def _placed(self) -> Sequence[Tensor | None]:
+    def _common(self) -> Sequence[Tensor | None]:
         """The gradient of each master when it and its parameter last had one gradient."""
-        if not self._masters.any_is_shared(self.lists.masters):
-            return self._own_placed
-        return [self._masters.placed_grads.get(master) for master in self.lists.masters]
+        shared = self._masters.common_grads
+        pairs = zip(self.lists.masters, self._own_common, strict=True)
+        return [shared.get(master, own) for master, own in pairs] if shared else self._own_common
 
-    @_placed.setter
-    def _placed(self, grads: Sequence[Tensor | None]) -> None:
-        self._own_placed = grads
-        if self._masters.any_is_shared(self.lists.masters):
-            self._masters.placed_grads.update(zip(self.lists.masters, grads, strict=True))
+    @_common.setter
+    def _common(self, grads: Sequence[Tensor | None]) -> None:
+        self._own_common, shared = grads, self._masters.common_grads
+        pairs = zip(self.lists.masters, grads, strict=True) if shared else ()
+        shared.update((master, grad) for master, grad in pairs if master in shared)
 
     def unscale(self) -> None:
         """Put unscaled gradients in the place of deferred ones. No host sync."""
@@ -61,7 +61,7 @@ class SharedGradients:
     def forget(self) -> None:
         """Forget the gradients."""
         self.were_assigned = self.were_stepped = self.are_hidden = False
-        self._placed = [None] * len(self.lists.masters)
+        self._common = [None] * len(self.lists.masters)
 
     def are_there(self) -> bool:
         """Whether any master has a gradient."""
@@ -70,15 +70,15 @@ class SharedGradients:
     # From a master to its parameter.
 
     def hide(self) -> None:
-        """Make room for the gradients of a backward in the `.grad` of the model's parameters."""
+        """Leave the gradients to the masters alone, so that a backward may make new ones."""
         self.are_hidden = True
-        if any(grad is not None for grad in self._placed):
+        if any(grad is not None for grad in self._common):
             store_grads(self.lists.models)
 
-    def place(self, grads: Sequence[Tensor | None] | None = None) -> None:
+    def show(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """Give the model's parameters the gradients of their masters, if these are known."""
         self.are_hidden = False
-        self._placed = grads = grads_of(self.lists.masters) if grads is None else grads
+        self._common = grads = grads_of(self.lists.masters) if grads is None else grads
         if not HAS_GRAD_DTYPE:
             return
         try:
@@ -94,13 +94,13 @@ class SharedGradients:
         for master, model in zip(self.lists.masters, self.lists.models, strict=True):
             if master.grad is None and model.grad is not None:
                 master.grad = model.grad.to(torch.float32)
-        self.place()
+        self.show()
 
     # What other code does to either.
 
     def take_changes_of_models(self) -> None:
         """Do `take_changes` before a block, where only what was done to parameters matters."""
-        if self.are_hidden or not are_same(grads_of(self.lists.models), self._placed):
+        if self.are_hidden or not are_same(grads_of(self.lists.models), self._common):
             self.take_changes()
 
     def take_changes(self) -> None:
@@ -117,10 +117,10 @@ class SharedGradients:
             if have_grads(models):  # which a backward outside of any block has made
                 self.unscale()
                 self.add_those_of_models(in_block=True)
-            self.place()
+            self.show()
             return
         own, theirs = grads_of(masters), grads_of(models)
-        last = self._placed
+        last = self._common
         if are_same(own, theirs) and are_same(own, last):
             return
         if are_same(own, last) and not have_grads(models):  # as after model.zero_grad()
@@ -128,14 +128,14 @@ class SharedGradients:
             self.forget()
             return
         self.unscale()
-        last = self._placed
+        last = self._common
         may_differ = self._masters.any_is_shared(masters)
         both = zip(grads_of(masters), grads_of(models), last, strict=True)
         grads = [_changed(i, *three, may_differ) for i, three in enumerate(both)]
         before = set(map(id, last))
         self.were_assigned |= any(id(each) not in before for each in grads if each is not None)
         store_grads(masters, grads)
-        self.place()
+        self.show()
 
     def add_those_of_models(self, in_block: bool) -> None:
         """Add the gradients of 16-bit parameters to those of masters, and leave none behind.
@@ -149,7 +149,7 @@ class SharedGradients:
         there = [model.grad is not None for model in self.lists.models]
         if not any(there):
             return
-        self.drop_stepped()
+        self.look_after_step()
         lists = self.lists.only(there)
         master = next((each for each in lists.masters if each.grad is not None), None)
         if master is not None and not in_block:
@@ -167,8 +167,8 @@ class SharedGradients:
         self._masters.drop_grads(self.lists.masters)
         self.forget()
 
-    def drop_stepped(self) -> None:
-        """Look for what has become of gradients that a step has used.
+    def look_after_step(self) -> None:
+        """Look, once after each step, for what other code has done to the gradients that it used.
 
         Before torch 2.10 they are dropped, because `model.zero_grad()` does not reach them.
         """
@@ -181,7 +181,7 @@ class SharedGradients:
 
 
 def _changed(
-    index: int, own: Tensor | None, theirs: Tensor | None, placed: Tensor | None, may_differ: bool
+    index: int, own: Tensor | None, theirs: Tensor | None, common: Tensor | None, may_differ: bool
 ) -> Tensor | None:
     """Return the gradient that other code has given to a master, or to its parameter.
 
@@ -189,12 +189,12 @@ def _changed(
         index: the number of the parameter, for an error.
         own: the gradient of the master.
         theirs: that of the parameter.
-        placed: the one that both had.
+        common: the one that both had.
         may_differ: whether both may have been given one, and the parameter's counts.
     """
-    if own is theirs or theirs is placed or (theirs is None and own is not placed):
+    if own is theirs or theirs is common or (theirs is None and own is not common):
         return own
-    if own is not placed and own is not None and not may_differ:
+    if own is not common and own is not None and not may_differ:
         raise AmpRuntimeError(
             f"a parameter of shape {tuple(own.shape)}, number {index} of those with a master, was "
             "given a gradient, and its master another. Assign a gradient to one of the two: the "

@@ -71,7 +71,7 @@ class Stepper:
         ):
             yield
             return
-        last = self.optimizer.register_step_pre_hook(lambda *_: self.gradients.move_to_masters())
+        last = self.optimizer.register_step_pre_hook(lambda *_: self.gradients.take_changes())
         try:
             yield
         finally:
@@ -201,7 +201,7 @@ class ClosureStep(Stepper):
             for _ in range(_CLOSURE_TRIES):
                 loss = self._closure()
                 self.gradients.finish_delayed()
-                self.gradients.move_to_masters()
+                self.gradients.take_changes()
                 self.gradients.of_masters.unscale()
                 verdicts = self.gradients.verdicts.take()
                 overflowed = any(verdict.overflowed for verdict in verdicts)

@@ -117,7 +117,7 @@ class WriteBack:
     def before_forward(self, is_training: bool) -> None:
         """Look at gradients of the last step, and write changed masters to the model. No host sync."""
         self._was_evaluated |= not (is_training or torch.is_grad_enabled())
-        self._gradients.of_masters.drop_stepped()
+        self._gradients.of_masters.look_after_step()
         self.if_changed()
         self._has_looked = True
 

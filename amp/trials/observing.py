@@ -256,7 +256,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         gradients = log.attached.gradients
         gradients.look_at_groups()
         gradients.finish_delayed()
-        gradients.move_to_masters()
+        gradients.take_changes()
         trained = list(_trained(log.attached))
         if log.steps == 0:
             self._add_memory("gradients", size_of(grad for _, grad in trained))
@@ -279,7 +279,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             elif log.attached.gradients.state is not State.OPEN:
                 with self._clock.stopped():
                     log.attached.gradients.finish_delayed()
-                    log.attached.gradients.move_to_masters()
+                    log.attached.gradients.take_changes()
                     self._note_gradients(log)
             evaluated = True
             return result
