@@ -540,3 +540,55 @@ def test_gradients_are_where_they_were_after_a_compilation(level: str, optimizer
     training.backward(training.loss)
     for p, grad in zip(training.parameters, before, strict=True):
         assert torch.equal(p.grad, grad)  # pyright: ignore
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "FusedSGD"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_compiled_functions_take_gradients(level: str, optimizer: str) -> None:
+    torch._dynamo.reset()
+    shorter = torch.compile(lambda grad: grad / (grad.norm() + 1), backend="eager", dynamic=False)
+    halved = torch.compile(lambda grad: grad.mul_(0.5), backend="eager", dynamic=False)
+    moved = []
+    for each in (None, level):
+        training = Training(each, optimizer)
+        before = [p.detach().float().clone() for p in training.parameters]
+        for _ in range(3):
+            training.optimizer.zero_grad()
+            training.backward(training.loss)
+            for p in training.parameters:
+                p.grad = shorter(p.grad)
+                halved(p.grad)
+            training.optimizer.step()
+        after = training.parameters
+        moved.append(torch.cat([(a.float() - b).flatten() for a, b in zip(after, before, strict=True)]))
+    torch.testing.assert_close(moved[1], moved[0], rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "FusedSGD"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_master_that_two_optimizers_come_to_share(level: str, optimizer: str) -> None:
+    """One optimizer takes it over from the other as well, between a block and `model.zero_grad()`."""
+    moved = []
+    for each in (None, level):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        make = OPTIMIZERS[optimizer][each is not None]
+        made = [make(model.parameters()), make([nn.Parameter(torch.zeros(2))])]
+        before = [p.detach().clone() for p in model.parameters()]
+        if each is not None:
+            amp.initialize(model, made, opt_level=each.split()[0], verbosity=0, **LEVELS[each])
+        for _ in range(2):
+            loss = (model(torch.randn(16, 8)).float() + 1).square().mean()
+            if each is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, made) as scaled_loss:
+                    scaled_loss.backward()
+            if len(made[1].param_groups) == 1:
+                made[1].add_param_group({"params": list(model[2].parameters())})
+                model.zero_grad()
+        made[0].step()
+        made[1].step()
+        pairs = zip(model.parameters(), before, strict=True)
+        moved.append(torch.cat([(a.detach().float() - b).flatten() for a, b in pairs]))
+    torch.testing.assert_close(moved[1], moved[0], rtol=0.05, atol=2e-3)
