@@ -247,6 +247,12 @@ def test_out_and_dtype_are_left_alone(half: torch.dtype) -> None:
             assert torch.equal(out, X @ Y)
         way(lambda out=out: torch.exp(X, out=out))
         assert torch.equal(out, X.exp())
+        way(lambda out=out: torch.tensordot(X, Y, dims=1, out=out))
+        with amp.disable_casts():
+            assert torch.equal(out, torch.tensordot(X, Y, dims=1))
+        way(lambda out=out: torch.linalg.multi_dot([X, Y, X], out=out))
+        with amp.disable_casts():
+            assert torch.equal(out, torch.linalg.multi_dot([X, Y, X]))
         for op in (torch.sum, torch.cumsum, torch.prod, torch.softmax, F.softmax, F.log_softmax):
             result = way(lambda op=op: op(X.to(half), dim=0, dtype=half))
             assert result.dtype is half

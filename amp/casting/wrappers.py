@@ -32,8 +32,9 @@ def call_with_casts(
     caster: Caster, rule: OpRule, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `original`, with its arguments cast by `rule` if `caster` casts at this point."""
-    leave_alone = "dtype" if rule.category == "float" else "out"
-    if kwargs and (kwargs.get("out") is not None or kwargs.get(leave_alone) is not None):
+    if kwargs and kwargs.get("out") is not None:  # it has a dtype already
+        return call_without_casts(original, args, kwargs)
+    if kwargs and rule.category == "float" and kwargs.get("dtype") is not None:
         return original(*args, **kwargs)
     kind = _device_type(args, kwargs)
     if not casts(caster, kind):
@@ -83,7 +84,7 @@ def make_wrapper(caster: Caster, rule: OpRule, original: Function) -> Function:
         return original(*args, **kwargs)
 
     def native(*args: Any, **kwargs: Any) -> Any:
-        if forwards.are_running:
+        if forwards.are_running and "out" not in kwargs:
             return original(*args, **kwargs)
         return nothing_to_cast(*args, **kwargs)
 
