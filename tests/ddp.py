@@ -145,6 +145,7 @@ def overflow_on_one_rank_without_ddp(rank: int, level: str, fused: bool) -> None
         optimizer.step()
         assert amp.step_was_skipped(optimizer) == skipped, (level, rank)
         assert torch.equal(before, model[0].weight) == skipped, (level, rank)
+        optimizer.zero_grad()
     assert amp.loss_scale() == 512.0
 
 

@@ -279,4 +279,5 @@ class Block:
             for gradient in optimizer.gradients.values():
                 if self.scale.is_one and gradient.newest is not None:
                     gradient.add(gradient.newest)
+                    optimizer.is_held = None
                 gradient.newest = None

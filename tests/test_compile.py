@@ -162,6 +162,8 @@ UNTRACEABLE = {
     "torch.equal",
     "torch.Tensor.equal",
     "torch.linalg.lstsq",
+    "torch.nn.functional.grouped_mm",  # in FP16
+    "torch._grouped_mm",
 }
 """What Dynamo cannot trace without a break, with amp or without."""
 

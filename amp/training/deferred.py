@@ -143,8 +143,9 @@ class DeferredGradient(Tensor):
 
     @property
     def unscaled(self) -> Tensor:
-        """The unscaled gradient, an ordinary tensor. No host sync."""
-        return self._of.unscaling.values[self._index]
+        """The unscaled gradient, an ordinary tensor; empty once it was dropped. No host sync."""
+        unscaling = self._of.unscaling  # a memory profiler finds dropped ones among all objects
+        return torch.empty(0) if unscaling is None else unscaling.values[self._index]
 
     @classmethod
     @_disable_dynamo  # which would trace what code that it has compiled calls
@@ -183,7 +184,7 @@ for _name in (  # those that are no operations
 class _Shown:
     """What the deferred gradients of an optimizer have in common."""
 
-    def __init__(self, unscaling: Unscaling) -> None:
+    def __init__(self, unscaling: Unscaling | None) -> None:
         self.unscaling = unscaling
 
 
@@ -228,7 +229,7 @@ class ShownGradients:
         self._is_free = self._count_references() == self._references
         if self._is_free:
             self.deferred = replace(self.deferred, grads=self.deferred.grads.with_tensors(()))
-            self._shown.unscaling = self.deferred.unscaling
+            self._shown.unscaling = None
         return self._is_free
 
     def _count_references(self) -> list[list[int]]:

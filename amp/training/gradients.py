@@ -329,6 +329,8 @@ class Gradients(StepGradients):
                 parameter.grad = total
             store_grads(self.lists.models)
             self.of_masters.show()
+        elif self.delayed is None and self.lists.are_plain:  # else the next block or step does so
+            self.of_masters.take_changes()
         self.verdicts.note_left(grads_of(self.lists.unmastered))
         aside = self._aside if self.delayed is not None else []
         vars(self).update({"_aside": aside, "_open": None})  # by one call, which no interrupt divides
@@ -412,4 +414,5 @@ class Gradients(StepGradients):
         """Drop all gradients, and leave a block. Idempotent."""
         store_grads((*self.lists.stepped, *self.lists.models))
         self.forget()
+        self.of_masters.are_hidden = False
         self._open = None

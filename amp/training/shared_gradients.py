@@ -60,7 +60,7 @@ class SharedGradients:
 
     def forget(self) -> None:
         """Forget the gradients."""
-        self.were_assigned = self.were_stepped = self.are_hidden = False
+        self.were_assigned = self.were_stepped = False
         self._common = [None] * len(self.lists.masters)
 
     def are_there(self) -> bool:
@@ -77,17 +77,16 @@ class SharedGradients:
 
     def show(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """Give the model's parameters the gradients of their masters, if these are known."""
-        self.are_hidden = False
         self._common = grads = grads_of(self.lists.masters) if grads is None else grads
-        if not HAS_GRAD_DTYPE:
-            return
         try:
-            store_grads(self.lists.models, grads)
+            if HAS_GRAD_DTYPE:
+                store_grads(self.lists.models, grads)
         except RuntimeError:  # `torch.utils.swap_tensors` has made parameters that do not know of it
             store_grads(self.lists.models)
             for model in self.lists.models:
                 model.grad_dtype = None
             store_grads(self.lists.models, grads)
+        self.are_hidden = False  # last: while it is set, `take_changes` may go on after an interrupt
 
     def share_zeros(self) -> None:
         """Let both have one gradient again, after zeros were written to those of both."""
@@ -113,8 +112,7 @@ class SharedGradients:
         """
         masters, models = self.lists.masters, self.lists.models
         if self.are_hidden:
-            self.are_hidden = False
-            if have_grads(models):  # which a backward outside of any block has made
+            if have_grads(models):  # which a backward has made
                 self.unscale()
                 self.add_those_of_models(in_block=True)
             self.show()
@@ -146,7 +144,8 @@ class SharedGradients:
         Raises:
             AmpRuntimeError: that is not known, and a master has a gradient already.
         """
-        there = [model.grad is not None for model in self.lists.models]
+        pairs = zip(self.lists.models, self.lists.masters, strict=True)
+        there = [model.grad is not None and model.grad is not master.grad for model, master in pairs]
         if not any(there):
             return
         self.look_after_step()

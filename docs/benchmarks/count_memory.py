@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.optimizers import FusedAdam
+from amp.training.deferred import DeferredGradient
 
 DOCUMENT = Path(__file__).parents[1] / "optimizers.md"
 BEGIN, END = "<!-- counted by docs/benchmarks/count_memory.py -->", "<!-- end -->"
@@ -61,7 +62,8 @@ def bytes_alive() -> int:
         if issubclass(type(thing), Tensor):
             # autograd's own gradients are no objects of Python's until somebody looks
             for tensor in (thing, thing.grad if type(thing) is nn.Parameter else None):
-                if tensor is not None:
+                # Deferred gradients have no memory until they are used.
+                if tensor is not None and type(tensor) is not DeferredGradient:
                     storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
