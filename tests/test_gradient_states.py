@@ -32,6 +32,7 @@ def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:
     """
     warnings.filterwarnings("ignore", ".* overflows in a row", AmpWarning)  # long scripts have these
     warnings.filterwarnings("ignore", ".* came from no amp.scale_loss block", AmpWarning)  # strays
+    warnings.filterwarnings("ignore", ".* does not name its optimizer", AmpWarning)
     if not profile_of(level).master_weights:
         examples //= 2  # most of the table is about masters
     script = type(f"ScriptAt{level}", (Script,), {"level": level})

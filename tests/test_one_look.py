@@ -187,7 +187,8 @@ def count(level: str, optimizer_class: Any, blocks: int) -> Questions:
 
 
 def iterate(model: Model, optimizer: Any, blocks: int, questions: Questions) -> None:
-    for i, (weight, master) in enumerate(zip(model.weights, amp.master_params(optimizer), strict=True)):
+    stepped = optimizer.param_groups[0]["params"]
+    for i, (weight, master) in enumerate(zip(model.weights, stepped, strict=True)):
         questions.name(f"parameter {i}", weight)
         if master is not weight:
             questions.name(f"master {i}", master)

@@ -283,8 +283,7 @@ def _toggle(optimizers: Sequence[Any], original: Callable[..., Any], *args: Any,
     original(*args, **kwargs)
     for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
         lists = attached.gradients.look_at_groups()
-        for master, model in zip(lists.masters, lists.models, strict=True):
-            model.requires_grad_(master.requires_grad)
+        attached.masters.follow_requires_grad(lists.masters, lists.models)
 
 
 def _pairs(callback: Any, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

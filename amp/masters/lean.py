@@ -100,6 +100,10 @@ class LeanMasterWeights(MasterWeights):
             self._in_float32.discard(master)  # first: from here on the halves are valid
             set_values(master, _placeholder(self._model_of[master]))
 
+    def narrow(self) -> None:
+        """Split all masters that hold FP32 values. No host sync."""
+        self._narrow(list(self._in_float32))
+
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Return the low halves of masters."""
         return [self._low_of[master] for master in masters]
@@ -116,6 +120,9 @@ class LeanMasterWeights(MasterWeights):
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Clear the low bits of weights that other code has written, and of zeros."""
+        if master in self._in_float32:
+            super()._take_over(master, parameter)
+            return
         weights, low = local(parameter), local(self._low_of[master])
         high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
         low.copy_(torch.where((high == weights) & (weights != 0), low, 0))

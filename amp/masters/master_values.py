@@ -25,17 +25,19 @@ def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
     return None
 
 
-def values_of(tensor: Tensor, compares: bool = False) -> Tensor:
+def values_of(tensor: Tensor, to_save: bool = False) -> Tensor:
     """Return the values of a 16-bit tensor, float32, from its master if it has one. No host sync.
 
-    `compares` notices writes to the tensor that have left no trace.
+    `to_save` notices writes to the tensor that have left no trace. For this the host waits.
     """
     found = master_of(tensor)
     if found is None:
         return tensor.detach().float()
     masters, master = found
     with masters.lock:
-        masters.follow(master, compares=compares)
+        if to_save:
+            return masters.values_to_save(master)
+        masters.follow(master)
         return masters.values(master)
 
 

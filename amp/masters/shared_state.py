@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import KeysView, MutableMapping
 from typing import Any, Self
 
 from torch import Tensor
@@ -46,6 +46,10 @@ class SharedState(defaultdict[Any, Any]):
     def __contains__(self, key: object) -> bool:
         """Whether a parameter, or its master, has an entry."""
         return super().__contains__(key) or super().__contains__(self._key(key))
+
+    def keys(self) -> Any:
+        """Return a view of the keys, in which a parameter is if its master is."""
+        return KeysView(self)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Set an entry."""

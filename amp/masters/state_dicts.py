@@ -57,8 +57,7 @@ class _Widen:
             if master is not None and isinstance(entry, Tensor):
                 with masters.lock:
                     masters.follow_requires_grad([master], [tensor])
-                    masters.follow(master, compares=True)
-                    state_dict[prefix + name] = masters.values(master)
+                    state_dict[prefix + name] = masters.values_to_save(master)
             elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
                 state_dict[prefix + name] = entry.float()
 
@@ -80,7 +79,7 @@ def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) ->
     copied = memo.get(id(tensor))
     if copied is None or copied.dtype not in LOW_PRECISION:  # shared, and done already
         return
-    values, found = values_of(tensor, compares=True).clone(), master_of(tensor)
+    values, found = values_of(tensor, to_save=True).clone(), master_of(tensor)
     stepped = None if found is None else memo.setdefault(id(found[1]), copied)
     if stepped is None or stepped is copied:
         set_values(copied, values)

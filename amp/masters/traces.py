@@ -39,9 +39,11 @@ class Traces:
 
         `agree` is called at each step and this is read rarely, so new traces are merged here.
         """
-        while self._new:  # a signal handler may come here meanwhile
-            _, (ids, versions, addresses) = self._new.popitem()
-            self._noted.update(zip(ids, zip(versions, addresses, strict=True), strict=True))
+        while self._new:
+            oldest = self._new.pop(next(iter(self._new), 0), None)
+            if oldest is not None:  # else a signal handler has been here meanwhile
+                ids, versions, addresses = oldest
+                self._noted.update(zip(ids, zip(versions, addresses, strict=True), strict=True))
         return self._noted
 
     def of(self, master: Tensor) -> Trace:

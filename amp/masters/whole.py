@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from amp import distributed
+from amp.distributed import shard_like
 from amp.errors import AmpRuntimeError
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import are_plain, has_no_memory, local
@@ -40,6 +41,8 @@ class MasterWeights:
         write_backs: the `WriteBack` of each optimizer, weakly.
         common_grads: of masters of several optimizers, the gradient that each last had in common with
             its parameter.
+        given_out: masters that other code was given since the last step; it may write to them without a
+            trace.
         are_ahead: whether a step, or a method of an optimizer, may have changed masters and not yet the
             weights. A signal handler may save the model meanwhile.
     """
@@ -58,6 +61,9 @@ class MasterWeights:
         self.are_ahead = False
         self.write_backs: list[weakref.ref[Any]] = []
         self.common_grads: dict[Tensor, Tensor | None] = {}
+        self.given_out: set[Tensor] = set()
+        self._frozen: set[Tensor] = set()
+        """The masters that required no gradient when their parameters last agreed."""
         self.traces = Traces()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -121,6 +127,8 @@ class MasterWeights:
             self._master_of[parameter] = master
             self._model_of[master] = parameter
             self.traces.forget([master])
+            if not parameter.requires_grad:
+                self._frozen.add(master)
             self._addresses = None
         self._users[master].add(user)
         if len(self._users[master]) > 1:
@@ -151,6 +159,8 @@ class MasterWeights:
         if not self._users[master]:
             object.__setattr__(master, "__dict__", dict(parameter.__dict__))
             self.traces.remove(master)
+            self._frozen.discard(master)
+            self.given_out.discard(master)
             self._users.pop(master, None)
             self._master_of.pop(parameter, None)
             self._model_of.pop(master, None)  # last: while it is there, release is not done
@@ -196,6 +206,9 @@ class MasterWeights:
         """Keep masters in the block as they are outside of `as_float32`. No host sync."""
         yield
 
+    def narrow(self) -> None:
+        """Keep all masters as they are kept outside of `as_float32`, from now on. No host sync."""
+
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor] | None:
         """Return the low halves of masters that are kept in 16 bits; None where they are whole."""
         return None
@@ -220,17 +233,23 @@ class MasterWeights:
                 self.follow(master, stepping=True)
 
     def follow_requires_grad(self, masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
-        """Freeze and unfreeze masters as their parameters are.
+        """Freeze and unfreeze masters as their parameters are, or parameters as their masters.
 
-        Writes to a frozen parameter may have left no trace, so on unfreezing its master is compared
-        with it.
+        What other code has changed counts. Writes to a frozen parameter may have left no trace, so on
+        unfreezing its master is compared with it.
         """
         for master, model in zip(masters, models, strict=True):
-            if master.requires_grad is not model.requires_grad:
-                if model.requires_grad:
-                    self.traces.forget([master])
-                    self.follow(master, stepping=True)
-                master.requires_grad_(model.requires_grad)
+            was_frozen, is_trained = bool(self._frozen) and master in self._frozen, master.requires_grad
+            if is_trained is not model.requires_grad:
+                changed, other = (master, model) if is_trained is was_frozen else (model, master)
+                is_trained = changed.requires_grad
+                other.requires_grad_(is_trained)
+            if is_trained and was_frozen:
+                self._frozen.discard(master)
+                self.traces.forget([master])
+                self.follow(master, stepping=True)
+            elif not is_trained:
+                self._frozen.add(master)
 
     @without_grad
     def follow(self, master: Tensor, stepping: bool = False, compares: bool = False) -> None:
@@ -245,7 +264,8 @@ class MasterWeights:
         known, now = self.traces.of(master), trace_of(parameter)
         if known == now and (self.are_ahead or not compares):
             return
-        if self.are_whole and known in (now, UNSEEN) and self._is_newer(master):
+        may_be_newer = self.are_whole and known in (now, UNSEEN)
+        if may_be_newer and (self._is_newer(master) or (known == now and master in self.given_out)):
             return  # than its parameter, which is about to get its values
         if has_no_memory(local(parameter)):
             return  # the step names it
@@ -259,24 +279,48 @@ class MasterWeights:
         writers = filter(None, [reference() for reference in self.write_backs])
         return any(writer.has_changed(master) for writer in writers)
 
+    def may_have_changed(self, master: Tensor) -> bool:
+        """Whether other code was given a master, and has not written its parameter since."""
+        is_given = master in self.given_out
+        return is_given and self.traces.of(master) == trace_of(self._model_of[master])
+
     def was_written_unseen(self, master: Tensor) -> bool:
         """Whether a parameter was written in a way that torch does not count. The host waits."""
         parameter = self._model_of[master]
         if not self.are_whole or self.traces.of(master) != trace_of(parameter):
             return False
+        if parameter.is_meta or has_no_memory(local(parameter)):
+            return False
         return not torch.equal(local(master).to(parameter.dtype), local(parameter))
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Copy values of a parameter that differ from the rounded master into the master."""
-        ours, theirs = local(master).data, local(parameter)  # see `load`
-        same = ours.to(theirs.dtype) == theirs
-        ours.copy_(torch.where(same, ours, theirs.to(ours.dtype)))
+        ours = local(master).data  # see `load`
+        ours.copy_(_merged(ours, local(parameter)))
 
     # Saving and loading.
 
     def values(self, master: Tensor) -> Tensor:
         """Return a master's values, float32. No host sync."""
         return master.detach()
+
+    @without_grad
+    def values_to_save(self, master: Tensor) -> Tensor:
+        """Return a master's values, float32, as a state dict has them. The host waits for the device.
+
+        Where a parameter was written in a way that torch does not count, its values are there. The
+        master does not get them before the next step: an average that is written to the model to be
+        saved is often taken back.
+        """
+        self.follow(master)
+        is_given = self.are_ahead or master in self.given_out
+        if not self.are_whole:
+            self.follow(master, compares=True)
+        elif not is_given and self.was_written_unseen(master):
+            self.traces.suspect([master])
+            merged = _merged(local(master), local(self._model_of[master]))
+            return shard_like(merged, master)
+        return self.values(master)
 
     def load(self, master: Tensor, values: Tensor) -> Tensor:
         """Set a master's values, and return the values that its parameter must then hold.
@@ -285,6 +329,11 @@ class MasterWeights:
         """
         master.data.copy_(values.detach())
         return values
+
+
+def _merged(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return a master's values, but those of its parameter where this is not the rounded master."""
+    return torch.where(ours.to(theirs.dtype) == theirs, ours, theirs.to(ours.dtype))
 
 
 class _Addresses:

@@ -74,19 +74,27 @@ class Block:
             each.write_back.warn_if_missed()
             if not each.step.has_stepped:
                 each.gradients.check.wrappers(each.gradients.lists.models)
+                each.gradients.check.hooks(each.gradients.lists.masters)
         try:
             try:
                 scaled_loss = self.enter(loss)
                 for observer in watching(session.observers):
                     observer.block_entered(session, self, loss, attached)
                 session.learn(self.scaler)
+                others: list[Gradients] = []
                 if not self.scaler.is_identity and not all(each.step.has_stepped for each in attached):
                     self._watch_backward(scaled_loss)
+                    others = [each.gradients for each in session.attached if each not in attached]
+                before = [others_of.grads_and_versions() for others_of in others]
                 try:
                     yield scaled_loss
                 except RuntimeError as error:
-                    self._add_hint(error)
+                    for gradients in self._gradients:
+                        gradients.check.add_hint(error, gradients.lists.models)
                     raise
+                for each in () if self.scaler.is_identity else attached:
+                    if not each.step.has_stepped:
+                        each.gradients.of_masters.check_hidden()
                 if session.is_rehearsal:
                     self.abort()
                 elif (delay and not self._is_plain) or not self.is_reduced():
@@ -94,6 +102,8 @@ class Block:
                 else:
                     self.leave(update)
                 self._warn_if_not_run()
+                for gradients, grads in zip(others, before, strict=True):
+                    gradients.note_scaled(grads, self._gradients)
                 session.running_stats.repair()
                 for observer in watching(session.observers):
                     observer.block_left(session, self)
@@ -102,15 +112,6 @@ class Block:
                 self.end()
         finally:
             self.end()  # again: an interrupt may have come before it was done
-
-    def _add_hint(self, error: RuntimeError) -> None:
-        """Say what to do about a hook of a 16-bit parameter that returns an FP32 gradient."""
-        models = [model for gradients in self._gradients for model in gradients.lists.models]
-        if "hook" in str(error) and any(model._backward_hooks for model in models):
-            error.add_note(
-                "amp: a hook of a 16-bit parameter is given a 16-bit gradient, and must return one of "
-                "that dtype: return (grad * mask).to(grad.dtype)"
-            )
 
     def _watch_backward(self, scaled_loss: Tensor) -> None:
         """Note whether backward runs from the scaled loss, and warn if it does so after the block."""

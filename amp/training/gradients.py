@@ -46,13 +46,13 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from amp.distributed import place_gradients
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, warn
 from amp.kernels.changes import Change
 from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.whole import MasterWeights
@@ -91,6 +91,8 @@ class StepGradients:
         verdicts: what the checks found since the last step.
         delayed: the block that left its gradients scaled, or None.
         were_scaled: whether a block was ever entered for this optimizer.
+        of_others: the parameters that a scaled loss of other optimizers has given gradients, which
+            nothing unscales.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class StepGradients:
         self.verdicts = Verdicts()
         self.delayed: Block | None = None
         self.were_scaled = False
+        self.of_others: list[Tensor] = []
         self._open: Block | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
 
@@ -147,11 +150,42 @@ class StepGradients:
 
     def verdicts_for_step(self) -> list[Verdict]:
         """Return what the checks found in the gradients that the step is about to use."""
+        if self.of_others:
+            self._warn_if_of_others()
         if not self.verdicts.has_cleared:
             return self.verdicts.of_gradients
         self.take_changes()
         self.verdicts.look_for_assigned(grads_of(self.lists.unmastered))
         return self.verdicts.for_step(self.of_masters.were_assigned)
+
+    def grads_and_versions(self) -> list[tuple[Tensor | None, int]]:
+        """Return the gradients of the model's parameters, and how often each was changed."""
+        grads = grads_of(self._of_model)
+        return [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+    def note_scaled(
+        self, before: Sequence[tuple[Tensor | None, int]], together: Iterable[StepGradients]
+    ) -> None:
+        """Note what the backward of a scaled loss of other optimizers has changed since `before`."""
+        now, of_block = self.grads_and_versions(), {p for each in together for p in each._of_model}
+        if len(now) == len(before) and self.state is not State.DELAYED:
+            self.of_others = [
+                parameter
+                for parameter, (grad, version), known in zip(self._of_model, now, before, strict=True)
+                if (grad is not known[0] or version != known[1]) and parameter not in of_block
+            ]
+
+    def _warn_if_of_others(self) -> None:
+        """Warn if gradients are about to be used that nothing has unscaled."""
+        found = [parameter for parameter in self.of_others if parameter.grad is not None]
+        self.of_others = []
+        if found:
+            warn(
+                f"the gradient of {self.check.called(found[0])} comes from a loss that was scaled, in "
+                "an amp.scale_loss block that does not name its optimizer: it is too large by the loss "
+                "scale. Pass all optimizers whose parameters a loss reaches, as in "
+                "amp.scale_loss(loss, [first, second]), or call zero_grad before the next block"
+            )
 
     def hide(self) -> bool:
         """Leave the gradients to the masters alone; return whether both had them."""
@@ -249,11 +283,13 @@ class StepGradients:
         self.verdicts.note_left(grads_of(self.lists.unmastered))
         if self._open is None:
             self.of_masters.share_zeros()
+        else:
+            self.of_masters.note()
 
     def forget(self) -> None:
         """Forget the delayed block, gradients that are set aside or deferred, and verdicts."""
         self.of_masters.forget()
-        self.delayed, self._aside = None, []
+        self.delayed, self._aside, self.of_others = None, [], []
         self.verdicts.clear()
 
     def let_go(self) -> None:
@@ -286,6 +322,8 @@ class Gradients(StepGradients):
     def prepare_to_enter(self) -> None:
         """Take over what other code has done to gradients since the last block."""
         lists = self.look_at_groups()
+        if self.of_others:
+            self._warn_if_of_others()
         if self.delayed is None:
             if not HAS_GRAD_DTYPE:
                 self.of_masters.look_after_step()

@@ -62,6 +62,8 @@ class OptimizerStep:
         self._write_back = write_back
         self._capabilities = capabilities
         self.has_stepped = False
+        self._unchanged: int | None = 0
+        """How many steps have changed no master; None once one has, or it is not asked any more."""
         self._parts = self._optimizer, gradients, self._masters, write_back
         self._fused_step = FusedStep(*self._parts)
         self.verdicts: list[Verdict] = []
@@ -97,9 +99,13 @@ class OptimizerStep:
             self._gradients.look_at_groups()
             if self._gradients.state is State.OPEN:
                 self._gradients.take_for_step_in_block()
-            if closure is not None:
-                return self._run_with_closure(step, closure, *args, **kwargs)
-            return self._run(functools.partial(step, *args, **kwargs))
+            try:
+                if closure is not None:
+                    return self._run_with_closure(step, closure, *args, **kwargs)
+                return self._run(functools.partial(step, *args, **kwargs))
+            except RuntimeError as error:
+                self._gradients.check.add_hint(error, self._gradients.lists.models)
+                raise
 
     def _run_with_closure(
         self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any
@@ -121,19 +127,19 @@ class OptimizerStep:
             gradients.take_changes()
         if not self.has_stepped or gradients.are_none():
             self._gradients.check.names()
-        is_first = not (self.has_stepped or gradients.are_none())
-        if is_first:
+        are_there = self._unchanged is not None and not gradients.are_none()
+        if are_there and not self.has_stepped:
             self.has_stepped = True
             self._warn_if_unscaled()
             self._warn_if_unscaled_twice()
         self.verdicts = verdicts = gradients.verdicts_for_step()
         way = self._way()
         way.has_stepped = False
-        before = self._copy_to_compare() if is_first else None
+        before = self._copy_to_compare() if are_there else None
 
         def run() -> Any:
             result = way.run(step, verdicts)
-            if before is not None:
+            if before is not None and not self.was_skipped:
                 self._warn_if_unchanged(*before)
             forget_casts()  # casts of old weights, if a forward is under way
             self._tell_end()
@@ -174,7 +180,7 @@ class OptimizerStep:
             history.ended_in_block = False
 
     def _copy_to_compare(self) -> tuple[Tensor, int, Tensor] | None:
-        """Return a master with a gradient, its version, and a copy: the first step must change it.
+        """Return a master with a gradient, its version, and a copy: the first steps must change it.
 
         A wrapper may step only each n-th time. torch's fused optimizers and dispatch modes leave no
         trace of a change; to compare values there would make the host wait.
@@ -183,15 +189,25 @@ class OptimizerStep:
         is_fused = any(group.get("fused") for group in self._optimizer.param_groups)
         may_not_tell = attached.is_wrapped or is_fused or _get_current_dispatch_mode()
         if may_not_tell or not self._masters.are_whole:
+            self._unchanged = None
             return None
         with_grad = (each for each in self._gradients.lists.masters if each.grad is not None)
         master = next(with_grad, None)
         return None if master is None else (master, master._version, master.detach().clone())
 
     def _warn_if_unchanged(self, master: Tensor, version: int, before: Tensor) -> None:
-        """Warn if the first step has not changed a master: the optimizer has a list of its own."""
-        if master._version != version or self.was_skipped or not torch.equal(master, before):
+        """Warn if a step has not changed a master: the optimizer has a list of its own.
+
+        If it has made a state for it, as ADOPT does in a first step that only begins its moments, the
+        second step counts.
+        """
+        if master._version != version or not torch.equal(master, before):
+            self._unchanged = None
             return
+        self._unchanged = (self._unchanged or 0) + 1
+        if self._unchanged == 1 and master in self._optimizer.state:
+            return
+        self._unchanged = None
         warn(
             f"{type(self._optimizer).__name__}.step() has changed nothing of an FP32 master with a "
             "gradient, so the model is not trained. An optimizer that keeps a list or a table of "
@@ -221,11 +237,12 @@ class OptimizerStep:
     @contextmanager
     def none_of_the_training(self) -> Iterator[None]:
         """Do not warn of unscaled gradients in a step that only makes the optimizer's state."""
-        before, self.has_stepped = self.has_stepped, True
+        before = self.has_stepped, self._unchanged
+        self.has_stepped, self._unchanged = True, None
         try:
             yield
         finally:
-            self.has_stepped = before
+            self.has_stepped, self._unchanged = before
 
     def _warn_if_unscaled(self) -> None:
         """Warn if a step uses gradients of a loss that should have been scaled, and was not."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp.casting.sharded import is_of_fsdp1
-from amp.errors import AmpRuntimeError, first_few
+from amp.errors import AmpRuntimeError, first_few, warn
 from amp.profiles.levels import levels_with
 
 
@@ -70,6 +70,31 @@ class ParameterCheck:
                 "shards cannot have masters. Before amp.initialize cut the model by "
                 "torch.distributed.fsdp.fully_shard instead, or take "
                 f"opt_level={levels_with('patch_torch_functions')}"
+            )
+
+    def hooks(self, masters: Iterable[Tensor]) -> None:
+        """Warn if a master has a hook, which no backward runs."""
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if any(getattr(master, name) for master in masters for name in hooks):
+            warn(
+                "a hook was registered on what optimizer.param_groups holds or amp.master_params "
+                "yields, which are FP32 masters: no backward reaches them. Register it on the model's "
+                "parameter"
+            )
+
+    def add_hint(self, error: RuntimeError, models: Iterable[Tensor]) -> None:
+        """Say what to do about an error of torch's in a block or a step, where there are masters."""
+        models, text = list(models), str(error)
+        if "hook" in text and any(model._backward_hooks for model in models):
+            error.add_note(
+                "amp: a hook of a 16-bit parameter is given a 16-bit gradient, and must return one of "
+                "that dtype: return (grad * mask).to(grad.dtype)"
+            )
+        if "not have been used in the graph" in text and models:
+            error.add_note(
+                "amp: the graph has the model's parameters, and not the FP32 masters that "
+                "optimizer.param_groups holds and amp.master_params yields. Differentiate for "
+                "model.parameters(), or choose a level without masters, such as 'O1' or 'O4'"
             )
 
     def names(self) -> None:

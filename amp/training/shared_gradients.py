@@ -88,6 +88,22 @@ class SharedGradients:
             store_grads(self.lists.models, grads)
         self.are_hidden = False  # last: while it is set, `take_changes` may go on after an interrupt
 
+    def note(self) -> None:
+        """Note the gradients of masters as those that both have, or will have after the block."""
+        self._common = grads_of(self.lists.masters)
+
+    def check_hidden(self) -> None:
+        """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
+        masters, common = self.lists.masters, self._common
+        for master, own, known in zip(masters, grads_of(masters), common, strict=True):
+            if own is not None and own is not known:
+                raise AmpRuntimeError(
+                    f"the FP32 master of a parameter of shape {tuple(master.shape)} was given a "
+                    "gradient in an amp.scale_loss block, which unscales those of the model's "
+                    "parameters. Compute the loss from model.parameters(), not from what "
+                    "optimizer.param_groups holds or amp.master_params(optimizer) yields"
+                )
+
     def share_zeros(self) -> None:
         """Let both have one gradient again, after zeros were written to those of both."""
         for master, model in zip(self.lists.masters, self.lists.models, strict=True):

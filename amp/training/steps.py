@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from amp.casting.cast_cache import forget_casts
 from amp.casting.regions import disable_casts, same_casts
@@ -64,32 +64,55 @@ class Stepper:
         self.masters.follow_all(lists.masters, lists.models)
 
     @contextmanager
-    def _after_hooks(self) -> Iterator[None]:
-        """Take over what hooks of the step do to gradients of the model's parameters."""
-        if not (
-            getattr(self.optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-        ):
-            yield
-            return
-        last = self.optimizer.register_step_pre_hook(lambda *_: self.gradients.take_changes())
+    def around_hooks(self, write: Callable[[], None]) -> Iterator[None]:
+        """Take over what hooks before the step change, and let those after it find what it has made.
+
+        Args:
+            write: writes masters to the model, before the first hook after the step.
+        """
+        optimizer, handles = self.optimizer, []
+        if getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks:
+            handles.append(optimizer.register_step_pre_hook(lambda *_: self._take_changes()))
+        if _has_post_hooks(optimizer):
+            handles.append(optimizer.register_step_post_hook(lambda *_: write()))
+            optimizer._optimizer_step_post_hooks.move_to_end(handles[-1].id, last=False)
         try:
             yield
         finally:
-            last.remove()
+            for handle in handles:
+                handle.remove()
+
+    def _take_changes(self) -> None:
+        self.gradients.take_changes()
+        self.follow_models()
 
     def run_unscaled(self, step: Callable[[], Any]) -> Any:
         """Step with the gradients in `.grad`, and write masters to the model."""
+        write_back, writes_all = self.write_back, self.gradients.state is not State.OPEN
+
+        def write() -> None:
+            nonlocal writes_all
+            if writes_all:
+                write_back.after_step()
+            else:
+                write_back.if_changed_in_step()
+            self.masters.narrow()
+            write_back.note()
+            writes_all = False  # hooks may write the model from now on
 
         def run_step() -> Any:
-            with disable_casts(), self._after_hooks():
+            with disable_casts(), self.around_hooks(write):
                 masters = self.gradients.lists.masters
                 result = self.masters.run_step(self.optimizer, masters, step)
             self.has_stepped = True
             return result
 
-        in_backward = self.gradients.state is State.OPEN
-        write = self.write_back.after_step_in_backward if in_backward else self.write_back.after_step
         return followed_by(run_step, write)
+
+
+def _has_post_hooks(optimizer: Any) -> bool:
+    own = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    return bool(own or _global_optimizer_post_hooks)
 
 
 class FusedStep(Stepper):
@@ -120,13 +143,15 @@ class FusedStep(Stepper):
         has_returned = False
         try:
             self.optimizer.scaled_grads = inputs
-            with disable_casts():
+            with disable_casts(), self.around_hooks(self.write_back.note):
                 result = step()
             has_returned = True
         finally:
             if has_returned or inputs.changes.are_made:  # a hook may raise after the step
                 self.has_stepped = True
                 self._agree(inputs, versions)
+        if _has_post_hooks(self.optimizer):
+            self.write_back.if_changed_in_step()
         return result
 
     def _agree(self, inputs: StepInputs, versions: Sequence[int]) -> None:

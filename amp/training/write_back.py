@@ -54,8 +54,11 @@ class WriteBack:
         """
         self._masters.write_back(self._trained(without))
 
-    def after_step_in_backward(self) -> None:
-        """Write the masters that a step has changed, because the backward still needs other weights."""
+    def if_changed_in_step(self) -> None:
+        """Write the masters that a step, or a hook of it, has changed, and no others.
+
+        A backward that is under way still needs the others as they are, and hooks may write the model.
+        """
         self._masters.write_back(self._changed())
 
     def _trained(self, without: Collection[Tensor] = ()) -> list[Tensor]:
@@ -75,6 +78,7 @@ class WriteBack:
                 self._masters.traces.suspect(self._gradients.lists.masters)
                 self._was_evaluated = False
             self._masters.are_ahead = True
+            self._masters.given_out.difference_update(self._gradients.lists.masters)
             with self._masters.as_they_are_kept():
                 yield
         finally:
@@ -115,10 +119,13 @@ class WriteBack:
         return [masters[i] for i in dict.fromkeys(changed)]
 
     def before_forward(self, is_training: bool) -> None:
-        """Look at gradients of the last step, and write changed masters to the model. No host sync."""
+        """Let model and masters agree: in what is frozen, gradients and values. No host sync."""
         self._was_evaluated |= not (is_training or torch.is_grad_enabled())
+        lists = self._gradients.lists
+        self._masters.follow_requires_grad(lists.masters, lists.models)
         self._gradients.of_masters.look_after_step()
         self.if_changed()
+        self._write_given_out()
         self._has_looked = True
 
     def if_changed(self) -> None:
@@ -128,16 +135,28 @@ class WriteBack:
             self._masters.write_back(changed)
             self.note()
 
+    def _write_given_out(self) -> None:
+        """Write masters that other code was given, and may have changed without a trace."""
+        masters = self._masters
+        if masters.given_out and not self._is_stepping:
+            written = list(filter(masters.may_have_changed, self._lists.masters))
+            masters.write_back(written)
+            masters.given_out.difference_update(written)
+            self.note()
+
     def before_a_look(self) -> None:
         """Let masters and model agree, before other code looks at the masters. No host sync."""
         lists = self._gradients.look_at_groups()
         if lists.masters and not self._is_stepping:
             with self._masters.lock:
                 self.if_changed()
+                self._write_given_out()
                 # Before a step this would be the hot path: scripts clip by what they get here.
                 compares = not self._gradients.of_masters.are_there()
                 for master in lists.masters:
                     self._masters.follow(master, compares=compares)
+                if self._masters.are_whole:
+                    self._masters.given_out.update(lists.masters)
 
     def of_all(self) -> None:
         """Write all masters to the model. No host sync."""
