@@ -279,6 +279,8 @@ def test_a_hook_of_a_master_is_told_that_it_never_runs(level: str, post: bool) -
 @pytest.mark.parametrize("inside", [False, True])
 def test_gradients_for_masters_have_a_hint(inside: bool) -> None:
     class TwiceDifferentiated(torch.optim.SGD):
+        loss: Any
+
         def step(self, closure: Any = None) -> None:
             parameters = self.param_groups[0]["params"]
             torch.autograd.grad(self.loss, parameters)
