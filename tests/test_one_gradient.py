@@ -294,9 +294,7 @@ def trained(script: Callable[[Training], None], level: str | None, optimizer: st
     return torch.cat([value.flatten().float() for value in training.model.state_dict().values()])
 
 
-@pytest.mark.parametrize(
-    ("script", "level", "optimizer"), covering(SCRIPTS, LEVELS, OPTIMIZERS, slow_strength=3)
-)
+@pytest.mark.parametrize(("script", "level", "optimizer"), covering(SCRIPTS, LEVELS, OPTIMIZERS))
 def test_a_script_trains_as_in_fp32(
     script: Callable[[Training], None], level: str, optimizer: str
 ) -> None:

@@ -217,9 +217,7 @@ OF_MASTERS = ("two_writes", "hook_that_writes_what_is_stepped", "masters_clamped
 """Those that write to masters, which are NaN outside of a step if they are lean."""
 
 
-@pytest.mark.parametrize(
-    ("script", "level", "optimizer"), covering(SCRIPTS, LEVELS, OPTIMIZERS, slow_strength=3)
-)
+@pytest.mark.parametrize(("script", "level", "optimizer"), covering(SCRIPTS, LEVELS, OPTIMIZERS))
 def test_a_script_trains_as_in_fp32(script: str, level: str, optimizer: str) -> None:
     if "split16" in level and script in OF_MASTERS:
         pytest.skip("masters have no values")
