@@ -60,7 +60,7 @@ def with_grad_scaler(
     shapes: Shapes, device: torch.device, make: Callable[[Any], Any]
 ) -> Callable[[], None]:
     """Return the phase with torch's own parts, and copies to and from FP32 masters."""
-    weights = like(shapes, F16, device)
+    weights = list(map(nn.Parameter, like(shapes, F16, device)))
     grads = like(shapes, F16, device)
     masters = [nn.Parameter(weight.float()) for weight in weights]
     for master in masters:
@@ -72,10 +72,14 @@ def with_grad_scaler(
 
     @torch.no_grad()
     def run() -> None:
-        torch._foreach_copy_(wide, grads)
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad
+        torch._foreach_copy_(wide, [weight.grad for weight in weights])
         scaler.step(optimizer)
         scaler.update()
         torch._foreach_copy_(weights, masters)
+        for weight in weights:
+            weight.grad = None
 
     return run
 
