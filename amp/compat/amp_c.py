@@ -179,6 +179,8 @@ def multi_tensor_sgd(
     group = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     group |= {"weight_decay": weight_decay, "wd_after_momentum": wd_after_momentum}
     options = {"models": lists[3] if len(lists) > 3 else None, "inv_scale": _one(scale, flag)}
+    if first_run:
+        torch._foreach_zero_(list(lists[2]))  # apex gives new memory, in which anything may be
     _step(kernels.sgd.MOMENTUM_SGD, group, flag, lists[:3], 1 if first_run else 2, **options)
 
 

@@ -96,7 +96,8 @@ def test_adam(amp_c: Any, applier: Any, mode: int) -> None:
 def test_sgd_with_16_bit_weights(amp_c: Any, applier: Any, nesterov: bool) -> None:
     params = [nn.Parameter(t) for t in tensors(0)]
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
-    ours, momenta, halves = tensors(0), [torch.empty(s) for s in SHAPES], tensors(5, torch.float16)
+    momenta = [torch.full(s, torch.nan) for s in SHAPES]  # as new memory may be
+    ours, halves = tensors(0), tensors(5, torch.float16)
     for step in range(3):
         grads = tensors(step + 1)
         for parameter, grad in zip(params, grads, strict=True):
