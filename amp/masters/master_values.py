@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from amp import active
+from amp.distributed import shard_like
 from amp.dtypes import LOW_PRECISION
 from amp.kernels.grad_mode import without_grad
-from amp.masters.whole import MasterWeights
+from amp.kernels.tensor_lists import local
+from amp.masters.whole import MasterWeights, merged
 
 
 def master_of(tensor: Tensor) -> tuple[MasterWeights, Any] | None:
@@ -36,9 +38,28 @@ def values_of(tensor: Tensor, to_save: bool = False) -> Tensor:
     masters, master = found
     with masters.lock:
         if to_save:
-            return masters.values_to_save(master)
+            return values_to_save(masters, master)
         masters.follow(master)
         return masters.values(master)
+
+
+@without_grad
+def values_to_save(masters: MasterWeights, master: Tensor) -> Tensor:
+    """Return a master's values, float32, as a state dict has them. The host waits for the device.
+
+    Where its parameter was written in a way that torch does not count, they are the parameter's. The
+    master does not get them before the next step: an average that is written to the model to be saved
+    is often taken back.
+    """
+    masters.follow(master)
+    if not masters.are_whole:
+        masters.follow(master, compares=True)
+    is_given = masters.are_ahead or master in masters.given_out
+    parameter = masters.model(master)
+    if parameter is None or is_given or not masters.was_written_unseen(master):
+        return masters.values(master)
+    masters.traces.suspect([master])
+    return shard_like(merged(local(master), local(parameter)), master)
 
 
 @without_grad

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
 from amp.kernels.changes import Changes
-from amp.masters.master_values import master_of, values_of
+from amp.masters.master_values import master_of, values_of, values_to_save
 from amp.masters.whole import MasterWeights
 from amp.undo import Undo
 
@@ -57,7 +57,7 @@ class _Widen:
             if master is not None and isinstance(entry, Tensor):
                 with masters.lock:
                     masters.follow_requires_grad([master], [tensor])
-                    state_dict[prefix + name] = masters.values_to_save(master)
+                    state_dict[prefix + name] = values_to_save(masters, master)
             elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
                 state_dict[prefix + name] = entry.float()
 

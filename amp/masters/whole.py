@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from amp import distributed
-from amp.distributed import shard_like
 from amp.errors import AmpRuntimeError
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import are_plain, has_no_memory, local
 from amp.lazy import kernels
+from amp.masters.freezing import Freezing
 from amp.masters.traces import UNSEEN, Traces, trace_of
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.undo import Contents
@@ -41,8 +41,7 @@ class MasterWeights:
         write_backs: the `WriteBack` of each optimizer, weakly.
         common_grads: of masters of several optimizers, the gradient that each last had in common with
             its parameter.
-        given_out: masters that other code was given since the last step; it may write to them without a
-            trace.
+        given_out: masters that other code was given since the last step, and may have written to.
         are_ahead: whether a step, or a method of an optimizer, may have changed masters and not yet the
             weights. A signal handler may save the model meanwhile.
     """
@@ -62,8 +61,7 @@ class MasterWeights:
         self.write_backs: list[weakref.ref[Any]] = []
         self.common_grads: dict[Tensor, Tensor | None] = {}
         self.given_out: set[Tensor] = set()
-        self._frozen: set[Tensor] = set()
-        """The masters that required no gradient when their parameters last agreed."""
+        self._freezing = Freezing()
         self.traces = Traces()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -124,11 +122,9 @@ class MasterWeights:
                 parameter.grad = master.grad if HAS_GRAD_DTYPE else None
             # What a script attaches to one is at the other.
             object.__setattr__(master, "__dict__", parameter.__dict__)
-            self._master_of[parameter] = master
-            self._model_of[master] = parameter
+            self._master_of[parameter], self._model_of[master] = master, parameter
             self.traces.forget([master])
-            if not parameter.requires_grad:
-                self._frozen.add(master)
+            self._freezing.note(master)
             self._addresses = None
         self._users[master].add(user)
         if len(self._users[master]) > 1:
@@ -159,7 +155,7 @@ class MasterWeights:
         if not self._users[master]:
             object.__setattr__(master, "__dict__", dict(parameter.__dict__))
             self.traces.remove(master)
-            self._frozen.discard(master)
+            self._freezing.forget(master)
             self.given_out.discard(master)
             self._users.pop(master, None)
             self._master_of.pop(parameter, None)
@@ -238,18 +234,9 @@ class MasterWeights:
         What other code has changed counts. Writes to a frozen parameter may have left no trace, so on
         unfreezing its master is compared with it.
         """
-        for master, model in zip(masters, models, strict=True):
-            was_frozen, is_trained = bool(self._frozen) and master in self._frozen, master.requires_grad
-            if is_trained is not model.requires_grad:
-                changed, other = (master, model) if is_trained is was_frozen else (model, master)
-                is_trained = changed.requires_grad
-                other.requires_grad_(is_trained)
-            if is_trained and was_frozen:
-                self._frozen.discard(master)
-                self.traces.forget([master])
-                self.follow(master, stepping=True)
-            elif not is_trained:
-                self._frozen.add(master)
+        for master in self._freezing.agree(masters, models):
+            self.traces.forget([master])
+            self.follow(master, stepping=True)
 
     @without_grad
     def follow(self, master: Tensor, stepping: bool = False, compares: bool = False) -> None:
@@ -281,46 +268,26 @@ class MasterWeights:
 
     def may_have_changed(self, master: Tensor) -> bool:
         """Whether other code was given a master, and has not written its parameter since."""
-        is_given = master in self.given_out
-        return is_given and self.traces.of(master) == trace_of(self._model_of[master])
+        return master in self.given_out and self.traces.of(master) == trace_of(self._model_of[master])
 
     def was_written_unseen(self, master: Tensor) -> bool:
         """Whether a parameter was written in a way that torch does not count. The host waits."""
         parameter = self._model_of[master]
-        if not self.are_whole or self.traces.of(master) != trace_of(parameter):
-            return False
-        if parameter.is_meta or has_no_memory(local(parameter)):
+        has_none = parameter.is_meta or has_no_memory(local(parameter))
+        if has_none or not self.are_whole or self.traces.of(master) != trace_of(parameter):
             return False
         return not torch.equal(local(master).to(parameter.dtype), local(parameter))
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Copy values of a parameter that differ from the rounded master into the master."""
         ours = local(master).data  # see `load`
-        ours.copy_(_merged(ours, local(parameter)))
+        ours.copy_(merged(ours, local(parameter)))
 
     # Saving and loading.
 
     def values(self, master: Tensor) -> Tensor:
         """Return a master's values, float32. No host sync."""
         return master.detach()
-
-    @without_grad
-    def values_to_save(self, master: Tensor) -> Tensor:
-        """Return a master's values, float32, as a state dict has them. The host waits for the device.
-
-        Where a parameter was written in a way that torch does not count, its values are there. The
-        master does not get them before the next step: an average that is written to the model to be
-        saved is often taken back.
-        """
-        self.follow(master)
-        is_given = self.are_ahead or master in self.given_out
-        if not self.are_whole:
-            self.follow(master, compares=True)
-        elif not is_given and self.was_written_unseen(master):
-            self.traces.suspect([master])
-            merged = _merged(local(master), local(self._model_of[master]))
-            return shard_like(merged, master)
-        return self.values(master)
 
     def load(self, master: Tensor, values: Tensor) -> Tensor:
         """Set a master's values, and return the values that its parameter must then hold.
@@ -331,7 +298,7 @@ class MasterWeights:
         return values
 
 
-def _merged(ours: Tensor, theirs: Tensor) -> Tensor:
+def merged(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return a master's values, but those of its parameter where this is not the rounded master."""
     return torch.where(ours.to(theirs.dtype) == theirs, ours, theirs.to(ours.dtype))
 
