@@ -188,7 +188,7 @@ class OptimizerStep:
         attached: Any = self._attached()
         is_fused = any(group.get("fused") for group in self._optimizer.param_groups)
         may_not_tell = attached.is_wrapped or is_fused or _get_current_dispatch_mode()
-        if may_not_tell or not self._masters.are_whole:
+        if may_not_tell or not (self._masters.are_whole and self._gradients.lists.masters):
             self._unchanged = None
             return None
         with_grad = (each for each in self._gradients.lists.masters if each.grad is not None)
