@@ -1,8 +1,9 @@
 """The optimizer step without Triton, in eager torch, or as a loop in C++ (`amp.kernels.cpu_loop`).
 
 A formula in eager torch goes through memory for each of its operations, although a step needs to read
-and write each tensor only once. So eager torch steps large tensors in slices that fit in the cache, and
-gathers all small ones into one.
+and write each tensor only once. So on the CPU eager torch steps large tensors in slices that fit in the
+cache, and gathers all small ones into one. On other devices, where each operation is a launch, it steps
+whole tensors by foreach operations.
 """
 
 import functools
@@ -18,6 +19,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from amp.kernels.changes import Change, Changes
 from amp.kernels.cpu_loop import plan_loop, suits_loop
+from amp.kernels.foreach import TensorGroup, on_each
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
 from amp.kernels.rule import Formula, StepArguments, Streams
@@ -53,8 +55,8 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
     for group in groups:
         loops = not are_whole and seeds is None and suits_loop(lists, group, arguments.backend)
         alike: defaultdict[Any, list[int]] = defaultdict(list)
-        for i, t in zip(group, (torch.stack([steps[i] for i in group]) + 1).tolist(), strict=True):
-            alike[t, own[i]].append(i)
+        for i, t in zip(group, torch.stack([steps[i] for i in group]).tolist(), strict=True):
+            alike[t + 1, own[i]].append(i)
         for (t, number), same in alike.items():
             if rule.at is None:
                 prepared = plain(rule.prepare)(numbers, t, None, 0)
@@ -125,13 +127,13 @@ class Piece(NamedTuple):
 
 
 def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[list[Piece]]:
-    """Yield the pieces to step together: a tensor, a slice of a large one, or all small ones."""
+    """Yield the pieces to step together: a tensor, a slice of a large one, or several tensors."""
     small = []
     for i in indices:
         # A write through `.data` changes no version: autograd is told of the whole step once.
         one = {name: tensors[i].data for name, tensors in lists.items()}
         size = one["param"].numel()
-        if not are_whole and size < LARGE:
+        if not are_whole and (size < LARGE or not _is_on_cpu(one)):
             small.append(Piece(i, one))
         elif are_whole or not are_flat(list(one.values())):
             yield [Piece(i, one)]
@@ -140,6 +142,10 @@ def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator
                 yield [Piece(i, one, first, min(SLICE, size - first))]
     if small:
         yield small
+
+
+def _is_on_cpu(streams: Streams) -> bool:
+    return bool(streams["param"].device.type == "cpu")
 
 
 @without_grad
@@ -156,29 +162,38 @@ def _work_out(
         results = _results(formula, each[0], scale, prepared)
         targets, sources = [each[0][name] for name in results], list(results.values())
     else:
-        together = {name: _flatten_dense_tensors([one[name] for one in each]) for name in each[0]}
+        lists = {name: [one[name] for one in each] for name in each[0]}
+        is_on_cpu = _is_on_cpu(each[0])
+        join: Any = _flatten_dense_tensors if is_on_cpu else TensorGroup
+        together = {name: join(tensors) for name, tensors in lists.items()}
         targets, sources = [], []
         for name, result in _results(formula, together, scale, prepared).items():
-            of_name = [one[name] for one in each]
-            targets += of_name
-            sources += _unflatten_dense_tensors(result, of_name)
+            targets += lists[name]
+            sources.extend(_unflatten_dense_tensors(result, lists[name]) if is_on_cpu else result)
     return functools.partial(torch._foreach_copy_, targets, sources)
 
 
 def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Streams:
-    """Return the new values of tensors of one shape, in their own dtypes or wider ones."""
+    """Return the new values of tensors of one shape, in their own dtypes or wider ones.
+
+    A stream is a tensor or a `TensorGroup`.
+    """
     _, p, new = _applied(formula, streams, scale, prepared)
     results = {"param": p}
     if (low := streams.get("low")) is not None:
-        results["param"], results["low"] = encode(p, streams["param"].dtype, low.dtype)
+        results["param"], results["low"] = on_each(encode, p, streams["param"].dtype, low.dtype)
     if "model" in streams:
         results["model"] = p
     for k, (name, result) in enumerate(zip(_moments_in(streams), new, strict=True)):
         noise = streams.get(f"noise{k // 2}")
         if noise is not None and streams[name].dtype is torch.bfloat16:
-            result = round_stochastically(result, noise >> 16 * (k % 2) & 0xFFFF)
+            result = on_each(round_stochastically, result, on_each(_half_of, noise, k % 2))
         results[name] = result
     return results
+
+
+def _half_of(noise: Tensor, which: int) -> Tensor:
+    return (noise >> 16 if which else noise) & 0xFFFF
 
 
 def _moments_in(streams: Streams) -> list[str]:
@@ -186,13 +201,14 @@ def _moments_in(streams: Streams) -> list[str]:
 
 
 def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Sequence[Any]:
-    """Return the parameter in FP32 or FP64, then the formula's results, for tensors of one shape."""
+    """Return the parameter in FP32 or FP64, then the formula's results; see `_results`."""
     dtypes = {tensor.dtype for tensor in streams.values()}
     to = torch.float64 if torch.float64 in dtypes else torch.float32
     param, low = streams["param"], streams.get("low")
-    p = param.to(to) if low is None else decode(param, low)
+    p = param.to(to) if low is None else on_each(decode, param, low)
     moments = tuple([streams[name].to(to) for name in _moments_in(streams)])
-    return p, *formula(p, streams["grad"].to(to) * scale, moments, prepared, torch.sqrt)
+    sqrt = torch.sqrt if isinstance(p, Tensor) else TensorGroup.sqrt
+    return p, *formula(p, streams["grad"].to(to) * scale, moments, prepared, sqrt)
 
 
 def round_stochastically(source: Tensor, noise: Tensor) -> Tensor:
@@ -201,4 +217,5 @@ def round_stochastically(source: Tensor, noise: Tensor) -> Tensor:
     `noise` has 16 random bits for each element, int32.
     """
     rounded = ((source.view(torch.int32) + noise) >> 16).short().view(torch.bfloat16)
-    return torch.where(source.isfinite(), rounded, source.bfloat16())
+    is_finite = source - source == 0
+    return torch.where(is_finite, rounded, source.bfloat16())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp.kernels import cpu_loop, plainstep
 from amp.kernels.adagrad import ADAGRAD
@@ -41,6 +42,17 @@ RULES: dict[str, tuple[Rule, Numbers]] = {
         "sgd": SGD,
     }.items()
 }
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would be launches on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = ("empty", "detach", "view", "strided", "record_function", "profiler", "alias")
+        self.count += not any(name in str(function) for name in names)
+        return function(*args, **(kwargs or {}))
 
 
 class Tensors:
@@ -73,6 +85,55 @@ class Tensors:
                 backend=backend,
             )
         return [*self.params, *(self.models or []), *(m for moment in self.moments for m in moment)]
+
+
+ONE_LARGE, MANY = [2**18], [5, 90_000, 7, 1, 100_000, 0]
+
+
+@pytest.mark.parametrize("low", [None, torch.int16, BF16])
+@pytest.mark.parametrize("state_dtype", [None, BF16])
+@pytest.mark.parametrize("sizes", [ONE_LARGE, MANY], ids=["one", "many"])
+@pytest.mark.parametrize("name", [name for name in RULES if name != "novograd"])
+def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
+    name: str,
+    sizes: list[int],
+    state_dtype: torch.dtype | None,
+    low: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit as the slices of the CPU."""
+    rule, numbers = RULES[name]
+    monkeypatch.setattr(plainstep, "suits_loop", lambda *_: False)
+    found = []
+    for on_cpu in (True, False):
+        monkeypatch.setattr(plainstep, "_is_on_cpu", lambda streams, on_cpu=on_cpu: on_cpu)
+        torch.manual_seed(0)
+        params = [torch.randn(size, dtype=BF16 if low else F32) for size in sizes]
+        lows = None if low is None else [torch.zeros(size, dtype=low) for size in sizes]
+        moments = [
+            [torch.zeros(size, dtype=state_dtype or F32) for size in sizes] for _ in rule.moments
+        ]
+        steps = [torch.zeros(()) for _ in sizes]
+        grads = [torch.randn(size, dtype=F16) for size in sizes]
+        seeds = None if state_dtype is None else list(range(len(sizes)))
+        with Launches() as launches:
+            step(
+                rule,
+                numbers,
+                params,
+                grads,
+                moments,
+                steps,
+                lows=lows,
+                seeds=seeds,
+                backend="reference",
+            )
+        found.append([*params, *(lows or ()), *(m for moment in moments for m in moment)])
+    assert all(map(torch.equal, *found))
+    if sizes is ONE_LARGE or not (
+        low or state_dtype
+    ):  # halves and noise are worked out for each tensor
+        assert launches.count <= (40 if low is None else 70)
 
 
 def tensors_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
