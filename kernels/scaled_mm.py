@@ -12,9 +12,12 @@ Shapes: a `[M, C]`, b `[N, C]`, out `[M, N]`, in float16, bfloat16 or float32. B
 | 1x32          | sm_100 and later                                       | scales first, then the sum  |
 
 Native products are those of `torch._scaled_mm`, or of `torch.nn.functional.scaled_mm` where scales need
-a layout. On a GPU torch takes fewer operands than on a CPU; this module refuses the others on every
-device. Where scales are powers of 2, the emulation on a CPU equals torch's `_scaled_mm` without AMX bit
-for bit. bfloat16 holds FP8 values exactly, so on GPUs the emulation multiplies in bfloat16.
+a layout, from torch 2.10 on; before, these are emulated. On a GPU torch takes fewer operands than on a
+CPU; this module refuses the others on every device. Native products of rows are computed in bfloat16
+and then cast, but for sm_90 with CUDA 12.9. Where scales are powers of 2, the emulation on a CPU equals
+torch's `_scaled_mm` without AMX bit for bit; where those of blocks are not, strips of 128 columns are
+summed first and then scaled. bfloat16 holds FP8 values exactly, so on GPUs the emulation multiplies in
+bfloat16, from torch 2.8 on; before, in float32.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import pad
 
 from amp.kernels.fp8 import (
@@ -38,6 +42,11 @@ from amp.kernels.fp8 import (
     swizzle,
     swizzled_size,
 )
+
+HAS_SCALED_MM = hasattr(functional, "scaled_mm")
+"""Whether torch multiplies matrices whose scales need a layout, as from 2.10 on."""
+HAS_MM_DTYPE = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether torch multiplies 16-bit matrices into FP32, as from 2.8 on."""
 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -134,20 +143,36 @@ def _rocm_name(device: torch.device) -> str:
 @functools.cache
 def way_of(device: torch.device, a: Granularity, b: Granularity) -> str:
     """Return how products are computed on a device: `native`, `as 1x32`, `emulated`."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not (HAS_SCALED_MM or a in ("tensor", "row")):
         return "emulated"
     if torch.version.hip is not None:
         is_known = any(name in _rocm_name(device) for name in ("gfx942", "gfx950"))
         return "native" if is_known and a in ("tensor", "row") else "emulated"
     capability = torch.cuda.get_device_capability(device)
-    cuda = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
     if a in ("tensor", "row"):
         return "native" if capability >= (8, 9) else "emulated"
     if a == "1x32":
         return "native" if capability >= (10, 0) else "emulated"
     if capability[0] == 9:
-        return "native" if cuda >= (12, 9) else "emulated"
+        return "native" if _cuda() >= (12, 9) else "emulated"
     return "as 1x32" if capability >= (10, 0) else "emulated"
+
+
+def _cuda() -> tuple[int, ...]:
+    return tuple(map(int, str(torch.version.cuda).split(".")[:2]))
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def dtype_of_rows(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a device multiplies matrices with scales for rows natively.
+
+    Only cuBLAS has others than bfloat16 in all releases of torch, and only on sm_90 from CUDA 12.9 on.
+    """
+    if torch.version.hip is not None:
+        return torch.bfloat16
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return out_dtype if is_hopper and _cuda() >= (12, 9) else torch.bfloat16
 
 
 # Elsewhere.
@@ -158,30 +183,46 @@ def emulated(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     if a.granularity in ("tensor", "row"):
         inverse_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
         return (_mm(a.values, b.values) * (a.inverse * inverse_b)).to(out_dtype)
-    wide_a, wide_b = dequantize(a), dequantize(b)
     if a.power_of_2 and b.power_of_2:
-        return _mm(wide_a, wide_b).to(out_dtype)
-    return (wide_a @ wide_b.t()).to(out_dtype)
+        return _mm(dequantize(a), dequantize(b)).to(out_dtype)
+    return _sum_of_strips(a, b).to(out_dtype)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """Return a times the transpose of b in float32; both are exact in bfloat16."""
-    if a.device.type == "cuda":
+    if a.device.type == "cuda" and HAS_MM_DTYPE:
         low_a, low_b = a.to(torch.bfloat16), b.to(torch.bfloat16)
         return torch.mm(low_a, low_b.t(), out_dtype=torch.float32)
-    return a.float() @ b.float().t()
+    return a.float() @ b.float().t()  # TF32 holds bfloat16 exactly, if the user allows it
+
+
+def _sum_of_strips(a: Operand, b: Operand) -> Tensor:
+    """Return a times the transpose of b in float32: the products of strips, each times its scales.
+
+    TF32, which would round values that are scaled already, rounds nothing here.
+    """
+    scaled = [
+        _scales_of_strip(a, k)[:, None] * _scales_of_strip(b, k) * _mm(*of_both)
+        for k, of_both in enumerate(zip(a.values.split(SIDE, 1), b.values.split(SIDE, 1), strict=True))
+    ]
+    return functools.reduce(torch.add, scaled)
+
+
+def _scales_of_strip(operand: Operand, k: int) -> Tensor:
+    """Return the inverse scales of the k-th strip of 128 columns, float32 `[rows]`."""
+    if operand.granularity == "1x128":
+        return operand.inverse[k]
+    return operand.inverse[:, k].repeat_interleave(SIDE)[: len(operand.values)]
 
 
 # Native.
 
 
 def _by_tensor_or_row(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    computed = out_dtype
-    if torch.version.hip is not None:
-        if "gfx942" in _rocm_name(a.values.device):
-            a, b = as_fnuz(a), as_fnuz(b)
-        if a.granularity == "row":
-            computed = torch.bfloat16  # the only one that hipBLASLt has
+    device = a.values.device
+    computed = dtype_of_rows(device, out_dtype) if a.granularity == "row" else out_dtype
+    if torch.version.hip is not None and "gfx942" in _rocm_name(device):
+        a, b = as_fnuz(a), as_fnuz(b)
     scale_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
     product = torch._scaled_mm(
         a.values, b.values.t(), a.inverse, scale_b, out_dtype=computed, use_fast_accum=fast_accum

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp.kernels import scaled_mm as module
 from amp.kernels.fp8 import DTYPES, Granularity, Operand, dequantize
 from amp.kernels.quantize import quantize
-from amp.kernels.scaled_mm import as_fnuz, emulated, scaled_mm
+from amp.kernels.scaled_mm import OUT_DTYPES, as_fnuz, emulated, scaled_mm
 
 E4M3, E5M2 = DTYPES
 PAIRS: tuple[tuple[Granularity, Granularity], ...] = (
@@ -125,6 +127,102 @@ def test_cublas_gets_strips_as_e4m3_and_in_rows_by_8(
         a = operand(rows, 256, "1x128", dtype)
         assert torch.equal(scaled_mm(a, of_b, torch.bfloat16), emulated(a, of_b, torch.bfloat16))
     assert [each.dtype for each in given] == [E4M3]
+
+
+Gpu = tuple[tuple[int, int], str]
+GPUS: dict[str, Gpu] = {
+    "sm_89": ((8, 9), "12.8"),
+    "sm_90, CUDA 12.8": ((9, 0), "12.8"),
+    "sm_90, CUDA 12.9": ((9, 0), "12.9"),
+    "sm_100": ((10, 0), "13.0"),
+    "sm_120": ((12, 0), "13.0"),
+}
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Claim a GPU."""
+    capability, cuda = GPUS[request.param]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    cached = module.way_of, module.dtype_of_rows
+    for function in cached:
+        function.cache_clear()
+    yield request.param
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_rows_are_multiplied_in_bfloat16_but_for_hopper(
+    gpu: str, granularity: Granularity, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUTLASS makes bfloat16 alone of rows in torch 2.11, cuBLAS others on sm_90 with CUDA 12.9."""
+    asked: list[torch.dtype] = []
+
+    def scaled_mm_of_torch(a: Tensor, b: Tensor, *scales: Tensor, out_dtype: Any, **_: Any) -> Tensor:
+        asked.append(out_dtype)
+        return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm_of_torch)
+    monkeypatch.setattr(module, "way_of", lambda *_: "native")
+    a, b = operand(16, 64, granularity), operand(32, 64, granularity)
+    assert scaled_mm(a, b, out_dtype).dtype is out_dtype
+    takes_all = granularity == "tensor" or gpu == "sm_90, CUDA 12.9"
+    assert asked == [out_dtype if takes_all else torch.bfloat16]
+
+
+@pytest.mark.parametrize("has_scaled_mm", [False, True])
+def test_without_scaled_mm_blocks_are_emulated(
+    gpu: str, has_scaled_mm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch 2.6 to 2.9."""
+    monkeypatch.setattr(module, "HAS_SCALED_MM", has_scaled_mm)
+    ways = {pair: module.way_of(torch.device("cuda", 0), *pair) for pair in PAIRS}
+    layout = {pair: way for pair, way in ways.items() if pair[0] not in ("tensor", "row")}
+    assert ways["row", "row"] == "native"
+    is_new = gpu in ("sm_100", "sm_120", "sm_90, CUDA 12.9") and has_scaled_mm
+    assert (set(layout.values()) != {"emulated"}) is is_new
+
+
+@pytest.mark.parametrize("has_dtype", [False, True])
+def test_on_a_gpu_products_are_emulated_in_what_torch_has(
+    has_dtype: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch 2.6 and 2.7, which multiply 16-bit matrices into 16 bits alone."""
+    monkeypatch.setattr(module, "HAS_MM_DTYPE", has_dtype)
+    given: list[dict[str, Any]] = []
+    mm = torch.mm
+
+    def note(*args: Any, **options: Any) -> Tensor:
+        given.append(options)
+        return mm(*args, **options)
+
+    monkeypatch.setattr(torch, "mm", note)
+    with FakeTensorMode():
+        a = torch.empty(16, 128, dtype=E4M3, device="cuda")
+        assert module._mm(a, a).dtype is torch.float32
+    assert given == ([{"out_dtype": torch.float32}] if has_dtype else [])
+
+
+@pytest.mark.parametrize("pair", [("1x128", "128x128"), ("1x128", "1x128")])
+def test_scaled_values_are_never_multiplied_in_float32(
+    pair: tuple[Granularity, Granularity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TF32 would round them; it rounds no FP8 values."""
+    multiply = module._mm
+
+    def check(a: Tensor, b: Tensor) -> Tensor:
+        assert a.dtype in DTYPES
+        assert b.dtype in DTYPES
+        return multiply(a, b)
+
+    a, b = [operand(256, 384, each, power_of_2=False) for each in pair]
+    expected = dequantize(a).double() @ dequantize(b).double().t()
+    monkeypatch.setattr(module, "_mm", check)
+    found = scaled_mm(a, b, torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
