@@ -14,7 +14,7 @@ import shutil
 
 import torch
 
-from amp.kernels.language import INTERPRETED, MISSING, triton
+from amp.kernels.language import INTERPRETED, MISSING, jit, launch, tl, triton
 
 logger = logging.getLogger("amp")
 
@@ -63,9 +63,24 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
+@jit
+def _one_kernel(pointer):
+    tl.store(pointer, 1)
+
+
+def _failure(device: torch.device) -> str | None:
+    """Return why a kernel does not run on a device, or None if it does. The host does not wait."""
+    try:
+        launch(_one_kernel, 1, device, pointer=torch.empty(1, dtype=torch.int32, device=device))
+    except Exception as error:  # of the compiler, the driver, or gcc, which misses a header
+        lines = str(error).strip().splitlines() or [""]
+        return f"Triton fails on {device} ({type(error).__name__}: {lines[-1][:300]})"
+    return None
+
+
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether Triton is installed and runs on a CUDA or ROCm device; logs once why not."""
+    """Whether Triton is installed and launches kernels on a CUDA or ROCm device; logs once why not."""
     if triton is None:
         obstacle = MISSING
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -73,6 +88,7 @@ def _works(device: torch.device) -> bool:
     elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):
         obstacle = f"{device} is older than what Triton runs on"
     else:
-        return True
-    logger.warning("%s: kernels run in plain torch, slower", obstacle)
-    return False
+        obstacle = _failure(device) or ""
+    if obstacle:
+        logger.warning("%s: kernels run in plain torch, slower", obstacle)
+    return not obstacle

@@ -12,7 +12,7 @@ moved, as gradients do, a plan under the same key is copied with the new address
 torch have no tables, and serve any addresses.
 
 While a CUDA graph is captured, the cache is not used: the graph includes the upload of the tables, from
-pinned memory that torch keeps for good, so each replay restores the tables that it reads.
+pinned memory that is kept for good, so each replay restores the tables that it reads.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from amp.kernels.tensor_lists import TensorList, dense
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _TAKEN |= {torch.int16}  # the low bits of masters, see amp.kernels.split
 _CACHE_SIZE = 64
+_uploaded_in_graphs: list[Tensor] = []
+"""Pinned tables that the replays of CUDA graphs upload again."""
 _PLACES = 4
 """How many plans are cached under one key, each with other addresses."""
 
@@ -253,7 +255,10 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
     """Return a CPU tensor on a device. The host does not wait."""
     if device.type == "cpu":
         return table
-    return table.pin_memory().to(device, non_blocking=True)
+    pinned = table.pin_memory()
+    if stream_of(device) is None:
+        _uploaded_in_graphs.append(pinned)
+    return pinned.to(device, non_blocking=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

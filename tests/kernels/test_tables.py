@@ -311,14 +311,25 @@ def test_a_backend_that_does_not_exist_or_cannot_run(monkeypatch: pytest.MonkeyP
         backend.uses_triton(tensor.device)
 
 
-@pytest.mark.parametrize("missing", ["Triton is not installed", "Triton finds no C compiler"])
+@pytest.mark.parametrize(
+    "missing", ["Triton is not installed", "Triton finds no C compiler", "Triton fails on cuda:0"]
+)
 def test_where_triton_cannot_run_the_reference_does_and_says_so_once(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("AMP_KERNELS", "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backend, "INTERPRETED", False)
-    if "compiler" in missing:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    if "fails" in missing:  # as without Python.h: gcc is there, and the launcher cannot be built
+
+        def launch(*args: Any, **arguments: Any) -> None:
+            raise RuntimeError("main.c:4:10: fatal error: Python.h: No such file or directory")
+
+        monkeypatch.setattr(backend, "triton", object())
+        monkeypatch.setattr(backend, "launch", launch)
+        monkeypatch.setattr(torch, "empty", lambda *args, **options: torch.ones(1))
+    elif "compiler" in missing:
         monkeypatch.setenv("PATH", "")
     else:
         monkeypatch.setattr(backend, "triton", None)
@@ -333,6 +344,7 @@ def test_where_triton_cannot_run_the_reference_does_and_says_so_once(
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(missing)
     assert record.getMessage().endswith(": kernels run in plain torch, slower")
+    assert ("Python.h" in record.getMessage()) is ("fails" in missing)
 
 
 def test_a_triton_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
