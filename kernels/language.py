@@ -11,6 +11,7 @@ on an argument.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Sequence
@@ -51,11 +52,17 @@ def jit(function: Any, multiples_of_16: Sequence[str] = ()) -> Any:
     """
     if triton is None:
         return function
-    of = function.__annotations__
     names = inspect.signature(function).parameters
-    variables = [name for name in names if "constexpr" not in str(of.get(name))]
-    unknown = [name for name in variables if name not in multiples_of_16]
+    pairs = zip(names, are_constant(function), strict=True)
+    unknown = [name for name, is_constant in pairs if not (is_constant or name in multiples_of_16)]
     return triton.jit(do_not_specialize=unknown)(function)
+
+
+@functools.cache
+def are_constant(function: Any) -> tuple[bool, ...]:
+    """Return which arguments of a kernel's Python function are constants, which it is compiled for."""
+    of = function.__annotations__
+    return tuple(["constexpr" in str(of.get(name)) for name in inspect.signature(function).parameters])
 
 
 def plain(function: Any) -> Any:
@@ -96,13 +103,23 @@ def launch(
         return
     values = [arguments[name] for name in kernel.arg_names]
     # Triton's own search for a compiled variant takes twice the time, and hashes functions slowly.
-    variant = [getattr(value, "dtype", None) or getattr(value, "fn", value) for value in values]
-    compiled = _compiled.get(key := (plain(kernel), device, *variant))
+    function = plain(kernel)
+    variant = map(_variant_of, values, are_constant(function))
+    compiled = _compiled.get(key := (function, device, *variant))
     if compiled is None:
         values = [in_triton(value) for value in values]
         _compiled[key] = kernel[(programs,)](*values, num_warps=warps, **OPTIONS)
     else:
         compiled[(programs, 1, 1)](*values)
+
+
+def _variant_of(value: Any, is_constant: bool) -> Any:
+    """Return what a kernel is compiled for in an argument: of a number, only its type."""
+    if not is_constant and type(value) is int:
+        return "int32" if -(2**31) <= value < 2**31 else "int64"
+    if not is_constant and type(value) is float:
+        return float
+    return getattr(value, "dtype", None) or getattr(value, "fn", value)
 
 
 def in_triton(value: Any) -> Any:
