@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.checkpoint import checkpoint
 
 import amp
 from amp.casting import fp8_linear
@@ -252,6 +253,69 @@ def test_what_is_quantized_is_freed_with_its_input() -> None:
     assert fp8_linear._latest.result is not None
     del x
     assert fp8_linear._latest.result is None
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_an_input_that_is_written_through_data_is_quantized_again(recipe: str) -> None:
+    """torch does not count the write."""
+    model, _ = initialize(net(), "O4", {"recipe": recipe, "skip": []})
+    x = torch.randn(16, WIDTH).requires_grad_() * 1.0
+    model.third(x)
+    x.data.mul_(-2)
+    expected = model.third(x.detach().clone().requires_grad_() * 1.0)
+    assert torch.equal(model.third(x), expected)
+
+
+def test_streams_and_graphs_share_no_quantized_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = initialize(net(), "O5", "current")
+    x = torch.randn(4, WIDTH, requires_grad=True).bfloat16()
+    quantized = []
+    quantize = fp8_linear.Layer.quantize
+
+    def note(self: Any, tensor: Tensor, entry: int, **options: Any) -> Any:
+        quantized.append(entry)
+        return quantize(self, tensor, entry, **options)
+
+    monkeypatch.setattr(fp8_linear.Layer, "quantize", note)
+    counts = []
+    for stream in (1, 1, 2, 2, None, None):  # None while a graph is captured
+        monkeypatch.setattr(fp8_linear, "stream_of", lambda _, stream=stream: stream)
+        quantized.clear()
+        model.third(x)
+        counts.append(quantized.count(fp8_linear.INPUT))
+    assert counts == [1, 0, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("around", ["no_grad", "inference_mode", "reentrant checkpoint"])
+def test_layers_that_share_an_input_share_its_scale_without_gradients_too(around: str) -> None:
+    """Under `delayed`, where the first of them alone has seen it."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.gate, self.up = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return torch.sigmoid(self.gate(y)) * self.up(y)
+
+    torch.manual_seed(0)
+    model: Any = Gate()
+    model, optimizer = initialize(model, "O4", {"recipe": "delayed", "skip": []})
+    x = torch.randn(8, 64, requires_grad=True)
+    for gain in (4.0, 1.0):
+        with torch.no_grad():
+            model.norm.weight.fill_(gain)
+        expected = model(x)
+        if around == "reentrant checkpoint":
+            found = checkpoint(model, x, use_reentrant=True)
+        else:
+            with getattr(torch, around)():
+                found = model(x)
+        assert torch.equal(found, expected)
+        with amp.scale_loss(expected.float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
 
 
 def test_an_input_written_in_place_is_quantized_again() -> None:

@@ -22,25 +22,16 @@ from torch.autograd import forward_ad
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.casting.regions import disable_casts
 from amp.errors import AmpRuntimeError, warn
-from amp.kernels.fp8 import Granularity, Operand, Quantized
+from amp.kernels.fp8 import Operand, Quantized
 from amp.kernels.quantize import quantize
 from amp.kernels.scaled_mm import scaled_mm
-from amp.profiles.fp8_recipe import Fp8Recipe
+from amp.kernels.tables import stream_of
+from amp.profiles.fp8_recipe import GRANULARITIES, Fp8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}
 """The FP8 formats of inputs, weights and gradients."""
-
-GRANULARITIES: dict[str, tuple[Granularity, Granularity, Granularity]] = {
-    "current": ("tensor", "tensor", "tensor"),
-    "delayed": ("tensor", "tensor", "tensor"),
-    "rowwise": ("row", "row", "row"),
-    "rowwise_gw_hp": ("row", "row", "tensor"),
-    "block": ("1x128", "128x128", "128x128"),
-    "mxfp8": ("1x32", "1x32", "1x32"),
-}
-"""The granularity of scales: of inputs and gradients, of the weight in forward, and in backward."""
 
 
 class Switch:
@@ -174,16 +165,30 @@ class Layer(NamedTuple):
         return self  # a copy of the module uses the history of the module
 
 
+_SAMPLE = 64
+"""How many values of an input on the CPU are compared, for a write that torch does not count."""
+
+
 class _Latest(threading.local):
-    """The last input that this thread quantized, for the next layer with the same input."""
+    """The last input that this thread quantized, for the next layer with the same input.
+
+    Attributes:
+        of: the input.
+        key: what must be the same for the next layer.
+        number: the layer whose scale it has.
+        result: the input in FP8.
+        sample: some of its values, on the CPU.
+    """
 
     of: "weakref.ref[Tensor] | None" = None
     key: Any = None
+    number = 0
     result: Quantized | None = None
+    sample: Tensor | None = None
 
     def forget(self, reference: Any) -> None:
         if self.of is reference:
-            self.of = self.key = self.result = None
+            self.of = self.key = self.result = self.sample = None
 
 
 _latest = _Latest()
@@ -197,19 +202,36 @@ def _is_transformed() -> bool:
 
 
 def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Quantized:
-    """Return an input in FP8, flattened to rows; the last result, if the input is the same."""
+    """Return an input in FP8, flattened to rows; the last result, if the input is the same.
+
+    Layers with one input share its scale under `delayed`, too, in training and under `no_grad` alike.
+    """
     rows = x.detach().reshape(-1, x.shape[-1])
-    if torch.compiler.is_compiling() or x.is_leaf:  # a write to a leaf may not change its `_version`
+    stream = None if torch.compiler.is_compiling() else stream_of(x.device)
+    if stream is None:  # compiled, or captured in a graph, whose replays change no version
         return layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
     iteration = None if layer.history is None else (id(layer.history), layer.history.iteration)
-    key = (x._version, layer.recipe, iteration, by_column, sees)
-    if _latest.of is not None and _latest.of() is x and _latest.key == key:
+    # Torch counts no writes in inference mode, and scripts write through `.data` to leaves alone.
+    is_counted = not (x.is_inference() or (x.is_leaf and x.requires_grad))
+    version = x._version if is_counted else None
+    key = (version, x.data_ptr(), stream, layer.recipe, iteration, by_column, sees)
+    is_same = _latest.of is not None and _latest.of() is x and _latest.key == key
+    sample = rows.reshape(-1)[:: rows.numel() // _SAMPLE + 1] if x.device.type == "cpu" else None
+    if is_same and version is not None and _is_equal(sample, _latest.sample):
         assert _latest.result is not None
         return _latest.result
-    result = layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
+    number = _latest.number if is_same else layer.number
+    of_scale = layer._replace(number=number)
+    result = of_scale.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
     _latest.of = weakref.ref(x, _latest.forget)
-    _latest.key, _latest.result = key, result
+    _latest.key, _latest.number, _latest.result = key, number, result
+    _latest.sample = None if sample is None else sample.clone()
     return result
+
+
+def _is_equal(sample: Tensor | None, other: Tensor | None) -> bool:
+    """Whether values are as they were; True on devices other than the CPU, where none are kept."""
+    return sample is None or (other is not None and torch.equal(sample, other))
 
 
 class _Linear(torch.autograd.Function):

@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from amp.errors import AmpValueError, brief, did_you_mean
 from amp.profiles import keys
 from amp.profiles.keys import OneOf, key, or_none, parse_count, wrong_type
+
+if TYPE_CHECKING:
+    from amp.kernels.fp8 import Granularity
 
 RECIPES = {
     "current": ("tensorwise", "float8currentscaling"),
@@ -18,6 +21,16 @@ RECIPES = {
     "mxfp8": ("mxfp8blockscaling",),
 }
 """The recipes, and the names that torchao, Megatron and Transformer Engine have for them."""
+
+GRANULARITIES: "dict[str, tuple[Granularity, Granularity, Granularity]]" = {
+    "current": ("tensor", "tensor", "tensor"),
+    "delayed": ("tensor", "tensor", "tensor"),
+    "rowwise": ("row", "row", "row"),
+    "rowwise_gw_hp": ("row", "row", "tensor"),
+    "block": ("1x128", "128x128", "128x128"),
+    "mxfp8": ("1x32", "1x32", "1x32"),
+}
+"""The granularity of scales: of inputs and gradients, of the weight in forward, and in backward."""
 
 _ALIASES = {alias: name for name, aliases in RECIPES.items() for alias in aliases}
 _ALL_E4M3 = ("rowwise", "rowwise_gw_hp", "block", "mxfp8")
