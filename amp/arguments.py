@@ -13,6 +13,7 @@ from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, warn
 from amp.lazy import kernels
+from amp.profiles.fp8_recipe import GRANULARITIES
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.training.attachment import AttachedOptimizer, keeps_moments
@@ -233,6 +234,29 @@ def advise_on_rules(rules: Sequence[Rule], models: Sequence[nn.Module]) -> Itera
                 f"{rule.source}: no module of the model is named '{rule.pattern}', and none has a "
                 "class of that name; the rule does nothing"
             )
+
+
+def advise_on_devices(properties: Properties, models: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield a message for each device of the models that does not have what the properties want."""
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    for device in sorted(devices, key=str):
+        if device.type in ("mps", "xpu") and not kernels.backend.has_float64(device):
+            yield f"{device} has no float64: learning rates and loss scales are computed in float32"
+        if device.type != "cuda" or torch.version.hip is not None:
+            continue
+        capability = torch.cuda.get_device_capability(device)
+        name = f"{device} (sm_{capability[0]}{capability[1]})"
+        half = properties.cast_model_type, properties.patch_torch_functions_type
+        if torch.bfloat16 in half and capability < (8, 0):
+            yield f"{name} emulates bfloat16, which is slow: take a level of float16, O1 or O2"
+        if properties.fp8 is not None:
+            recipe = properties.fp8.recipe
+            granularity, of_weight, _ = GRANULARITIES[recipe]
+            if kernels.scaled_mm.way_of(device, granularity, of_weight) == "emulated":
+                yield (
+                    f"fp8={recipe} is emulated on {name} with torch {torch.__version__}, which is "
+                    "slower than half precision; see docs/fp8.md"
+                )
 
 
 def advise_on_eps(optimizer: Any) -> Iterator[str]:

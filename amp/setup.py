@@ -151,9 +151,10 @@ class Setup:
         session = self._session
         for message in filter(None, [strategy.finish() for strategy in session.strategies]):
             session.log(logging.INFO, message)
+        on_devices = arguments.advise_on_devices(session.properties, self._models)
         on_rules = arguments.advise_on_rules(session.properties.rules, self._models)
         on_eps = [arguments.advise_on_eps(one.optimizer) for one in new]
-        for message in chain(on_rules, *on_eps):
+        for message in chain(on_devices, on_rules, *on_eps):
             session.log(logging.WARNING, message)
 
 

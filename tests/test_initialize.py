@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import amp
+from amp.arguments import advise_on_devices
+from amp.kernels import scaled_mm
 from amp.training.attachment import AttachedOptimizer
 from tests.covering import covering
 from tests.models import (
@@ -599,3 +602,31 @@ def test_what_weights_were_before_the_cast_is_freed() -> None:
     gc.collect()
     wide = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape == (67, 61)]
     assert [tensor.dtype for tensor in wide] == [torch.float16]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5", "O6", "O7", "mxfp8"])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0)])
+def test_what_a_gpu_emulates_is_said(
+    capability: tuple[int, int], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    is_mxfp8 = level == "mxfp8"
+    properties = amp.Session("O4" if is_mxfp8 else level, **{"fp8": level} if is_mxfp8 else {}).properties
+    scaled_mm.way_of.cache_clear()
+    try:
+        with FakeTensorMode():
+            found = list(advise_on_devices(properties, [nn.Linear(4, 4, device="cuda")]))
+    finally:
+        scaled_mm.way_of.cache_clear()
+    expected = []
+    if capability < (8, 0) and level not in ("O0", "O1", "O2"):
+        expected.append("emulates bfloat16")
+    if level in ("O6", "O7") and capability < (8, 9):
+        expected.append("fp8=current is emulated")
+    if is_mxfp8 and capability < (10, 0):
+        expected.append("fp8=mxfp8 is emulated")
+    assert len(found) == len(expected)
+    for text, part in zip(found, expected, strict=True):
+        assert part in text
+        assert f"cuda:0 (sm_{capability[0]}{capability[1]})" in text
