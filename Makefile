@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
+PYTEST_GPU := PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider -rs
 
-.PHONY: help install demo docs test test-slow test-all test-gpu sanitize bench bench-gpu predict lint types mypy pyright format wheel clean
+.PHONY: help install demo docs test test-slow test-all test-gpu test-gpu-kernels test-gpu-training test-gpu-ops sanitize bench bench-gpu bench-gpu-kernels bench-gpu-fp8 bench-gpu-step predict lint types mypy pyright format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -34,8 +35,16 @@ $(OLDEST_TRITON): $(READY)
 
 test-all: test test-slow  ## Run all tests
 
-test-gpu:  ## Run the tests that need a GPU, with the python3 at hand
-	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider
+test-gpu: test-gpu-kernels test-gpu-training test-gpu-ops  ## Run the tests that need a GPU, with the python3 at hand
+
+test-gpu-kernels:  ## Those of the kernels
+	$(PYTEST_GPU) tests/kernels/test_operations.py tests/kernels/test_quantize.py tests/kernels/test_scaled_mm.py tests/kernels/test_tables.py
+
+test-gpu-training:  ## Those of training
+	$(PYTEST_GPU) tests/test_bad_steps.py tests/test_changes_between_steps.py tests/test_cuda_graph.py tests/test_host_sync.py tests/test_scalars.py
+
+test-gpu-ops:  ## Those of op casting, in eight processes
+	$(PYTEST_GPU) -n 8 tests/test_ops.py
 
 sanitize:  ## Look for stray accesses of the kernels on a GPU, with the python3 at hand
 	tests/sanitize.sh $(PYTHON)
@@ -49,12 +58,11 @@ bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op cas
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_host.py
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_opcast.py
 
-bench-gpu:  ## Measure the kernels and the step on a GPU, with the python3 at hand, once their tests pass
-	PYTHONPATH=. $(PYTHON) -m pytest -q -m "gpu or triton" -p no:cacheprovider tests/kernels
-	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_kernels.py --device cuda $(BENCH_OPTIONS)
-	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_fp8.py --device cuda $(BENCH_OPTIONS)
-	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_step.py --device cuda $(BENCH_OPTIONS)
-	-$(PYTHON) docs/benchmarks/plot_step.py docs/benchmarks/step-cuda.md
+bench-gpu: bench-gpu-kernels bench-gpu-fp8 bench-gpu-step  ## Measure on a GPU, with the python3 at hand; OUT is the folder of the rows
+	-$(PYTHON) docs/benchmarks/plot_step.py $(or $(OUT),docs/benchmarks)/step-cuda.md
+
+bench-gpu-kernels bench-gpu-fp8 bench-gpu-step: bench-gpu-%:
+	PYTHONPATH=. $(PYTHON) docs/benchmarks/bench_$*.py --device cuda $(if $(OUT),--out $(OUT)) $(BENCH_OPTIONS)
 
 predict: $(READY)  ## Predict the kernels' bandwidth from their compiled code, for GPUs that are not at hand
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/predict_kernels.py

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from amp import about  # slow to load, and no script waits for it
     from amp.numerics import commands as of_numerics
+    from amp.selftest import commands as of_selftest
     from amp.trials import commands as of_trials
 
     parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     of_trials.add_commands(commands)
     for command in (*of_numerics.COMMANDS, *about.COMMANDS):
         command.add_to(commands)
+    of_selftest.add_to(commands)
     return parser
 
 

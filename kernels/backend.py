@@ -79,16 +79,20 @@ def _failure(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _works(device: torch.device) -> bool:
-    """Whether Triton is installed and launches kernels on a CUDA or ROCm device; logs once why not."""
+def obstacle(device: torch.device) -> str | None:
+    """Return why Triton launches no kernels on a CUDA or ROCm device, or None if it does."""
     if triton is None:
-        obstacle = MISSING
-    elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        obstacle = "Triton finds no C compiler for its launchers (install gcc or clang, or set CC)"
-    elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):
-        obstacle = f"{device} is older than what Triton runs on"
-    else:
-        obstacle = _failure(device) or ""
-    if obstacle:
-        logger.warning("%s: kernels run in plain torch, slower", obstacle)
-    return not obstacle
+        return MISSING
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler for its launchers (install gcc or clang, or set CC)"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 5):
+        return f"{device} is older than what Triton runs on"
+    return _failure(device)
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether Triton launches kernels on a device; logs once why not."""
+    if found := obstacle(device):
+        logger.warning("%s: kernels run in plain torch, slower", found)
+    return not found

@@ -612,7 +612,9 @@ def test_what_a_gpu_emulates_is_said(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     is_mxfp8 = level == "mxfp8"
-    properties = amp.Session("O4" if is_mxfp8 else level, **{"fp8": level} if is_mxfp8 else {}).properties
+    properties = amp.Session(
+        "O4" if is_mxfp8 else level, **{"fp8": level} if is_mxfp8 else {}
+    ).properties
     scaled_mm.way_of.cache_clear()
     try:
         with FakeTensorMode():

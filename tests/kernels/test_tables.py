@@ -333,13 +333,15 @@ def test_where_triton_cannot_run_the_reference_does_and_says_so_once(
         monkeypatch.setenv("PATH", "")
     else:
         monkeypatch.setattr(backend, "triton", None)
-    backend._works.cache_clear()
+    for function in (backend._works, backend.obstacle):
+        function.cache_clear()
     try:
         for _ in range(3):
             assert not backend.uses_triton(torch.device("cuda", 0))
         assert not backend.uses_triton(torch.device("cpu"))
     finally:
-        backend._works.cache_clear()
+        for function in (backend._works, backend.obstacle):
+            function.cache_clear()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(missing)

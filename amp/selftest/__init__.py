@@ -1,0 +1,1 @@
+"""`reamp selftest`: whether this library computes on this machine what it should."""

@@ -1,0 +1,98 @@
+"""The command `reamp selftest`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from amp.numerics.text import Printer
+from amp.selftest import of_bandwidth, of_fp8, of_kernels, of_training  # noqa: F401 (the checks)
+from amp.selftest.checks import CHECKS
+from amp.selftest.running import results
+
+_OF_DIGEST = ("kernels:", "training:", "fp8:")
+"""The sections whose bits the digest is of."""
+_WIDTH = 80
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the program."""
+    parser = commands.add_parser(
+        "selftest",
+        help="check in a minute that this machine computes what it should",
+        description="Check in a minute that this machine computes what it should.",
+        epilog="examples:\n  reamp selftest\n  reamp selftest --device cpu --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device", help="such as cuda:1 or cpu; by default the first GPU, if there is one"
+    )
+    parser.add_argument("--full", action="store_true", help="run the checks too that take much memory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from amp.about import environment
+
+    device = arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    checks = [each for each in CHECKS.values() if arguments.full or not each.is_full]
+    printer, before = Printer(), time.perf_counter()
+    found: list[dict[str, Any]] = []
+    if not arguments.json:
+        printer.line(f"reamp selftest on {device}: {len(checks)} checks. Please send us all of this.")
+        printer.line()
+    for result in results(checks, device):
+        found.append(result)
+        if not arguments.json:
+            _print(printer, result)
+    report = {"device": device, "environment": environment(), "checks": found, "digest": _digest(found)}
+    counts, seconds = Counter(result["status"] for result in found), time.perf_counter() - before
+    report["summary"] = (
+        f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in "
+        f"{seconds:.0f} s on {_name_of(report)}, torch {torch.__version__}"
+    )
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        printer.line()
+        for name, value in report["environment"].items():
+            printer.line(
+                f"{name}: {value if isinstance(value, str | int | None) else json.dumps(value)}"
+            )
+        printer.line(f"digest: {report['digest']}")
+        printer.line(report["summary"])
+    return int(counts["FAIL"] > 0)
+
+
+def _print(printer: Printer, result: dict[str, Any]) -> None:
+    status, text = result["status"], result["text"]
+    line = f"{status}  {result['name']}"
+    if text and len(line) + len(text) + 2 <= _WIDTH:
+        line, text = f"{line}  {text}", ""
+    printer.line(printer.alarm(line) if status == "FAIL" else line)
+    while text:
+        part = text[: _WIDTH - 6]
+        if len(text) > len(part) and " " in part:
+            part = part.rpartition(" ")[0]
+        printer.line(f"      {part}")
+        text = text[len(part) :].strip()
+
+
+def _digest(found: list[dict[str, Any]]) -> str:
+    """Return a hash of all bits of kernels, training and FP8, as 16 digits."""
+    bits = [result["bits"] for result in found if result["name"].startswith(_OF_DIGEST)]
+    return hashlib.sha256("".join(bits).encode()).hexdigest()[:16]
+
+
+def _name_of(report: dict[str, Any]) -> str:
+    for row in report["environment"]["devices"]:
+        if row["device"] == report["device"]:
+            return str(row["name"])
+    return str(report["environment"]["cpu"])

@@ -1,0 +1,213 @@
+"""The kernels, bit for bit against plain torch on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.kernels import axpby, backend, l2norm, language, master_copy, split, unscale
+from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits, check, needs_gpu
+
+SIZES = (0, 1, 7, 8, 1023, 2049, 70_001)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+INV_SCALE = 2.0**-7
+
+
+def tensors_on(device: torch.device, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Return tensors of many sizes: aligned, at odd addresses, and channels-last."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for size in SIZES:
+        values = (torch.randn(size, generator=generator) * 3).to(dtype)
+        found += [placed(values, device), placed(values, device, offset=1)]
+    picture = torch.randn(3, 5, 7, 9, generator=generator).to(dtype)
+    found.append(picture.to(device).contiguous(memory_format=torch.channels_last))
+    return found
+
+
+def placed(values: Tensor, device: torch.device, offset: int = 0) -> Tensor:
+    """Return values on a device, at an address that is `offset` elements off an aligned one."""
+    memory = torch.empty(values.numel() + offset, dtype=values.dtype, device=device)[offset:]
+    return memory.copy_(values)
+
+
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on the CPU."""
+    return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+@check("kernels: a launch", 60)
+def _launch(device: torch.device) -> Outcome:
+    """Which kernels run, and why."""
+    if backend.uses_triton(device):
+        return Outcome("Triton")
+    if device.type == "cpu":
+        return Outcome("plain torch, as on every CPU")
+    raise SkipError(f"plain torch runs: {backend.obstacle(device)}")
+
+
+def _unscale(dtype: torch.dtype, device: torch.device) -> Outcome:
+    sources = tensors_on(device, dtype, 1)
+    targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+    inv_scale, found = torch.full((1,), INV_SCALE, device=device), torch.zeros(1, device=device)
+    unscale.unscale(sources, targets, inv_scale, found)
+    expected = [source.float() * INV_SCALE for source in on_cpu(sources)]
+    assert_same_bits(targets, expected, "unscaled")
+    assert found.item() == 0, "an overflow was found where there is none"
+    unscale.unscale(sources, sources, inv_scale, found)
+    assert_same_bits(sources, [each.to(dtype) for each in expected], "unscaled in place")
+    return Outcome(bits=targets)
+
+
+def _overflow(dtype: torch.dtype, device: torch.device) -> None:
+    """Find an inf or NaN at the ends of tensors and of what one program reads."""
+    size = unscale.CHECK_BLOCK + 5
+    places = (0, 7, 8, unscale.BLOCK - 1, unscale.BLOCK, unscale.CHECK_BLOCK, size - 1)
+    for bad, place in itertools.product((torch.inf, -torch.inf, torch.nan), places):
+        sources = [torch.ones(size, dtype=dtype, device=device) for _ in range(2)]
+        sources[1][place] = bad
+        for name, found in _flags(sources).items():
+            assert found == 1, f"{name} has not found {bad} at element {place} of {size}"
+    for name, found in _flags([torch.ones(size, dtype=dtype, device=device)]).items():
+        assert found == 0, f"{name} has found an overflow where there is none"
+
+
+def _flags(sources: list[Tensor]) -> dict[str, float]:
+    """Return what each operation says about overflows in tensors."""
+    device = sources[0].device
+    inv_scale = torch.full((1,), INV_SCALE, device=device)
+    targets = [torch.zeros_like(source, dtype=torch.float32) for source in sources]
+    flags = torch.zeros(4, 1, device=device)
+    unscale.check(sources, inv_scale, flags[0])
+    l2norm.l2norm(sources, inv_scale, found_inf=flags[1])
+    axpby.axpby(1.0, sources, 0.5, targets, targets, flags[2])
+    unscale.unscale(sources, targets, inv_scale, flags[3])
+    names = "check", "l2norm", "axpby", "unscale"
+    return dict(zip(names, flags.flatten().tolist(), strict=True))
+
+
+def _axpby(dtype: torch.dtype, device: torch.device) -> Outcome:
+    xs, ys = tensors_on(device, dtype, 2), tensors_on(device, torch.float32, 3)
+    outs = [torch.empty_like(y) for y in ys]
+    axpby.axpby(0.375, xs, -1.75, ys, outs)
+    pairs = zip(on_cpu(xs), on_cpu(ys), strict=True)
+    assert_same_bits(outs, [0.375 * x.float() + -1.75 * y for x, y in pairs], "a * x + b * y")
+    return Outcome(bits=outs)
+
+
+def _l2norm(dtype: torch.dtype, device: torch.device) -> Outcome:
+    tensors = tensors_on(device, dtype, 4)
+    inv_scale = torch.full((1,), INV_SCALE, device=device)
+    norms = l2norm.l2norm(tensors, inv_scale, max_norm=1.0)
+    exact = torch.stack([(tensor.double() * INV_SCALE).norm() for tensor in on_cpu(tensors)])
+    torch.testing.assert_close(norms.each.cpu().double(), exact, rtol=1e-5, atol=1e-9)
+    total = exact.norm().reshape(1)
+    torch.testing.assert_close(norms.total.cpu().double(), total, rtol=1e-5, atol=0)
+    clip = (1.0 / (total + l2norm.CLIP_EPS)).clamp(max=1)
+    torch.testing.assert_close(norms.clip.cpu().double(), clip, rtol=1e-5, atol=0)
+    return Outcome(bits=[norms.each, norms.total, norms.clip])
+
+
+def _master_copy(dtype: torch.dtype, device: torch.device) -> Outcome:
+    sources = tensors_on(device, torch.float32, 5)
+    ties = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**15 + 2**14
+    sources.append(ties.view(torch.float32).to(device))
+    targets = [torch.empty_like(source, dtype=dtype) for source in sources]
+    master_copy.master_copy(sources, targets)
+    assert_same_bits(
+        targets, [source.to(dtype) for source in on_cpu(sources)], "rounded to nearest even"
+    )
+    return Outcome(bits=targets)
+
+
+def _split(dtype: torch.dtype, device: torch.device) -> Outcome:
+    masters = tensors_on(device, torch.float32, 6)
+    expected = on_cpu(masters)
+    weights = [torch.empty_like(master, dtype=dtype) for master in masters]
+    lows = [torch.empty_like(master, dtype=torch.int16) for master in masters]
+    split.split(masters, weights, lows)
+    joined = [torch.full_like(master, torch.nan) for master in masters]
+    split.join(weights, lows, joined)
+    if dtype is torch.bfloat16:
+        assert_same_bits(joined, expected, "split and joined")
+        pairs = zip(on_cpu(weights), on_cpu(lows), strict=True)
+        whole = [(weight.view(torch.int16).int() << 16) + low.int() for weight, low in pairs]
+        assert_same_bits(joined, [bits.view(torch.float32) for bits in whole], "halves")
+    for found, master, weight in zip(on_cpu(joined), expected, on_cpu(weights), strict=True):
+        torch.testing.assert_close(found, master, rtol=0, atol=2.0**-40)
+        torch.testing.assert_close(weight.float(), master, rtol=2.0**-8, atol=2.0**-25)
+    return Outcome(bits=[*weights, *lows])
+
+
+for _name, _dtype in DTYPES.items():
+    for _operation, _function in {
+        "unscale": _unscale,
+        "overflow": _overflow,
+        "axpby": _axpby,
+        "l2norm": _l2norm,
+        "master copy": _master_copy,
+        "split16": _split,
+    }.items():
+        if _operation in ("master copy", "split16") and _dtype is torch.float32:
+            continue
+        _full_name = f"kernels: {_operation}, {_name}"
+        CHECKS[_full_name] = Check(_full_name, functools.partial(_function, _dtype), 60, False)
+
+
+@check("kernels: 10,000 tensors", 60)
+def _many(device: torch.device) -> Outcome:
+    count = 200 if language.INTERPRETED else 10_000  # the interpreter takes milliseconds for each
+    values = torch.arange(1.0, count + 1).half()
+    sources = [values[i : i + 1].to(device) for i in range(count)]
+    targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+    unscale.unscale(sources, targets, torch.full((1,), 0.5, device=device), None)
+    assert_same_bits([torch.cat(targets)], [values.float() * 0.5], "unscaled")
+    return Outcome(f"{count:,} tensors", [torch.cat(targets)])
+
+
+@check("kernels: a second stream")
+def _stream(device: torch.device) -> None:
+    needs_gpu(device, "streams")
+    stream: Any = torch.cuda.Stream(device)
+    source = torch.ones(2**22, dtype=torch.float16, device=device)
+    for i in range(8):
+        stream.wait_stream(torch.cuda.current_stream(device))
+        target = torch.empty_like(source, dtype=torch.float32)
+        with torch.cuda.stream(stream):
+            unscale.unscale([source], [target], torch.full((1,), float(i), device=device), None)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        assert bool((target == i).all()), f"the {i}-th launch on a second stream is wrong"
+
+
+@check("kernels: a second GPU")
+def _second_gpu(device: torch.device) -> None:
+    needs_gpu(device, "a second GPU")
+    if torch.cuda.device_count() < 2:
+        raise SkipError("there is one GPU")
+    places = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    sources = [torch.full((1000,), 2.0, dtype=torch.float16, device=place) for place in places]
+    targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+    unscale.unscale(sources, targets, torch.full((1,), 0.5, device=places[0]), None)
+    for target in targets:
+        assert bool((target == 1).all()), f"unscaled wrongly on {target.device}"
+
+
+@check("kernels: 2^31 + 9 elements", 120, full=True)
+def _huge(device: torch.device) -> None:
+    needs_gpu(device, "13 GB of its memory")
+    size = 2**31 + 9
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < 7 * size:
+        raise SkipError(f"{free / 1e9:.0f} GB are free, and {7 * size / 1e9:.0f} GB are needed")
+    source = torch.ones(size, dtype=torch.float16, device=device)
+    target = torch.empty_like(source, dtype=torch.float32)
+    unscale.unscale([source], [target], torch.full((1,), 0.5, device=device), None)
+    assert bool((target == 0.5).all()), "an element beyond 2^31 is wrong"
+    source[-1], found = torch.inf, torch.zeros(1, device=device)
+    unscale.check([source], torch.ones(1, device=device), found)
+    assert found.item() == 1, "an inf beyond 2^31 was not found"

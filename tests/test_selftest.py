@@ -1,0 +1,225 @@
+"""`reamp selftest`: right machines pass, wrong kernels are caught, and nothing ends the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amp.kernels import (
+    adam,
+    axpby,
+    fp8,
+    l2norm,
+    lamb,
+    language,
+    master_copy,
+    plainstep,
+    scaled_mm,
+    sgd,
+    unscale,
+)
+from amp.kernels import split as splitting
+from amp.selftest import of_bandwidth, of_fp8, of_kernels, of_training
+from amp.selftest.checks import CHECKS, Check, SkipError
+from amp.selftest.running import results
+
+CPU = torch.device("cpu")
+assert of_bandwidth
+assert of_fp8
+assert of_kernels
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_check_passes_or_says_why_not(name: str) -> None:
+    reasons = []
+    try:
+        CHECKS[name].run(CPU)
+    except SkipError as error:
+        reasons.append(str(error))
+    assert all("needs a GPU" in reason for reason in reasons)
+
+
+def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "amp", "selftest", *options]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_report_is_one_block_with_a_last_line() -> None:
+    done = run("--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"\d+ passed, 0 failed, \d+ skipped in \d+ s on .*, torch \d.*", lines[-1]), (
+        lines[-1]
+    )
+    assert re.fullmatch(r"digest: [0-9a-f]{16}", lines[-2])
+    assert sum(line.startswith("PASS  ") for line in lines) == int(lines[-1].split()[0])
+    assert "SKIP  graphs: a captured step" in done.stdout
+    checks = [line for line in lines if line[:6] in ("PASS  ", "SKIP  ") or line.startswith("      ")]
+    assert max(map(len, checks)) <= 80
+
+
+@pytest.mark.slow
+def test_json_without_pyyaml_has_the_same_bits(tmp_path: Path) -> None:
+    """With the standard library and torch alone."""
+    hidden = dict.fromkeys(("yaml", "numpy", "matplotlib", "triton"))
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= {hidden}\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])
+    bare, whole = run("--json", PYTHONPATH=path), run("--json")
+    assert bare.returncode == 0, bare.stderr
+    reports = [json.loads(each.stdout) for each in (bare, whole)]
+    assert reports[0]["digest"] == reports[1]["digest"]
+    skipped = [each for each in reports[0]["checks"] if each["name"].startswith("levels:")]
+    assert [each["status"] for each in skipped] == ["SKIP"] * 8
+    assert all("PyYAML" in each["text"] for each in skipped)
+
+
+def test_whatever_a_check_does_the_next_one_runs() -> None:
+    names = ("a figure", "slow", "wrong", "nothing", "dead", "a reason to skip")
+    checks = [Check(name, lambda _: None, 3.0 if name == "slow" else 60.0, False) for name in names]
+    found = {each["name"]: each for each in results(checks, "cpu", "tests.selftest_child")}
+    assert [found[name]["status"] for name in names] == ["PASS", "FAIL", "FAIL", "PASS", "FAIL", "SKIP"]
+    assert found["a figure"]["text"] == "3 GB/s"
+    assert found["a figure"]["bits"]
+    assert found["slow"]["text"] == "it took longer than 3 s"
+    assert found["wrong"]["text"] == "AssertionError: element 3 is 1.0 and not 2.0"
+    assert found["dead"]["text"] == "its process ended with exit status 7: the last words"
+    assert found["a reason to skip"]["text"] == "there is no GPU"
+
+
+# Wrong kernels, each caught by a check.
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def of_reference(module: Any, name: str, change: Callable[..., None]) -> Mutation:
+    """Change what an operation has written, each time."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        operation = getattr(module, name)
+
+        def wrong(*lists: Any, **arguments: Any) -> None:
+            operation.reference(*lists, **arguments)
+            change(*lists, **arguments)
+
+        monkeypatch.setattr(module, name, operation._replace(reference=wrong))
+
+    return mutate
+
+
+def last_element(which: int) -> Callable[..., None]:
+    def change(*lists: Any, **_: Any) -> None:
+        for tensor in lists[which]:
+            if tensor.numel() > 2000 and tensor.is_floating_point():
+                tensor.view(-1)[-1] *= 1 + 2.0**-7
+
+    return change
+
+
+def no_flag(*lists: Any, found_inf: Any = None, **_: Any) -> None:
+    if found_inf is not None:
+        found_inf.zero_()
+
+
+def of_update(module: Any, name: str, change: Callable[..., Any]) -> Mutation:
+    """Change the formula of an optimizer."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        rule = getattr(module, name)
+        formula = rule.plain_update or language.plain(rule.update)
+
+        def wrong(p: Any, g: Any, moments: Any, prepared: Any, sqrt: Any) -> Any:
+            return change(formula, p, g, moments, prepared, sqrt)
+
+        wrong_rule = rule._replace(plain_update=wrong)
+        rules = {
+            key: wrong_rule if value is rule else value for key, value in of_training.RULES.items()
+        }
+        monkeypatch.setattr(of_training, "RULES", rules)
+
+    return mutate
+
+
+def of_function(module: Any, name: str, change: Callable[[Any], Any]) -> Mutation:
+    """Change what a function returns."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: change(original(*args, **kwargs)))
+
+    return mutate
+
+
+MUTATIONS: dict[str, tuple[Mutation, str]] = {
+    "unscale: last element": (of_reference(unscale, "_UNSCALE", last_element(1)), "kernels: unscale"),
+    "unscale: no flag": (of_reference(unscale, "_UNSCALE", no_flag), "kernels: overflow"),
+    "check: no flag": (of_reference(unscale, "_CHECK", no_flag), "kernels: overflow"),
+    "axpby: last element": (of_reference(axpby, "_AXPBY", last_element(2)), "kernels: axpby"),
+    "copy: last element": (of_reference(master_copy, "_COPY", last_element(1)), "kernels: master copy"),
+    "join: last element": (of_reference(splitting, "_JOIN", last_element(2)), "kernels: split16"),
+    "split: last element": (of_reference(splitting, "_SPLIT", last_element(1)), "kernels: split16"),
+    "l2norm: too large": (
+        of_function(l2norm, "l2norm_reference", lambda norms: norms * 1.001),
+        "kernels: l2norm",
+    ),
+    "Adam: no momentum": (
+        of_update(adam, "ADAM", lambda f, p, g, m, n, s: f(p, g, (0 * m[0], m[1]), n, s)),
+        "training: Adam",
+    ),
+    "SGD: too far": (
+        of_update(sgd, "MOMENTUM_SGD", lambda f, p, g, m, n, s: f(p, g * 1.001, m, n, s)),
+        "training: SGD",
+    ),
+    "LAMB: no decay": (
+        of_update(lamb, "LAMB", lambda f, p, g, m, n, s: f(p, g, m, (n[0], n[1], 0.0, *n[3:]), s)),
+        "training: LAMB",
+    ),
+    "halves: low bits lost": (
+        of_function(plainstep, "encode", lambda halves: (halves[0], torch.zeros_like(halves[1]))),
+        "training: Adam, split16",
+    ),
+    "moments: never up": (
+        of_function(plainstep, "round_stochastically", lambda rounded: rounded * 0.5),
+        "training: Adam, bfloat16 moments",
+    ),
+    "FP8: a factor too large": (
+        of_function(fp8, "factor_of", lambda factor: factor * 2),
+        "fp8: quantized",
+    ),
+    "FP8 products: half": (of_function(scaled_mm, "_mm", lambda product: product / 2), "fp8: products"),
+}
+
+
+@pytest.mark.skipif(language.INTERPRETED, reason="mutates plain torch")
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, caught_by = MUTATIONS[name]
+    mutate(monkeypatch)
+    failed = []
+    for check in [each for each in CHECKS if each.startswith(caught_by)]:
+        try:
+            CHECKS[check].run(CPU)
+        except (AssertionError, SkipError) as error:
+            failed += [check] if isinstance(error, AssertionError) else []
+    assert failed
+
+
+def test_differing_bits_are_named() -> None:
+    from amp.selftest.checks import assert_same_bits
+
+    a = torch.tensor([1.0, torch.nan, -0.0])
+    assert_same_bits([a], [a.clone()], "same")
+    with pytest.raises(
+        AssertionError, match=r"zeros: tensor 0 of 3 elements differs in 1; element 2 is -0.0"
+    ):
+        assert_same_bits([a], [a.abs()], "zeros")
