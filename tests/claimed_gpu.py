@@ -14,7 +14,7 @@ import torch
 
 MISSING = {
     *("accelerate", "bs4", "fastai", "ignite", "lightning", "matplotlib", "mkdocs", "monai", "optimi"),
-    *("pandas", "peft", "pytorch_lightning", "pytorch_optimizer", "scipy", "selenium", "tensorboard"),
+    *("peft", "pytorch_lightning", "pytorch_optimizer", "selenium", "tensorboard"),
     *("timm", "torchao", "torchmetrics", "torchvision", "transformers"),
 }
 """Packages that the tests of other things use."""

@@ -41,13 +41,13 @@ Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp2"]
 _CUT_FROM = {"masters": 1, "optimizer_state": 1, "gradients": 2, "weights": 3}
 """The index of the first sharding in `Sharding` that shards a term."""
 
-ROWS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
-    (level, overrides)
-    for level in LEVELS
-    for overrides in ({}, {"master_weights": "split16"})
-    if not overrides or load_profile(level).master_weights
-)
-"""The rows that `footprints` compares by default: levels, and overrides."""
+
+def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows that `footprints` compares by default: levels, and overrides."""
+    for level in LEVELS:
+        yield level, {}
+        if load_profile(level).master_weights:
+            yield level, {"master_weights": "split16"}
 
 
 class State(NamedTuple):
@@ -210,7 +210,7 @@ def footprint(
 def footprints(
     model: nn.Module | float,
     optimizer: str | type | torch.optim.Optimizer = "adamw",
-    rows: Sequence[tuple[str, dict[str, Any]]] = ROWS,
+    rows: Sequence[tuple[str, dict[str, Any]]] | None = None,
     **options: Any,
 ) -> list[Footprint]:
     """Return a `footprint` for each level, with FP32 and with lean masters, to compare.
@@ -218,10 +218,11 @@ def footprints(
     Args:
         model: as in `footprint`.
         optimizer: as in `footprint`.
-        rows: levels, each with overrides.
+        rows: levels, each with overrides; None takes all levels, and lean masters too.
         **options: `activations`, `linear_inputs`, `world_size`, `sharding`.
     """
-    return [footprint(model, level, optimizer, **options, **more) for level, more in rows]
+    chosen = _rows() if rows is None else rows
+    return [footprint(model, level, optimizer, **options, **more) for level, more in chosen]
 
 
 def _bytes_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -42,7 +43,15 @@ class Check(NamedTuple):
 
 
 CHECKS: dict[str, Check] = {}
-"""All checks by their names, in the order in which they run."""
+"""Those of the modules that were imported."""
+
+
+def all_checks() -> dict[str, Check]:
+    """Return all checks by their names, in the order in which they run."""
+    for name in ("of_kernels", "of_training", "of_fp8", "of_bandwidth"):
+        importlib.import_module(f"amp.selftest.{name}")
+    return CHECKS
+
 
 Function = Callable[[torch.device], Outcome | None]
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from amp.numerics.text import Printer
-from amp.selftest import of_bandwidth, of_fp8, of_kernels, of_training  # noqa: F401 (the checks)
-from amp.selftest.checks import CHECKS
+from amp.selftest.checks import all_checks
 from amp.selftest.running import results
 
 _OF_DIGEST = ("kernels:", "training:", "fp8:")
@@ -42,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from amp.about import environment
 
     device = arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    checks = [each for each in CHECKS.values() if arguments.full or not each.is_full]
+    checks = [each for each in all_checks().values() if arguments.full or not each.is_full]
     printer, before = Printer(), time.perf_counter()
     found: list[dict[str, Any]] = []
     if not arguments.json:
@@ -52,22 +51,23 @@ def _run(arguments: argparse.Namespace) -> int:
         found.append(result)
         if not arguments.json:
             _print(printer, result)
-    report = {"device": device, "environment": environment(), "checks": found, "digest": _digest(found)}
+    about = environment()
     counts, seconds = Counter(result["status"] for result in found), time.perf_counter() - before
-    report["summary"] = (
+    summary = (
         f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in "
-        f"{seconds:.0f} s on {_name_of(report)}, torch {torch.__version__}"
+        f"{seconds:.0f} s on {_name_of(device, about)}, torch {torch.__version__}"
     )
     if arguments.json:
-        print(json.dumps(report, indent=2))
+        report = {"device": device, "environment": about, "checks": found}
+        print(json.dumps({**report, "digest": _digest(found), "summary": summary}, indent=2))
     else:
         printer.line()
-        for name, value in report["environment"].items():
+        for name, value in about.items():
             printer.line(
                 f"{name}: {value if isinstance(value, str | int | None) else json.dumps(value)}"
             )
-        printer.line(f"digest: {report['digest']}")
-        printer.line(report["summary"])
+        printer.line(f"digest: {_digest(found)}")
+        printer.line(summary)
     return int(counts["FAIL"] > 0)
 
 
@@ -91,8 +91,7 @@ def _digest(found: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(bits).encode()).hexdigest()[:16]
 
 
-def _name_of(report: dict[str, Any]) -> str:
-    for row in report["environment"]["devices"]:
-        if row["device"] == report["device"]:
-            return str(row["name"])
-    return str(report["environment"]["cpu"])
+def _name_of(device: str, about: dict[str, Any]) -> str:
+    """Return the name of a GPU or, for other devices, of the CPU."""
+    names = {row["device"]: row["name"] for row in about["devices"]}
+    return str(names.get(device, about["cpu"]))

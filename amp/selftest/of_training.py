@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp.kernels import adam, lamb, sgd, split, stepping
+from amp.kernels import adam, lamb, language, sgd, split, stepping
 from amp.kernels.rule import Rule
 from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits, check, needs_gpu
 
@@ -115,30 +115,40 @@ def trained(rule: Rule, mode: str, device: torch.device, on_host: bool = False) 
 
 
 def exact(name: str) -> list[Tensor]:
-    """Return the weights in FP64 after the steps that were taken: by torch.optim, but for LAMB."""
+    """Return the weights in FP64 after the steps that were taken, by an optimizer of torch's."""
     cpu = torch.device("cpu")
-    rule = RULES[name]
-    start = [master.double() for master in starting(rule, "masters", cpu).params]
-    if name == "LAMB":  # torch has none: its formula in FP64
-        moments = [[torch.zeros_like(p) for p in start] for _ in rule.moments]
-        run = Run(start, None, None, moments, [torch.zeros(()) for _ in start])
-    parameters = [nn.Parameter(p.clone()) for p in start]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        parameters, 1e-2, (0.9, 0.99), weight_decay=0.1
-    )
-    if name == "SGD":
-        optimizer = torch.optim.SGD(parameters, 1e-2, 0.9, weight_decay=0.1)
+    start = starting(RULES[name], "masters", cpu).params
+    parameters = [nn.Parameter(p.double()) for p in start]
+    optimizer: torch.optim.Optimizer = {
+        "Adam": torch.optim.AdamW(parameters, 1e-2, (0.9, 0.99), weight_decay=0.1),
+        "SGD": torch.optim.SGD(parameters, 1e-2, 0.9, weight_decay=0.1),
+        "LAMB": _Lamb(parameters, 1e-2),
+    }[name]
     for i in range(STEPS):
-        grads = [grad.double() / SCALE for grad in gradients(i, cpu)]
         if i == SKIPPED:
             continue
-        if name == "LAMB":
-            stepping.step(rule, rule.numbers(GROUP), run.params, grads, run.moments, run.steps)
-            continue
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
+        for parameter, grad in zip(parameters, gradients(i, cpu), strict=True):
+            parameter.grad = grad.double() / SCALE
         optimizer.step()
-    return start if name == "LAMB" else [parameter.detach() for parameter in parameters]
+    return [parameter.detach() for parameter in parameters]
+
+
+class _Lamb(torch.optim.SGD):
+    """LAMB with the hyper-parameters of `GROUP`, which torch does not have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for p in self.param_groups[0]["params"]:
+            new = {"t": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+            state = self.state.setdefault(p, new)
+            state["t"] += 1
+            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+            state["v"].mul_(0.99).add_(p.grad**2, alpha=0.01)
+            mean, square = state["m"] / (1 - 0.9 ** state["t"]), state["v"] / (1 - 0.99 ** state["t"])
+            direction = mean / (square.sqrt() + 1e-8) + 0.1 * p
+            ratio = p.norm() / direction.norm()
+            p.sub_(1e-2 * (ratio if p.numel() else 1.0) * direction)
 
 
 def _trains(name: str, mode: str, device: torch.device) -> Outcome:
@@ -152,14 +162,15 @@ def _trains(name: str, mode: str, device: torch.device) -> Outcome:
         moved = (b - begun).norm()
         if b.numel():
             largest = max(largest, float((a - b).norm() / moved.clamp_min(1e-12)))
-    bound = 0.1 if mode == "bfloat16 moments" else 1e-4
+    bound = 0.1 if mode == "bfloat16 moments" else 1e-5
     assert largest < bound, f"the weights are {largest:.1e} off what torch.optim makes in FP64"
-    assert all(int(steps) == STEPS - 1 for steps in run.steps), "a skipped step was counted"
+    counts = [int(steps) for steps, p in zip(run.steps, run.params, strict=True) if p.numel()]
+    assert set(counts) == {STEPS - 1}, f"{STEPS - 1} of {STEPS} steps were taken, and counted: {counts}"
     if run.models is not None:
         rounded = [master.half() for master in run.masters()]
         assert_same_bits(run.models, [each.cpu() for each in rounded], "the model's weights")
-    noisy = mode == "bfloat16 moments"  # noise is another on each backend
-    if not noisy and name != "LAMB":  # whose norms are summed in another order
+    # Noise is another on each backend, and so are the last bits of norms and of beta^t.
+    if name == "SGD" and mode != "bfloat16 moments":
         plain = trained(rule, mode, torch.device("cpu"), on_host=True)
         assert_same_bits(run.tensors, plain.tensors, "what the steps have written")
     return Outcome(f"{largest:.1e} off", run.tensors)
@@ -210,20 +221,20 @@ def _level(level: str, device: torch.device) -> Outcome:
     with warnings.catch_warnings(record=True) as said, amp.Session(level, verbosity=0) as session:
         warnings.simplefilter("always")
         model, optimizer = session.initialize(model, optimizer)
-        checks = session.properties.loss_scaling.check
+        checks = bool(session.properties.loss_scaling.check)
         for i in range(5):
             loss = (model(x).float() - 1).square().mean()
             losses.append(float(loss))
             with session.scale_loss(
                 loss * (math.inf if i == 2 and checks else 1.0), optimizer
             ) as scaled:
-                scaled.backward()
+                scaled.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             skipped.append(bool(amp.step_was_skipped(optimizer)))
             optimizer.zero_grad()
     assert skipped == [i == 2 and checks for i in range(5)], f"skipped steps: {skipped}"
     assert all(map(math.isfinite, losses)), f"losses: {losses}"
-    assert losses[-1] < 0.9 * losses[0], f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
+    assert losses[-1] < 0.95 * losses[0], f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
     notes = [str(each.message) for each in said if "emulated" in str(each.message)]
     return Outcome("; ".join([f"loss {losses[0]:.3f} to {losses[-1]:.3f}", *notes]))
 
@@ -259,6 +270,8 @@ def _fused(device: torch.device) -> Any:
 
 @check("host: no wait in a step")
 def _waits(device: torch.device) -> Outcome:
+    if language.INTERPRETED:
+        raise SkipError("the interpreter takes long")
     optimizer = _fused(device)
     micros = _host_times(device, optimizer.step)
     figure = f"{micros:.0f} us for 161 tensors"
@@ -288,7 +301,7 @@ def _captured(device: torch.device) -> None:
         stepping.step(*arguments, models=run.models, inv_scale=inv_scale)
 
     inv_scale = torch.full((1,), 1 / SCALE, device=device)
-    stream: Any = torch.cuda.Stream(device)
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for run in runs:
             take(run)

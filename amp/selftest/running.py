@@ -35,7 +35,7 @@ def results(
     """
     left = list(checks)
     while left:
-        for result in _of_one_process(left, device, child):
+        for result in _of_one_process(list(left), device, child):
             left.pop(0)
             yield result
             if result["status"] == "FAIL":
@@ -45,38 +45,54 @@ def results(
 def _of_one_process(checks: Sequence[Check], device: str, child: str) -> Iterator[dict[str, Any]]:
     names = json.dumps([each.name for each in checks])
     command = [sys.executable, "-m", child, device, names]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    lines, errors = _queue_of(process.stdout), _queue_of(process.stderr)
-    try:
-        for i, each in enumerate(checks):
-            before, limit = time.perf_counter(), each.seconds + (0 if i else STARTING)
-            result: dict[str, Any] = {"name": each.name, "status": "FAIL", "bits": ""}
-            try:
-                line = lines.get(timeout=limit)
-            except queue.Empty:
-                result["text"] = f"it took longer than {each.seconds:.0f} s"
-            else:
-                if line is not None:
-                    yield json.loads(line)
-                    continue
-                said = [text for text in iter(lambda: errors.get(timeout=10), None) if text.strip()]
-                last = said[-1].strip() if said else "without a word"
-                result["text"] = f"its process ended with exit status {process.wait()}: {last}"
-            yield {**result, "seconds": time.perf_counter() - before}
-            return
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        lines, errors = _Lines(process.stdout), _Lines(process.stderr)
+        try:
+            for i, each in enumerate(checks):
+                before, limit = time.perf_counter(), each.seconds + (0 if i else STARTING)
+                result: dict[str, Any] = {"name": each.name, "status": "FAIL", "bits": ""}
+                try:
+                    line = lines.queue.get(timeout=limit)
+                except queue.Empty:
+                    result["text"] = f"it took longer than {each.seconds:.0f} s"
+                else:
+                    if line is not None:
+                        yield json.loads(line)
+                        continue
+                    result["text"] = (
+                        f"its process ended with exit status {process.wait()}: {errors.last()}"
+                    )
+                yield {**result, "seconds": time.perf_counter() - before}
+                return
+        finally:
+            process.kill()
+            lines.join()
+            errors.join()
 
 
-def _queue_of(stream: IO[str] | None) -> queue.Queue[str | None]:
-    """Return a queue of the lines of a stream, and of None at its end."""
-    lines: queue.Queue[str | None] = queue.Queue()
+class _Lines(threading.Thread):
+    """Reads a stream of a process, so that the process never waits for a reader.
 
-    def read() -> None:
-        for line in stream or ():
-            lines.put(line)
-        lines.put(None)
+    Attributes:
+        queue: has the lines of the stream, and None at its end.
+    """
 
-    threading.Thread(target=read, daemon=True).start()
-    return lines
+    def __init__(self, stream: IO[str] | None) -> None:
+        super().__init__(daemon=True)
+        self.queue: queue.Queue[str | None] = queue.Queue()
+        self._stream = stream
+        self.start()
+
+    def run(self) -> None:
+        """Read to the end."""
+        for line in self._stream or ():
+            self.queue.put(line)
+        self.queue.put(None)
+
+    def last(self) -> str:
+        """Return the last line, once the stream has ended."""
+        self.join()
+        lines = [line.strip() for line in iter(self.queue.get_nowait, None) if line and line.strip()]
+        return lines[-1] if lines else "without a word"
