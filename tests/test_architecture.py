@@ -23,6 +23,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "scalar_log",
         "trials",
         "about",
+        "selftest",
     ),
     "session": (
         "session",
