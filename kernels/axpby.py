@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
+from amp.kernels.foreach import copies
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps
 from amp.kernels.tensor_lists import are_same
@@ -104,7 +105,7 @@ def _scaled(
 ) -> list[Tensor]:
     """Return the products of `factor` and tensors, in the dtype to compute in."""
     dtype = torch.promote_types(torch.promote_types(tensors[0].dtype, out), torch.float32)
-    products = [tensor.to(dtype, copy=True) for tensor in tensors]
+    products = copies(tensors, dtype)
     if not isinstance(factor, Tensor):
         factor = torch.tensor([factor], dtype=torch.float32, device="cpu")
     scale_and_check(products, factor, found_inf)

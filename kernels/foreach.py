@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+
+def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return copies of tensors in a dtype."""
+    found = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(found, list(tensors))
+    return found
 
 
 class TensorGroup:
     """Tensors of one dtype and device, on which an operator is one foreach operation.
 
-    A formula that is written for a tensor takes it: the other operand is a number, or a group of
-    tensors of the same shapes.
+    A formula that is written for a tensor takes it: the other operand is a number, a list with one for
+    each tensor, or a group of tensors of the same shapes.
 
     Args:
         tensors: the tensors, which no operator changes.
@@ -37,9 +45,7 @@ class TensorGroup:
         """Return the tensors in a dtype; this group if they have it."""
         if self.dtype is dtype:
             return self
-        cast = [torch.empty_like(tensor, dtype=dtype) for tensor in self.tensors]
-        torch._foreach_copy_(cast, self.tensors)
-        return TensorGroup(cast)
+        return TensorGroup(copies(self.tensors, dtype))
 
     def sqrt(self) -> TensorGroup:
         """Return the square roots."""
@@ -69,14 +75,24 @@ def _operand(other: Any) -> Any:
 
 
 def on_each(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Call a function of tensors, which may return several, with each of the tensors of groups."""
+    """Call a function of tensors that works on each element, and may return several tensors.
+
+    The tensors of groups are joined for it.
+    """
     if not isinstance(first, TensorGroup):
         return function(first, *others)
-    every = [
-        other.tensors if isinstance(other, TensorGroup) else [other] * len(first.tensors)
-        for other in others
-    ]
-    results = [function(*each) for each in zip(first.tensors, *every, strict=True)]
-    if isinstance(results[0], Tensor):
-        return TensorGroup(results)
-    return tuple([TensorGroup(several) for several in zip(*results, strict=True)])
+    result = function(_joined(first), *map(_joined, others))
+    if isinstance(result, Tensor):
+        return TensorGroup(_unflatten_dense_tensors(result, first.tensors))
+    return tuple([TensorGroup(_unflatten_dense_tensors(each, first.tensors)) for each in result])
+
+
+def _joined(value: Any) -> Any:
+    return _flatten_dense_tensors(value.tensors) if isinstance(value, TensorGroup) else value
+
+
+def norms_of(value: Tensor | TensorGroup) -> Tensor:
+    """Return the norm of a tensor, or those of a group, `[n]`."""
+    if isinstance(value, Tensor):
+        return value.norm()
+    return torch.stack(torch._foreach_norm(value.tensors))

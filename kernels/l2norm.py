@@ -92,8 +92,7 @@ def l2norm(
             each += to_device(norms, home)
     for same in todo.fallback:
         norms = l2norm_reference([values[i] for i in same], inv_scale, found_inf)
-        for i, norm in zip(same, norms.unbind(), strict=True):
-            each[i].copy_(to_device(norm, home))
+        torch._foreach_copy_([each[i] for i in same], list(to_device(norms, home).unbind()))
     total = torch.linalg.vector_norm(each).reshape(1)
     return Norms(total, each, clip_factor(total, max_norm))
 

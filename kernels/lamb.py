@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.adam import MOMENTS, adam_numbers
+from amp.kernels.foreach import TensorGroup, norms_of
 from amp.kernels.language import jit, plain, tl
 from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction
 
@@ -74,14 +75,19 @@ def _update(p, g, moments, prepared, sqrt):
     return p - prepared[0] * direction, moments
 
 
-def _plain_update(p: Tensor, g: Tensor, moments: Any, prepared: Any, sqrt: Any) -> Any:
+def _plain_update(
+    p: Tensor | TensorGroup, g: Any, moments: Any, prepared: Any, sqrt: Any
+) -> tuple[Any, Any]:
     *prepared, adapts = prepared
     direction, moments = plain(_direction)(p, g, moments, prepared, sqrt)
-    if not adapts:
-        return p - prepared[0] * direction, moments
-    of_param, of_direction = p.norm(), direction.norm()
-    adapts = (of_param != 0) & (of_direction != 0)
-    return p - prepared[0] * torch.where(adapts, of_param / of_direction, 1.0) * direction, moments
+    size = prepared[0]
+    if adapts:
+        of_param, of_direction = norms_of(p), norms_of(direction)
+        adapts = (of_param != 0) & (of_direction != 0)
+        size = size * torch.where(adapts, of_param / of_direction, 1.0)
+        if isinstance(p, TensorGroup):
+            size = size.tolist()
+    return p - size * direction, moments
 
 
 LAMB = Rule(MOMENTS, _numbers, _prepare, _at, _update, _direction, _plain_update)

@@ -19,10 +19,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from amp.kernels.changes import Change, Changes
 from amp.kernels.cpu_loop import plan_loop, suits_loop
-from amp.kernels.foreach import TensorGroup, on_each
+from amp.kernels.foreach import TensorGroup, norms_of, on_each
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
-from amp.kernels.rule import Formula, StepArguments, Streams
+from amp.kernels.rule import Formula, Prepared, StepArguments, Streams
 from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat
 
@@ -47,21 +47,19 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
     are_whole = rule.direction is not None and of_tensor is None  # a norm needs the whole tensor
     formula = rule.plain_update or plain(rule.update)
     numbers, scale = list(map(float, arguments.numbers)), _scale_of(arguments)
-    own = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
+    own: list[Any] = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
     if len(own) > len(steps):
         own = list(zip(own[: len(steps)], own[len(steps) :], strict=True))
     counted = [steps[i] for i in itertools.chain.from_iterable(groups)]
     changes.add(functools.partial(torch._foreach_add_, counted, 1.0))
     for group in groups:
         loops = not are_whole and seeds is None and suits_loop(lists, group, arguments.backend)
-        alike: defaultdict[Any, list[int]] = defaultdict(list)
-        for i, t in zip(group, torch.stack([steps[i] for i in group]).tolist(), strict=True):
-            alike[t + 1, own[i]].append(i)
-        for (t, number), same in alike.items():
+        on_cpu = is_on_cpu(lists["param"][group[0]])
+        for t, same in _alike(steps, group, own if on_cpu else None):
             if rule.at is None:
                 prepared = plain(rule.prepare)(numbers, t, None, 0)
             else:
-                prepared = rule.at(numbers, t, number)
+                prepared = _together([rule.at(numbers, t, own[i]) for i in same])
             left: Sequence[int] = same
             if loops:
                 left, loop = plan_loop(formula, lists, same, (scale, *prepared))
@@ -73,17 +71,40 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
                 changes.add_later(work_out)
 
 
+def _alike(
+    steps: Sequence[Tensor], group: Sequence[int], own: Sequence[Any] | None = None
+) -> Iterator[tuple[float, list[int]]]:
+    """Yield the numbers of the next steps, and the tensors of a group that take this one.
+
+    Those with other numbers of their `own` come apart.
+    """
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for i, t in zip(group, torch.stack([steps[i] for i in group]).tolist(), strict=True):
+        alike[t + 1, own and own[i]].append(i)
+    for (t, _), same in alike.items():
+        yield t, same
+
+
+def _together(prepared: Sequence[Prepared]) -> Sequence[Any]:
+    """Return the numbers of several tensors as those of a group: a list where they differ."""
+    return [each[0] if len(set(each)) == 1 else list(each) for each in zip(*prepared, strict=True)]
+
+
 @without_grad
 def measure_plainly(arguments: StepArguments, groups: Sequence[Sequence[int]], norms: Tensor) -> None:
     """Write the norms of some parameters, then of their directions, to `norms`, float32 `[2n]`."""
     rule, steps, scale = arguments.rule, arguments.steps, _scale_of(arguments)
     numbers = list(map(float, arguments.numbers))
+    of_params, of_directions = norms.split(len(steps))
     assert rule.at is not None
-    for i in itertools.chain.from_iterable(groups):
-        *prepared, _ = rule.at(numbers, float(steps[i]) + 1, None)
-        one = {name: tensors[i] for name, tensors in arguments.lists.items()}
-        p, direction, _ = _applied(plain(rule.direction), one, scale, prepared)
-        norms[i], norms[len(steps) + i] = p.norm(), direction.norm()
+    for t, same in itertools.chain.from_iterable(_alike(steps, group) for group in groups):
+        *prepared, _ = rule.at(numbers, t, None)
+        for pieces in _pieces(arguments.lists, same, are_whole=True):
+            streams = _as_one([piece.streams() for piece in pieces])
+            p, direction, _ = _applied(plain(rule.direction), streams, scale, prepared)
+            indices = [piece.tensor for piece in pieces]
+            of_params[indices] = norms_of(p).to(norms)
+            of_directions[indices] = norms_of(direction).to(norms)
 
 
 def _scale_of(arguments: StepArguments) -> float:
@@ -133,7 +154,7 @@ def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator
         # A write through `.data` changes no version: autograd is told of the whole step once.
         one = {name: tensors[i].data for name, tensors in lists.items()}
         size = one["param"].numel()
-        if not are_whole and (size < LARGE or not _is_on_cpu(one)):
+        if not is_on_cpu(one["param"]) or (size < LARGE and not are_whole):
             small.append(Piece(i, one))
         elif are_whole or not are_flat(list(one.values())):
             yield [Piece(i, one)]
@@ -144,8 +165,9 @@ def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator
         yield small
 
 
-def _is_on_cpu(streams: Streams) -> bool:
-    return bool(streams["param"].device.type == "cpu")
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Return whether tensors like this one are stepped in slices."""
+    return tensor.device.type == "cpu"
 
 
 @without_grad
@@ -158,19 +180,25 @@ def _work_out(
         for piece, streams in zip(pieces, each, strict=True):
             for pair in range((len(_moments_in(streams)) + 1) // 2):
                 streams[f"noise{pair}"] = piece.of(noise(piece.tensor, pair, piece.whole["param"]))
+    results = _results(formula, _as_one(each), scale, prepared)
     if len(each) == 1:
-        results = _results(formula, each[0], scale, prepared)
         targets, sources = [each[0][name] for name in results], list(results.values())
     else:
-        lists = {name: [one[name] for one in each] for name in each[0]}
-        is_on_cpu = _is_on_cpu(each[0])
-        join: Any = _flatten_dense_tensors if is_on_cpu else TensorGroup
-        together = {name: join(tensors) for name, tensors in lists.items()}
         targets, sources = [], []
-        for name, result in _results(formula, together, scale, prepared).items():
-            targets += lists[name]
-            sources.extend(_unflatten_dense_tensors(result, lists[name]) if is_on_cpu else result)
+        for name, result in results.items():
+            parts = [one[name] for one in each]
+            targets += parts
+            is_flat = isinstance(result, Tensor)
+            sources.extend(_unflatten_dense_tensors(result, parts) if is_flat else result)
     return functools.partial(torch._foreach_copy_, targets, sources)
+
+
+def _as_one(each: Sequence[Streams]) -> Streams:
+    """Return streams as those of one tensor: several are gathered in one, or in a `TensorGroup`."""
+    if len(each) == 1:
+        return each[0]
+    gather: Any = _flatten_dense_tensors if is_on_cpu(each[0]["param"]) else TensorGroup
+    return {name: gather([one[name] for one in each]) for name in each[0]}
 
 
 def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Streams:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.elementwise import Elementwise
+from amp.kernels.foreach import copies
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.tables import BadSteps, flag_on, merge_flag, to_device
@@ -114,7 +115,7 @@ def unscale_reference(
     common = torch.promote_types(sources[0].dtype, targets[0].dtype)
     products = targets
     if targets[0].dtype is not common:
-        products = [source.to(common, copy=True) for source in sources]
+        products = copies(sources, common)
     elif not are_same(sources, targets):
         torch._foreach_copy_(targets, sources)
     scale_and_check(products, inv_scale, found_inf)
@@ -160,13 +161,20 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_i
         one = torch.ones(1, dtype=torch.float32, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
     else:
-        extremes = torch.stack([extreme for source in sources for extreme in torch.aminmax(source)])
+        extremes = torch.stack(_extremes(sources))
         wider = torch.promote_types(extremes.dtype, torch.float32)
         products = extremes.to(wider)
         if inv_scale is not None:
             products = products * to_device(inv_scale, device)
         torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
     merge_flag(found_inf, flag)
+
+
+def _extremes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return numbers among which is the largest magnitude of each tensor, and NaN if it has one."""
+    if tensors[0].device.type == "cpu":
+        return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
+    return torch._foreach_norm(list(tensors), torch.inf)  # slow on the CPU, few launches elsewhere
 
 
 def _is_at_most_one(factor: Tensor | None) -> bool:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp.kernels import cpu_loop, plainstep
+from amp.kernels import axpby, cpu_loop, l2norm, master_copy, plainstep, unscale
 from amp.kernels.adagrad import ADAGRAD
 from amp.kernels.adam import ADAM
+from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
 from amp.kernels.novograd import NOVOGRAD
@@ -51,6 +52,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = ("empty", "detach", "view", "strided", "record_function", "profiler", "alias")
+        names += ("promote_types", "select", "unbind", "lift_fresh")
         self.count += not any(name in str(function) for name in names)
         return function(*args, **(kwargs or {}))
 
@@ -93,7 +95,7 @@ ONE_LARGE, MANY = [2**18], [5, 90_000, 7, 1, 100_000, 0]
 @pytest.mark.parametrize("low", [None, torch.int16, BF16])
 @pytest.mark.parametrize("state_dtype", [None, BF16])
 @pytest.mark.parametrize("sizes", [ONE_LARGE, MANY], ids=["one", "many"])
-@pytest.mark.parametrize("name", [name for name in RULES if name != "novograd"])
+@pytest.mark.parametrize("name", [*RULES, "lamb"])
 def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
     name: str,
     sizes: list[int],
@@ -102,11 +104,11 @@ def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit as the slices of the CPU."""
-    rule, numbers = RULES[name]
+    rule, numbers = (LAMB, numbers_of(LAMB)) if name == "lamb" else RULES[name]
     monkeypatch.setattr(plainstep, "suits_loop", lambda *_: False)
     found = []
     for on_cpu in (True, False):
-        monkeypatch.setattr(plainstep, "_is_on_cpu", lambda streams, on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(plainstep, "is_on_cpu", lambda tensor, on_cpu=on_cpu: on_cpu)
         torch.manual_seed(0)
         params = [torch.randn(size, dtype=BF16 if low else F32) for size in sizes]
         lows = None if low is None else [torch.zeros(size, dtype=low) for size in sizes]
@@ -116,6 +118,7 @@ def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
         steps = [torch.zeros(()) for _ in sizes]
         grads = [torch.randn(size, dtype=F16) for size in sizes]
         seeds = None if state_dtype is None else list(range(len(sizes)))
+        norms = torch.arange(1.0, len(sizes) + 1) if rule is NOVOGRAD else None
         with Launches() as launches:
             step(
                 rule,
@@ -125,15 +128,58 @@ def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
                 moments,
                 steps,
                 lows=lows,
+                of_tensor=norms,
                 seeds=seeds,
                 backend="reference",
             )
         found.append([*params, *(lows or ()), *(m for moment in moments for m in moment)])
     assert all(map(torch.equal, *found))
-    if sizes is ONE_LARGE or not (
-        low or state_dtype
-    ):  # halves and noise are worked out for each tensor
-        assert launches.count <= (40 if low is None else 70)
+    # Halves are worked out in integers, and each tensor has a generator of its own for its noise.
+    assert launches.count <= (135 if low or state_dtype else 40)
+
+
+@pytest.mark.parametrize("operation", ["check", "unscale", "l2norm", "axpby", "master_copy"])
+def test_operations_on_many_tensors_take_few_launches(operation: str) -> None:
+    halves = [torch.ones(i, dtype=F16, device="meta") for i in range(1, 201)]
+    floats = [torch.ones(i, device="meta") for i in range(1, 201)]
+    inv_scale, found = torch.ones(1, device="meta"), torch.zeros(1, device="meta")
+    with Launches() as launches:
+        {
+            "check": lambda: unscale.check(halves, inv_scale, found),
+            "unscale": lambda: unscale.unscale(halves, floats, inv_scale, found),
+            "l2norm": lambda: l2norm.l2norm(halves, inv_scale, found_inf=found),
+            "axpby": lambda: axpby.axpby(1.0, halves, 2.0, floats, floats, found),
+            "master_copy": lambda: master_copy.master_copy(floats, halves),
+        }[operation]()
+    assert launches.count <= 20
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_norms_over_all_ranks_are_measured_in_few_launches(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as those of the CPU, which measures one tensor after the other."""
+    found = []
+    for on_cpu in (True, False):
+        monkeypatch.setattr(plainstep, "is_on_cpu", lambda tensor, on_cpu=on_cpu: on_cpu)
+        tensors = Tensors(LAMB, dtype)
+        counts: list[int] = []
+
+        def same(norms: Tensor, counts: list[int] = counts) -> Tensor:
+            counts.append(launches.count)
+            return norms.clone()
+
+        with Launches() as launches:
+            step(
+                *(LAMB, numbers_of(LAMB), tensors.params, [p.to(dtype) for p in tensors.params]),
+                *(tensors.moments, tensors.steps),
+                models=tensors.models,
+                norms_of_all_ranks=same,
+                backend="reference",
+            )
+        found.append([*tensors.params, *(m for moment in tensors.moments for m in moment)])
+    assert all(map(torch.equal, *found))
+    assert counts[0] <= 70  # of two groups, for one parameter came first
 
 
 def tensors_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
