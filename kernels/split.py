@@ -100,7 +100,7 @@ def decode_block(weight, low):
             master = tl.where(magnitude < 0x400, small, normal)
             master = tl.where((magnitude == 0x7C00) & (rest == 0x7FFF), float("inf"), master)
             master = tl.where(magnitude > 0x7C00, float("nan"), master)
-            master = tl.where(high < 0, -master, master)
+            master = tl.where(high < 0, -1.0 * master, master)  # 0 - 0, which Triton makes of -0, is +0
     return master
 
 

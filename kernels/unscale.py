@@ -161,7 +161,7 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_i
         one = torch.ones(1, dtype=torch.float32, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
     else:
-        extremes = torch.stack(_extremes(sources))
+        extremes = torch.stack(list(_extremes(sources)))
         wider = torch.promote_types(extremes.dtype, torch.float32)
         products = extremes.to(wider)
         if inv_scale is not None:

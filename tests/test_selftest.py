@@ -28,7 +28,7 @@ from amp.kernels import (
     unscale,
 )
 from amp.kernels import split as splitting
-from amp.selftest import of_training
+from amp.selftest import of_steps
 from amp.selftest.checks import Check, SkipError, all_checks, assert_same_bits
 from amp.selftest.running import results
 
@@ -126,10 +126,8 @@ def of_update(module: Any, name: str, change: Callable[..., Any]) -> Mutation:
             return change(formula, p, g, moments, prepared, sqrt)
 
         wrong_rule = rule._replace(plain_update=wrong)
-        rules = {
-            key: wrong_rule if value is rule else value for key, value in of_training.RULES.items()
-        }
-        monkeypatch.setattr(of_training, "RULES", rules)
+        rules = {key: wrong_rule if value is rule else value for key, value in of_steps.RULES.items()}
+        monkeypatch.setattr(of_steps, "RULES", rules)
 
     return mutate
 
@@ -162,7 +160,7 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
     ),
     "SGD: too far": (
         of_update(sgd, "MOMENTUM_SGD", lambda f, p, g, m, n, s: f(p, g * 1.001, m, n, s)),
-        "training: SGD",
+        "training: momentum SGD",
     ),
     "LAMB: no decay": (
         of_update(lamb, "LAMB", lambda f, p, g, m, n, s: f(p, g, m, (n[0], n[1], 0.0, *n[3:]), s)),

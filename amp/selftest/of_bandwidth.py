@@ -11,7 +11,7 @@ import torch
 
 from amp.kernels import adam, l2norm, language, stepping, unscale
 from amp.selftest.checks import Outcome, SkipError, check
-from amp.selftest.of_training import GROUP
+from amp.selftest.of_steps import GROUP
 
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
 
-from amp.kernels.fp8 import DTYPES, Granularity, Operand, dequantize
+from amp.kernels.fp8 import DTYPES, Granularity, Operand, Quantized, dequantize
 from amp.kernels.quantize import quantize
 from amp.kernels.scaled_mm import OUT_DTYPES, emulated, scaled_mm, way_of
 from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits
@@ -32,28 +33,47 @@ def _by_row(x: Tensor, dtype: torch.dtype, granularity: Granularity) -> Operand:
     return operand
 
 
+CASES = (
+    (DTYPES[0], torch.bfloat16, True),
+    (DTYPES[0], torch.float32, False),
+    (DTYPES[1], torch.float16, True),
+)
+"""FP8 dtype, source, and whether scales are powers of 2: a few, since a GPU compiles each."""
+
+
 def _quantizes(granularity: Granularity, device: torch.device) -> Outcome:
     bits = []
-    for dtype in DTYPES:
-        for rows in (128, 256):
-            x = _matrix(rows, 384, rows)
-            for source in (x, x.half(), x.bfloat16()):
-                found = _by_row(source.to(device), dtype, granularity)
-                plain = quantize(
-                    source, dtype, granularity, by_column=False, backend="reference"
-                ).by_row
-                assert plain is not None
-                # Scales of 1x32 may lie in another order, so they are compared as they are used.
-                found_bits = [found.values.view(torch.uint8), dequantize(found)]
-                plain_bits = [plain.values.view(torch.uint8), dequantize(plain)]
-                assert_same_bits(found_bits, plain_bits, f"{source.dtype} to {dtype}")
-                half_step = 2.0 ** -(4 if dtype is DTYPES[0] else 3)
-                off = (dequantize(found).cpu() - source.float()).abs()
-                largest = source.float().abs().max()
-                bound = source.float().abs() * half_step + largest * 2.0**-9
-                assert bool((off <= bound).all()), f"{source.dtype} to {dtype} is rounded too far"
-                bits += found_bits
+    factors = [None, torch.tensor(8.0)] if granularity == "tensor" else [None]
+    sizes = (128, 256) if granularity == "128x128" else (128, 200)
+    for case, rows, factor in itertools.product(CASES, sizes, factors):
+        dtype, source, power_of_2 = case
+        x = _matrix(rows, 384, rows).to(source)
+        x[5], x[7, 3], x[9, 9] = 0.0, *((torch.inf, torch.nan) if rows > 128 else (1.0, 1.0))
+        there = None if factor is None else factor.to(device)
+        arguments = dtype, granularity
+        found = quantize(x.to(device), *arguments, power_of_2=power_of_2, factor=there)
+        plain = quantize(x, *arguments, power_of_2=power_of_2, factor=factor, backend="reference")
+        both = [_bits_of(found), _bits_of(plain)]
+        assert_same_bits(*both, f"{source} to {dtype}, {rows} rows")
+        bits += both[0]
+        if factor is None and rows == 128:
+            half_step = 2.0 ** -(4 if dtype is DTYPES[0] else 3)
+            values, largest = x.float().abs(), x.float().abs().max()
+            off = (both[0][1].cpu() - x.float()).abs()
+            is_near = off <= values * half_step + largest * 2.0**-9
+            assert bool(is_near.all()), f"{source} to {dtype} is rounded too far"
     return Outcome(bits=bits)
+
+
+def _bits_of(quantized: Quantized) -> list[Tensor]:
+    """Return values, what they stand for, and scales."""
+    found = []
+    for each in (quantized.by_row, quantized.by_column):
+        if each is not None:
+            found += [each.values.view(torch.uint8), dequantize(each)]
+            # Those of 1x32 may lie in another order elsewhere.
+            found += [each.inverse] if each.inverse.dtype is torch.float32 else []
+    return [*found, *(each for each in (quantized.amax, quantized.factor) if each is not None)]
 
 
 def _multiplies(pair: tuple[Granularity, Granularity], device: torch.device) -> Outcome:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels import axpby, backend, l2norm, language, master_copy, split, unscale
+from amp.kernels import axpby, backend, l2norm, language, master_copy, split, unscale, update_scale
+from amp.kernels.tables import BadSteps
 from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits, check, needs_gpu
 
 SIZES = (0, 1, 7, 8, 1023, 2049, 70_001)
@@ -45,7 +46,7 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _launch(device: torch.device) -> Outcome:
     """Which kernels run, and why."""
     if backend.uses_triton(device):
-        return Outcome("Triton")
+        return Outcome("Triton's interpreter" if language.INTERPRETED else "Triton")
     if device.type == "cpu":
         return Outcome("plain torch, as on every CPU")
     raise SkipError(f"plain torch runs: {backend.obstacle(device)}")
@@ -65,30 +66,32 @@ def _unscale(dtype: torch.dtype, device: torch.device) -> Outcome:
 
 
 def _overflow(dtype: torch.dtype, device: torch.device) -> None:
-    """Find an inf or NaN at the ends of tensors and of what one program reads."""
+    """Find an inf or NaN at the ends of tensors and of what one program reads, and name the tensor."""
     size = unscale.CHECK_BLOCK + 5
     places = (0, 7, 8, unscale.BLOCK - 1, unscale.BLOCK, unscale.CHECK_BLOCK, size - 1)
     for bad, place in itertools.product((torch.inf, -torch.inf, torch.nan), places):
         sources = [torch.ones(size, dtype=dtype, device=device) for _ in range(2)]
         sources[1][place] = bad
-        for name, found in _flags(sources).items():
+        for name, (found, *steps) in _flags(sources).items():
             assert found == 1, f"{name} has not found {bad} at element {place} of {size}"
-    for name, found in _flags([torch.ones(size, dtype=dtype, device=device)]).items():
+            named = [0.0, 9.0 if backend.uses_triton(device) else 0.0]
+            assert steps == named, f"{name} names the wrong one of two tensors: {steps}"
+    for name, (found, *_) in _flags([torch.ones(size, dtype=dtype, device=device)] * 2).items():
         assert found == 0, f"{name} has found an overflow where there is none"
 
 
-def _flags(sources: list[Tensor]) -> dict[str, float]:
-    """Return what each operation says about overflows in tensors."""
+def _flags(sources: list[Tensor]) -> dict[str, list[float]]:
+    """Return what each operation says about overflows in two tensors: at all, and in which step."""
     device = sources[0].device
-    inv_scale = torch.full((1,), INV_SCALE, device=device)
+    inv_scale, step = torch.full((1,), INV_SCALE, device=device), torch.full((1,), 9.0, device=device)
     targets = [torch.zeros_like(source, dtype=torch.float32) for source in sources]
-    flags = torch.zeros(4, 1, device=device)
-    unscale.check(sources, inv_scale, flags[0])
-    l2norm.l2norm(sources, inv_scale, found_inf=flags[1])
-    axpby.axpby(1.0, sources, 0.5, targets, targets, flags[2])
-    unscale.unscale(sources, targets, inv_scale, flags[3])
-    names = "check", "l2norm", "axpby", "unscale"
-    return dict(zip(names, flags.flatten().tolist(), strict=True))
+    found = torch.zeros(4, 3, device=device)
+    noted = [BadSteps(each[1:], step) for each in found]
+    unscale.check(sources, inv_scale, found[0, :1], bad_steps=noted[0])
+    l2norm.l2norm(sources, inv_scale, found_inf=found[1, :1], bad_steps=noted[1])
+    axpby.axpby(1.0, sources, 0.5, targets, targets, found[2, :1], bad_steps=noted[2])
+    unscale.unscale(sources, targets, inv_scale, found[3, :1], bad_steps=noted[3])
+    return dict(zip(("check", "l2norm", "axpby", "unscale"), found.tolist(), strict=True))
 
 
 def _axpby(dtype: torch.dtype, device: torch.device) -> Outcome:
@@ -126,21 +129,26 @@ def _master_copy(dtype: torch.dtype, device: torch.device) -> Outcome:
 
 
 def _split(dtype: torch.dtype, device: torch.device) -> Outcome:
-    masters = tensors_on(device, torch.float32, 6)
-    expected = on_cpu(masters)
+    values = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65519.0, 65520.0, 65791.0, 65792.0, 1e-40]
+    ties = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16 + 2**15
+    masters = [*tensors_on(device, torch.float32, 6), ties.view(torch.float32).to(device)]
+    masters.append(torch.tensor(values, device=device))
     weights = [torch.empty_like(master, dtype=dtype) for master in masters]
     lows = [torch.empty_like(master, dtype=torch.int16) for master in masters]
     split.split(masters, weights, lows)
-    joined = [torch.full_like(master, torch.nan) for master in masters]
+    halves = [split.encode(master, dtype, torch.int16) for master in on_cpu(masters)]
+    assert_same_bits(weights, [weight for weight, _ in halves], "high halves")
+    assert_same_bits(lows, [low for _, low in halves], "low halves")
+    # A zero that was written into a weight is one, whatever its low half was.
+    weights.append(torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=dtype, device=device))
+    lows.append(torch.tensor([-5, 5, -5, 5], dtype=torch.int16, device=device))
+    joined = [torch.full_like(weight, torch.nan, dtype=torch.float32) for weight in weights]
     split.join(weights, lows, joined)
-    if dtype is torch.bfloat16:
-        assert_same_bits(joined, expected, "split and joined")
-        pairs = zip(on_cpu(weights), on_cpu(lows), strict=True)
-        whole = [(weight.view(torch.int16).int() << 16) + low.int() for weight, low in pairs]
-        assert_same_bits(joined, [bits.view(torch.float32) for bits in whole], "halves")
-    for found, master, weight in zip(on_cpu(joined), expected, on_cpu(weights), strict=True):
-        torch.testing.assert_close(found, master, rtol=0, atol=2.0**-40)
-        torch.testing.assert_close(weight.float(), master, rtol=2.0**-8, atol=2.0**-25)
+    pairs = zip(on_cpu(weights), on_cpu(lows), strict=True)
+    assert_same_bits(joined, [split.decode(*pair) for pair in pairs], "joined")
+    pairs = zip(on_cpu(joined), on_cpu(masters), strict=False)
+    for master, before in itertools.islice(pairs, 2 * len(SIZES)):
+        torch.testing.assert_close(master, before, rtol=0, atol=2.0**-40)
     return Outcome(bits=[*weights, *lows])
 
 
@@ -157,6 +165,34 @@ for _name, _dtype in DTYPES.items():
             continue
         _full_name = f"kernels: {_operation}, {_name}"
         CHECKS[_full_name] = Check(_full_name, functools.partial(_function, _dtype), 60, False)
+
+
+@check("kernels: the loss scale")
+def _scale(device: torch.device) -> Outcome:
+    """Let it fall to its floor and grow to its ceiling, once in a while with hysteresis left."""
+    seen = []
+    for reset in (False, True):
+        state, plain = torch.zeros(7, device=device), torch.zeros(7)
+        state[0] = plain[0] = 3.0
+        for i in range(40):
+            state[4] = plain[4] = float(i % 13 in (2, 3, 5, 6, 7))
+            for each, backend_of in ((state, None), (plain, "reference")):
+                update_scale.update_scale(
+                    each,
+                    growth_factor=6.1,
+                    backoff_factor=0.3,
+                    growth_interval=3,
+                    hysteresis=2,
+                    reset_each_step=reset,
+                    floor=0.5,
+                    ceiling=9.0,
+                    backend=backend_of,
+                )
+            assert_same_bits([state], [plain], f"after {i + 1} transitions")
+            seen.append(state.clone())
+    scales = [float(each[0]) for each in seen]
+    assert (min(scales), max(scales)) == (0.5, 9.0), f"scales from {min(scales)} to {max(scales)}"
+    return Outcome(bits=seen)
 
 
 @check("kernels: 10,000 tensors", 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from amp.kernels.language import INTERPRETED
 from amp.selftest.checks import Check
 
 STARTING = 120.0
@@ -45,8 +47,14 @@ def results(
 def _of_one_process(checks: Sequence[Check], device: str, child: str) -> Iterator[dict[str, Any]]:
     names = json.dumps([each.name for each in checks])
     command = [sys.executable, "-m", child, device, names]
+    # Whoever asks for Triton's interpreter here wants its kernels checked.
+    variables = {"AMP_KERNELS": "triton"} if INTERPRETED and device == "cpu" else {}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env={**variables, **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         lines, errors = _Lines(process.stdout), _Lines(process.stderr)
         try:
