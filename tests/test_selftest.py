@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from amp.selftest import of_steps
 from amp.selftest.checks import Check, SkipError, all_checks, assert_same_bits
 from amp.selftest.running import results
 
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 CHECKS = all_checks()
 
@@ -68,6 +70,7 @@ def test_the_report_is_one_block_with_a_last_line(tmp_path: Path) -> None:
     assert all("PyYAML" in each["text"] for each in skipped)
 
 
+@pytest.mark.slow
 def test_whatever_a_check_does_the_next_one_runs() -> None:
     names = ("a figure", "slow", "wrong", "nothing", "dead", "a reason to skip")
     checks = [Check(name, lambda _: None, 3.0 if name == "slow" else 60.0, False) for name in names]
@@ -194,6 +197,62 @@ def test_a_wrong_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) ->
         except (AssertionError, SkipError) as error:
             failed += [check] if isinstance(error, AssertionError) else []
     assert failed
+
+
+PLANTED = [
+    (
+        "unscale",
+        "report(report_to, not_finite(y), 2)",
+        "report(report_to, y != y, 2)",
+        "kernels: overflow",
+    ),
+    ("l2norm", "bad_steps + index", "bad_steps", "kernels: overflow, bfloat16"),
+    ("language", "j, j < length, arguments", "j, j < length - 1, arguments", "kernels: axpby"),
+    ("language", "start, BLOCK).to", "start, BLOCK - 8).to", "kernels: master copy"),
+    ("split", "is_zero & (rest < 0)", "is_zero & (rest < -9)", "kernels: split16, bfloat16"),
+    ("update_scale", "good >= interval.to", "good > interval.to", "kernels: the loss scale"),
+    ("stepping", "(bits + noise) >> 16", "bits >> 16", "training: moments"),
+    ("stepping", "scale *= tl.load(clip)", "scale *= 1.0", "training: SGD"),
+    ("sgd", "(g + decay * p), moments", "g, moments", "training: SGD"),
+    ("quantize_tiles", "(i < M - m)", "(i < M - m - 1)", "fp8: quantized, 128x128"),
+    ("quantize_tiles", "subnormal = added", "subnormal = 1 + added", "fp8: quantized, 1x128"),
+]
+"""A module of kernels, what is to be replaced in it, by what, and the checks that are to see it."""
+SCRIPT = """
+import sys
+import torch
+from amp.selftest.checks import all_checks
+for name, check in all_checks().items():
+    if name.startswith(sys.argv[1]):
+        try:
+            check.run(torch.device("cpu"))
+        except AssertionError as error:
+            print("caught", error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(language.triton is None, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("module", "right", "wrong", "seen_by"), PLANTED)
+def test_a_wrong_kernel_of_triton_is_caught(
+    module: str, right: str, wrong: str, seen_by: str, tmp_path: Path
+) -> None:
+    for name in ("amp", "kernels", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
+    path = tmp_path / "kernels" / f"{module}.py"
+    source = path.read_text()
+    assert right in source
+    path.write_text(source.replace(right, wrong, 1))
+    variables = {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1", "AMP_KERNELS": "triton"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, seen_by],
+        cwd=tmp_path,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "caught" in done.stdout
 
 
 def test_differing_bits_are_named() -> None:
