@@ -93,6 +93,7 @@ def _joined(value: Any) -> Any:
 
 def norms_of(value: Tensor | TensorGroup) -> Tensor:
     """Return the norm of a tensor, or those of a group, `[n]`."""
-    if isinstance(value, Tensor):
-        return torch.linalg.vector_norm(value)
-    return torch.stack(torch._foreach_norm(value.tensors))
+    if isinstance(value, TensorGroup):
+        return torch.stack(torch._foreach_norm(value.tensors))
+    norm: Tensor = torch.linalg.vector_norm(value)
+    return norm

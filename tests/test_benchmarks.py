@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,15 @@ def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     run = plot(nothing, tmp_path / "nothing.svg")
     assert run.returncode == 1
     assert run.stderr.splitlines() == [f"no rows of bench_step.py in {nothing}"]
+
+
+def test_sets_for_a_gpu_fit_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    bench_kernels = importlib.import_module("bench_kernels")
+    assert list(bench_kernels.sets_for(80 * 2**30)) == ["ResNet-50", "GPT-2 XL", "flat 1e9"]
+    small = bench_kernels.sets_for(24 * 10**9)
+    assert list(small) == ["ResNet-50", "GPT-2 large", "flat 5e8"]
+    assert len(small["GPT-2 large"]) == 436
+    assert 0.77e9 < bench_kernels.elements_in(small["GPT-2 large"]) < 0.78e9
+    assert all(30 * bench_kernels.elements_in(shapes) < 24 * 10**9 for shapes in small.values())
+    assert list(bench_kernels.sets_for(8 * 10**9)) == ["ResNet-50"]

@@ -53,13 +53,13 @@ def _quantizes(granularity: Granularity, device: torch.device) -> Outcome:
         arguments = dtype, granularity
         found = quantize(x.to(device), *arguments, power_of_2=power_of_2, factor=there)
         plain = quantize(x, *arguments, power_of_2=power_of_2, factor=factor, backend="reference")
-        both = [_bits_of(found), _bits_of(plain)]
-        assert_same_bits(*both, f"{source} to {dtype}, {rows} rows")
-        bits += both[0]
+        of_found = _bits_of(found)
+        assert_same_bits(of_found, _bits_of(plain), f"{source} to {dtype}, {rows} rows")
+        bits += of_found
         if factor is None and rows == 128:
             half_step = 2.0 ** -(4 if dtype is DTYPES[0] else 3)
             values, largest = x.float().abs(), x.float().abs().max()
-            off = (both[0][1].cpu() - x.float()).abs()
+            off = (of_found[1].cpu() - x.float()).abs()
             is_near = off <= values * half_step + largest * 2.0**-9
             assert bool(is_near.all()), f"{source} to {dtype} is rounded too far"
     return Outcome(bits=bits)

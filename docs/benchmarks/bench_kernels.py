@@ -50,9 +50,8 @@ def resnet50() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def gpt2_xl() -> list[tuple[int, ...]]:
-    """The 580 parameters of GPT-2 XL, 1.56e9 elements."""
-    d = 1600
+def gpt2(d: int, layers: int) -> list[tuple[int, ...]]:
+    """The parameters of GPT-2: 1.56e9 elements for XL, 0.77e9 for large."""
     layer = [
         (d,),
         (d,),
@@ -67,14 +66,31 @@ def gpt2_xl() -> list[tuple[int, ...]]:
         (4 * d, d),
         (d,),
     ]
-    return [(50257, d), (1024, d), *(48 * layer), (d,), (d,)]
+    return [(50257, d), (1024, d), *(layers * layer), (d,), (d,)]
 
 
-SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
-    "ResNet-50": resnet50,
-    "GPT-2 XL": gpt2_xl,
-    "flat 1e9": lambda: [(10**9,)],
-}
+SETS: tuple[dict[str, list[tuple[int, ...]]], ...] = (
+    {"ResNet-50": resnet50()},
+    {"GPT-2 XL": gpt2(1600, 48), "GPT-2 large": gpt2(1280, 36)},
+    {"flat 1e9": [(10**9,)], "flat 5e8": [(5 * 10**8,)]},
+)
+"""The sets of tensors by name, each with a smaller one for GPUs with less memory."""
+BYTES = 30
+"""The memory that the largest contender takes for each element: AdamW with masters and temporaries."""
+
+
+def elements_in(shapes: list[tuple[int, ...]]) -> int:
+    """Return how many elements tensors of these shapes have."""
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def sets_for(memory: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return the largest sets that a GPU with so many bytes has room for."""
+    found = {}
+    for sets in SETS:
+        fitting = {name: each for name, each in sets.items() if BYTES * elements_in(each) <= memory}
+        found |= dict([*fitting.items()][:1])
+    return found
 
 
 class Contender(NamedTuple):
@@ -234,9 +250,8 @@ def gpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
         *("device µs", "kernels + copies", "host µs", "ratio"),
     ]
     yield ["2 GiB", "copy_", "", "torch", f"{rate / 1e9:.0f}", "100", "", "", "", ""]
-    for name, make in SETS.items():
-        shapes = make()
-        elements = sum(torch.Size(shape).numel() for shape in shapes)
+    for name, shapes in sets_for(torch.cuda.get_device_properties(device).total_memory).items():
+        elements = elements_in(shapes)
         for operation in operations(shapes, device):
             ours = None
             for contender in operation.contenders:
@@ -279,7 +294,7 @@ def cpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
     """Yield a header and the rows of ResNet-50's set, measured now."""
     torch.set_num_threads(1)
     shapes = resnet50()
-    elements = sum(torch.Size(shape).numel() for shape in shapes)
+    elements = elements_in(shapes)
     memory = torch.randn(elements)
     yield ["set", "operation", "B/param", "by", "GB/s", "x of in-place time", "process ms", "ratio"]
     for operation in operations(shapes, device):
