@@ -26,7 +26,8 @@ def add_to(commands: Any) -> None:
         "selftest",
         help="check in a minute that this machine computes what it should",
         description="Check in a minute that this machine computes what it should.",
-        epilog="examples:\n  reamp selftest\n  reamp selftest --device cpu --json",
+        epilog="examples:\n  reamp selftest\n  reamp selftest --device cpu --json\n"
+        "  TRITON_INTERPRET=1 reamp selftest --device cpu  # Triton's kernels, in some minutes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

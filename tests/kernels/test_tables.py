@@ -7,6 +7,7 @@ import math
 import runpy
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -500,3 +501,23 @@ def test_tensors_on_several_devices() -> None:
     unscale.unscale(tensors, tensors, HALF, found_inf)
     assert found_inf.item() == 1
     assert l2norm.l2norm(tensors[:3]).total.item() == pytest.approx(math.sqrt(15 * 0.25))
+
+
+def test_pinned_memory_that_the_replays_of_a_graph_read_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        pinned = tensor.clone()
+        made.append(weakref.ref(pinned))
+        return pinned
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    for stream in (0, None):  # None while a graph is captured
+        monkeypatch.setattr(tables, "stream_of", lambda device, stream=stream: stream)
+        tables.upload(torch.ones(3), torch.device("meta"))
+    assert made[0]() is None
+    kept = made[1]()
+    assert kept is not None
+    assert kept.tolist() == [1, 1, 1]
