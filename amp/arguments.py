@@ -242,12 +242,12 @@ def advise_on_devices(properties: Properties, models: Sequence[nn.Module]) -> It
     for device in sorted(devices, key=str):
         if device.type in ("mps", "xpu") and not kernels.backend.has_float64(device):
             yield f"{device} has no float64: learning rates and loss scales are computed in float32"
-        if device.type != "cuda" or torch.version.hip is not None:
+        if device.type != "cuda":
             continue
-        capability = torch.cuda.get_device_capability(device)
-        name = f"{device} (sm_{capability[0]}{capability[1]})"
+        capability, is_hip = torch.cuda.get_device_capability(device), torch.version.hip is not None
+        name = str(device) if is_hip else f"{device} (sm_{capability[0]}{capability[1]})"
         half = properties.cast_model_type, properties.patch_torch_functions_type
-        if torch.bfloat16 in half and capability < (8, 0):
+        if torch.bfloat16 in half and capability < (8, 0) and not is_hip:
             yield f"{name} emulates bfloat16, which is slow: take a level of float16, O1 or O2"
         if properties.fp8 is not None:
             recipe = properties.fp8.recipe

@@ -72,7 +72,11 @@ def _failure(device: torch.device) -> str | None:
     """Return why a kernel does not run on a device, or None if it does. The host does not wait."""
     try:
         launch(_one_kernel, 1, device, pointer=torch.empty(1, dtype=torch.int32, device=device))
+    except torch.OutOfMemoryError:  # which says nothing about Triton
+        raise
     except Exception as error:  # of the compiler, the driver, or gcc, which misses a header
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise
         lines = str(error).strip().splitlines() or [""]
         return f"Triton fails on {device} ({type(error).__name__}: {lines[-1][:300]})"
     return None

@@ -1,16 +1,20 @@
 """Arithmetic on many tensors at once, by torch's foreach operations.
 
-On a GPU one of them is a few launches for any number of tensors of any size.
+On a GPU one of them is a few launches for many tensors, and one more for each few million elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from amp.kernels.changes import Change
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -18,6 +22,19 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     found = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(found, list(tensors))
     return found
+
+
+def by_dtypes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> list[Change]:
+    """Return changes that copy sources into targets, one for each pair of dtypes.
+
+    On CUDA, torch before 2.11 writes a list of several dtypes as if all had the first one's.
+    """
+    pairs: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in zip(targets, sources, strict=True):
+        both = pairs[target.dtype, source.dtype]
+        both[0].append(target)
+        both[1].append(source)
+    return [functools.partial(torch._foreach_copy_, *both) for both in pairs.values()]
 
 
 class TensorGroup:

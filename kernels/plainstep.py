@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from amp.kernels.changes import Change, Changes
+from amp.kernels.changes import Change, Changes, at_once
 from amp.kernels.cpu_loop import plan_loop, suits_loop
-from amp.kernels.foreach import TensorGroup, norms_of, on_each
+from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
 from amp.kernels.rule import Formula, Prepared, StepArguments, Streams
@@ -30,6 +30,8 @@ LARGE = 2**16
 """The number of elements from which a tensor is not gathered with others."""
 SLICE = 2**16
 """The number of elements whose FP32 temporaries fit in a core's cache."""
+TEMPORARIES = 40
+"""How many bytes of temporaries a step takes for each element of tensors that are stepped together."""
 
 Noise = Callable[[int, int, Tensor], Tensor]
 """Returns random bits for the i-th tensor, for a pair of its moments, in the shape of a third
@@ -149,13 +151,18 @@ class Piece(NamedTuple):
 
 def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[list[Piece]]:
     """Yield the pieces to step together: a tensor, a slice of a large one, or several tensors."""
-    small = []
+    small: list[Piece] = []
+    elements, room = 0, _room_on(lists["param"][0].device)
     for i in indices:
         # A write through `.data` changes no version: autograd is told of the whole step once.
         one = {name: tensors[i].data for name, tensors in lists.items()}
         size = one["param"].numel()
         if not is_on_cpu(one["param"]) or (size < LARGE and not are_whole):
+            if small and elements + size > room:
+                yield small
+                small, elements = [], 0
             small.append(Piece(i, one))
+            elements += size
         elif are_whole or not are_flat(list(one.values())):
             yield [Piece(i, one)]
         else:
@@ -163,6 +170,14 @@ def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator
                 yield [Piece(i, one, first, min(SLICE, size - first))]
     if small:
         yield small
+
+
+def _room_on(device: torch.device) -> float:
+    """Return for how many elements the temporaries of a step fit in the memory that is free."""
+    if device.type != "cuda":
+        return math.inf
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + cached) / TEMPORARIES
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
@@ -190,7 +205,7 @@ def _work_out(
             targets += parts
             is_flat = isinstance(result, Tensor)
             sources.extend(_unflatten_dense_tensors(result, parts) if is_flat else result)
-    return functools.partial(torch._foreach_copy_, targets, sources)
+    return functools.partial(at_once, *by_dtypes(targets, sources))
 
 
 def _as_one(each: Sequence[Streams]) -> Streams:

@@ -16,8 +16,8 @@ a layout, from torch 2.10 on; before, these are emulated. On a GPU torch takes f
 CPU; this module refuses the others on every device. Native products of rows are computed in bfloat16
 and then cast, but for sm_90 with CUDA 12.9. Where scales are powers of 2, the emulation on a CPU equals
 torch's `_scaled_mm` without AMX bit for bit; where those of blocks are not, strips of 128 columns are
-summed first and then scaled. bfloat16 holds FP8 values exactly, so on GPUs the emulation multiplies in
-bfloat16, from torch 2.8 on; before, in float32.
+summed first and then scaled. bfloat16 holds FP8 values exactly, so on CUDA the emulation multiplies in
+bfloat16, from torch 2.8 on; before, and on ROCm, in float32.
 """
 
 from __future__ import annotations
@@ -150,12 +150,20 @@ def way_of(device: torch.device, a: Granularity, b: Granularity) -> str:
         return "native" if is_known and a in ("tensor", "row") else "emulated"
     capability = torch.cuda.get_device_capability(device)
     if a in ("tensor", "row"):
-        return "native" if capability >= (8, 9) else "emulated"
+        since = _rows_since(capability) if a == "row" else "2.6"
+        return "native" if capability >= (8, 9) and torch.__version__ >= since else "emulated"
     if a == "1x32":
         return "native" if capability >= (10, 0) else "emulated"
     if capability[0] == 9:
         return "native" if _cuda() >= (12, 9) else "emulated"
     return "as 1x32" if capability >= (10, 0) else "emulated"
+
+
+def _rows_since(capability: tuple[int, int]) -> str:
+    """Return the first torch that multiplies matrices with scales for rows on a GPU."""
+    if capability[0] == 9:
+        return "2.6"
+    return "2.7" if capability == (8, 9) else "2.9"
 
 
 def _cuda() -> tuple[int, ...]:
@@ -190,7 +198,7 @@ def emulated(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """Return a times the transpose of b in float32; both are exact in bfloat16."""
-    if a.device.type == "cuda" and HAS_MM_DTYPE:
+    if a.device.type == "cuda" and HAS_MM_DTYPE and torch.version.hip is None:
         low_a, low_b = a.to(torch.bfloat16), b.to(torch.bfloat16)
         return torch.mm(low_a, low_b.t(), out_dtype=torch.float32)
     return a.float() @ b.float().t()  # TF32 holds bfloat16 exactly, if the user allows it

@@ -129,8 +129,10 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
     device = tensors[0].device
     here = to_device(factor, device)
     if not _torch_can_check(device, tensors[0].dtype):
-        for tensor in tensors:  # in place, torch on CUDA would round the factor to bfloat16
-            tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * here[0])
+        # In place, torch on CUDA would round the factor to bfloat16.
+        wide = copies(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
+        torch._foreach_mul_(wide, here[0])
+        torch._foreach_copy_(tensors, wide)
         if found_inf is not None:
             check_reference(tensors, None, found_inf)
         return
@@ -172,9 +174,10 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_i
 
 def _extremes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return numbers among which is the largest magnitude of each tensor, and NaN if it has one."""
-    if tensors[0].device.type == "cpu":
-        return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
-    return torch._foreach_norm(list(tensors), torch.inf)  # slow on the CPU, few launches elsewhere
+    if tensors[0].device.type in ("cuda", "meta"):
+        return torch._foreach_norm(list(tensors), torch.inf)
+    # This norm is slow on the CPU, and leaves out NaNs on MPS.
+    return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
 
 
 def _is_at_most_one(factor: Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -41,6 +42,13 @@ def slow(device: torch.device) -> None:
 def dead(device: torch.device) -> None:
     print("the last words", file=sys.stderr, flush=True)
     os._exit(7)
+
+
+@check("leaves a child")
+def leaves(device: torch.device) -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], stdout=subprocess.DEVNULL)
+    os.write(2, b"not \xff UTF-8\n")
+    os._exit(3)
 
 
 if __name__ == "__main__":

@@ -266,6 +266,15 @@ def test_an_input_that_is_written_through_data_is_quantized_again(recipe: str) -
     assert torch.equal(model.third(x), expected)
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_leaves_are_not_shared_where_their_values_are_not_compared(place: str) -> None:
+    """A static buffer that is refilled through `.data`, or by a collective, has a new batch in it."""
+    leaf = torch.ones(2, device=place)
+    assert fp8_linear._counts_writes(leaf) is (place == "cpu")
+    assert not fp8_linear._counts_writes(leaf.clone().requires_grad_())
+    assert fp8_linear._counts_writes(leaf.clone().requires_grad_() * 1)
+
+
 def test_streams_and_graphs_share_no_quantized_input(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = initialize(net(), "O5", "current")
     x = torch.randn(4, WIDTH, requires_grad=True).bfloat16()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from amp.errors import AmpValueError
 from amp.kernels import (
     adam,
     axpby,
@@ -29,7 +31,7 @@ from amp.kernels import (
     unscale,
 )
 from amp.kernels import split as splitting
-from amp.selftest import of_steps
+from amp.selftest import commands, of_steps
 from amp.selftest.checks import Check, SkipError, all_checks, assert_same_bits
 from amp.selftest.running import results
 
@@ -82,6 +84,24 @@ def test_whatever_a_check_does_the_next_one_runs() -> None:
     assert found["wrong"]["text"] == "AssertionError: element 3 is 1.0 and not 2.0"
     assert found["dead"]["text"] == "its process ended with exit status 7: the last words"
     assert found["a reason to skip"]["text"] == "there is no GPU"
+
+
+@pytest.mark.slow
+def test_a_process_that_another_one_keeps_open_is_not_waited_for() -> None:
+    """As a compiler may that a dead process has started."""
+    checks = [Check(name, lambda _: None, 60.0, False) for name in ("leaves a child", "a figure")]
+    before = time.perf_counter()
+    found = list(results(checks, "cpu", "tests.selftest_child"))
+    assert [each["status"] for each in found] == ["FAIL", "PASS"]
+    assert found[0]["text"].endswith("not \ufffd UTF-8")
+    assert time.perf_counter() - before < 300
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:99", "gpu"])
+def test_a_device_that_cannot_be_checked_is_refused(device: str) -> None:
+    with pytest.raises(AmpValueError, match=rf"--device {device} is none of those to check: .*cpu"):
+        commands._chosen(device)
+    assert commands._chosen("cpu") == "cpu"
 
 
 # Wrong kernels, each caught by a check.

@@ -211,9 +211,7 @@ def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Qu
     if stream is None:  # compiled, or captured in a graph, whose replays change no version
         return layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
     iteration = None if layer.history is None else (id(layer.history), layer.history.iteration)
-    # Torch counts no writes in inference mode, and scripts write through `.data` to leaves alone.
-    is_counted = not (x.is_inference() or (x.is_leaf and x.requires_grad))
-    version = x._version if is_counted else None
+    version = x._version if _counts_writes(x) else None
     key = (version, x.data_ptr(), stream, layer.recipe, iteration, by_column, sees)
     is_same = _latest.of is not None and _latest.of() is x and _latest.key == key
     sample = rows.reshape(-1)[:: rows.numel() // _SAMPLE + 1] if x.device.type == "cpu" else None
@@ -227,6 +225,17 @@ def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Qu
     _latest.key, _latest.number, _latest.result = key, number, result
     _latest.sample = None if sample is None else sample.clone()
     return result
+
+
+def _counts_writes(x: Tensor) -> bool:
+    """Whether torch counts what is likely to write to a tensor.
+
+    It counts nothing in inference mode. Scripts and libraries write to leaves in ways that it does not
+    count: through `.data`, by collectives, from other frameworks. On the CPU values are compared.
+    """
+    if x.is_leaf and (x.requires_grad or x.device.type != "cpu"):
+        return False
+    return not x.is_inference()
 
 
 def _is_equal(sample: Tensor | None, other: Tensor | None) -> bool:

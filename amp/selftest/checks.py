@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp.kernels import backend
+
 
 class SkipError(Exception):
     """A check does not apply here; the text says why."""
@@ -70,6 +72,12 @@ def needs_gpu(device: torch.device, what: str) -> None:
     """Raise SkipError on a CPU, which does not have `what`."""
     if device.type != "cuda":
         raise SkipError(f"needs a GPU: {what}")
+
+
+def needs_triton(device: torch.device, otherwise: str) -> None:
+    """Raise SkipError where plain torch steps, which makes the host wait."""
+    if not backend.uses_triton(device):
+        raise SkipError(f"plain torch runs, and makes the host wait: {otherwise}")
 
 
 def assert_same_bits(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:

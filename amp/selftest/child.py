@@ -19,6 +19,8 @@ from amp.selftest.checks import Outcome, SkipError, all_checks
 
 def main(device: str, names: Sequence[str]) -> None:
     """Run the checks of these names on a device, in this order."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
     with _only_ours() as stream:
         for name in names:
             print(json.dumps(_result(name, torch.device(device))), file=stream, flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from amp.errors import AmpValueError
 from amp.numerics.text import Printer
 from amp.selftest.checks import all_checks
 from amp.selftest.running import results
@@ -41,7 +42,7 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from amp.about import environment
 
-    device = arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = _chosen(arguments.device)
     checks = [each for each in all_checks().values() if arguments.full or not each.is_full]
     printer, before = Printer(), time.perf_counter()
     found: list[dict[str, Any]] = []
@@ -70,6 +71,22 @@ def _run(arguments: argparse.Namespace) -> int:
         printer.line(f"digest: {_digest(found)}")
         printer.line(summary)
     return int(counts["FAIL"] > 0)
+
+
+def _chosen(named: str | None) -> str:
+    """Return the device to check.
+
+    Raises:
+        AmpValueError: there is no such device, or it is neither a CUDA or ROCm GPU nor the CPU.
+    """
+    count = torch.cuda.device_count()
+    there = [*(f"cuda:{i}" for i in range(count)), "cpu"]
+    if named is None:
+        return there[0]
+    device = "cuda:0" if named == "cuda" else named
+    if device not in there:
+        raise AmpValueError(f"--device {named} is none of those to check: {', '.join(there)}")
+    return device
 
 
 def _print(printer: Printer, result: dict[str, Any]) -> None:

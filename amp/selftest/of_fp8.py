@@ -27,8 +27,10 @@ def _matrix(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 1, columns)
 
 
-def _by_row(x: Tensor, dtype: torch.dtype, granularity: Granularity) -> Operand:
-    operand = quantize(x, dtype, granularity, by_column=False).by_row
+def _by_row(
+    x: Tensor, dtype: torch.dtype, granularity: Granularity, power_of_2: bool = True
+) -> Operand:
+    operand = quantize(x, dtype, granularity, by_column=False, power_of_2=power_of_2).by_row
     assert operand is not None
     return operand
 
@@ -76,12 +78,14 @@ def _bits_of(quantized: Quantized) -> list[Tensor]:
     return [*found, *(each for each in (quantized.amax, quantized.factor) if each is not None)]
 
 
-def _multiplies(pair: tuple[Granularity, Granularity], device: torch.device) -> Outcome:
+def _multiplies(
+    pair: tuple[Granularity, Granularity], power_of_2: bool, device: torch.device
+) -> Outcome:
     way, bits = way_of(device, *pair), []
     for rows in ROWS:
         for out_dtype in OUT_DTYPES:
-            a = _by_row(_matrix(rows, 256, 1).to(device), DTYPES[0], pair[0])
-            b = _by_row(_matrix(128, 256, 2).to(device), DTYPES[0], pair[1])
+            a = _by_row(_matrix(rows, 256, 1).to(device), DTYPES[0], pair[0], power_of_2)
+            b = _by_row(_matrix(128, 256, 2).to(device), DTYPES[0], pair[1], power_of_2)
             found = scaled_mm(a, b, out_dtype)
             exact = dequantize(a).double() @ dequantize(b).double().t()
             assert found.dtype is out_dtype, f"the result is {found.dtype}"
@@ -100,4 +104,6 @@ for _granularity in ("tensor", "row", "1x128", "128x128", "1x32"):
     CHECKS[_name] = Check(_name, functools.partial(_quantizes, _granularity), 60, False)
 for _pair in PAIRS:
     _name = f"fp8: products, {' by '.join(_pair)}"
-    CHECKS[_name] = Check(_name, functools.partial(_multiplies, _pair), 60, False)
+    CHECKS[_name] = Check(_name, functools.partial(_multiplies, _pair, True), 60, False)
+_name = f"fp8: products, {' by '.join(PAIRS[2])}, any scales"
+CHECKS[_name] = Check(_name, functools.partial(_multiplies, PAIRS[2], False), 60, False)

@@ -49,7 +49,8 @@ def _launch(device: torch.device) -> Outcome:
         return Outcome("Triton's interpreter" if language.INTERPRETED else "Triton")
     if device.type == "cpu":
         return Outcome("plain torch, as on every CPU")
-    raise SkipError(f"plain torch runs: {backend.obstacle(device)}")
+    asked = backend.requested()[0] or language.INTERPRETED
+    raise SkipError(f"plain torch runs: {'as asked' if asked else backend.obstacle(device)}")
 
 
 def _unscale(dtype: torch.dtype, device: torch.device) -> Outcome:
@@ -118,8 +119,9 @@ def _l2norm(dtype: torch.dtype, device: torch.device) -> Outcome:
 
 def _master_copy(dtype: torch.dtype, device: torch.device) -> Outcome:
     sources = tensors_on(device, torch.float32, 5)
-    ties = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**15 + 2**14
-    sources.append(ties.view(torch.float32).to(device))
+    whole = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    for bits in (whole * 2**16 + 2**15, whole * 2**13 + 2**12 + (120 << 23)):  # ties of both dtypes
+        sources.append(bits.view(torch.float32).to(device))
     targets = [torch.empty_like(source, dtype=dtype) for source in sources]
     master_copy.master_copy(sources, targets)
     assert_same_bits(

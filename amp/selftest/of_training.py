@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from amp.kernels import adam, language, stepping
-from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits, check, needs_gpu
+from amp.selftest.checks import (
+    CHECKS,
+    Check,
+    Outcome,
+    SkipError,
+    assert_same_bits,
+    check,
+    needs_gpu,
+    needs_triton,
+)
 from amp.selftest.of_steps import GROUP, SCALE, Run, gradients, starting
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7")
@@ -26,6 +35,7 @@ def _level(level: str, device: torch.device) -> Outcome:
     except ImportError:
         raise SkipError("PyYAML, which reads the levels, is missing") from None
     import amp
+    from amp.arguments import advise_on_devices
     from amp.optimizers import FusedAdam
 
     torch.manual_seed(0)
@@ -35,8 +45,8 @@ def _level(level: str, device: torch.device) -> Outcome:
     optimizer: Any = FusedAdam(model.parameters(), lr=1e-2)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(device)
     skipped, losses = [], []
-    with warnings.catch_warnings(record=True) as said, amp.Session(level, verbosity=0) as session:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(), amp.Session(level, verbosity=0) as session:
+        warnings.simplefilter("ignore")
         model, optimizer = session.initialize(model, optimizer)
         checks = bool(session.properties.loss_scaling.check)
         for i in range(5):
@@ -52,7 +62,7 @@ def _level(level: str, device: torch.device) -> Outcome:
     assert skipped == [i == 2 and checks for i in range(5)], f"skipped steps: {skipped}"
     assert all(map(math.isfinite, losses)), f"losses: {losses}"
     assert losses[-1] < 0.95 * losses[0], f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
-    notes = [str(each.message) for each in said if "emulated" in str(each.message)]
+    notes = [each for each in advise_on_devices(session.properties, [model]) if "emulate" in each]
     return Outcome("; ".join([f"loss {losses[0]:.3f} to {losses[-1]:.3f}", *notes]))
 
 
@@ -93,6 +103,7 @@ def _waits(device: torch.device) -> Outcome:
     micros = _host_times(device, optimizer.step)
     figure = f"{micros:.0f} us for 161 tensors"
     needs_gpu(device, f"to see whether the host waits; a step takes {figure}")
+    needs_triton(device, f"a step takes {figure}")
     before = torch.cuda.get_sync_debug_mode()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -110,6 +121,7 @@ def _waits(device: torch.device) -> Outcome:
 @check("graphs: a captured step", 60)
 def _captured(device: torch.device) -> None:
     needs_gpu(device, "CUDA graphs")
+    needs_triton(device, "a step cannot be captured")
     grads = gradients(0, device)
     runs: Sequence[Run] = [starting(adam.ADAM, "masters", device) for _ in range(2)]
 
@@ -119,6 +131,7 @@ def _captured(device: torch.device) -> None:
 
     inv_scale = torch.full((1,), 1 / SCALE, device=device)
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for run in runs:
             take(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -15,8 +16,8 @@ from typing import IO, Any
 from amp.kernels.language import INTERPRETED
 from amp.selftest.checks import Check
 
-STARTING = 120.0
-"""How many seconds a process may take before its first check, to import torch."""
+STARTING, ENDING = 120.0, 10.0
+"""How many seconds a process may take before its first check, to import torch, and to end."""
 
 
 def results(
@@ -49,35 +50,38 @@ def _of_one_process(checks: Sequence[Check], device: str, child: str) -> Iterato
     command = [sys.executable, "-m", child, device, names]
     # Whoever asks for Triton's interpreter here wants its kernels checked.
     variables = {"AMP_KERNELS": "triton"} if INTERPRETED and device == "cpu" else {}
-    with subprocess.Popen(
+    process = subprocess.Popen(  # no `with`, which would wait for a process that is stuck in a driver
         command,
         env={**variables, **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as process:
-        lines, errors = _Lines(process.stdout), _Lines(process.stderr)
-        try:
-            for i, each in enumerate(checks):
-                before, limit = time.perf_counter(), each.seconds + (0 if i else STARTING)
-                result: dict[str, Any] = {"name": each.name, "status": "FAIL", "bits": ""}
-                try:
-                    line = lines.queue.get(timeout=limit)
-                except queue.Empty:
-                    result["text"] = f"it took longer than {each.seconds:.0f} s"
-                else:
-                    if line is not None:
-                        yield json.loads(line)
-                        continue
-                    result["text"] = (
-                        f"its process ended with exit status {process.wait()}: {errors.last()}"
-                    )
-                yield {**result, "seconds": time.perf_counter() - before}
-                return
-        finally:
-            process.kill()
-            lines.join()
-            errors.join()
+        errors="replace",
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    lines, errors = _Lines(process.stdout), _Lines(process.stderr)
+    try:
+        for i, each in enumerate(checks):
+            before, limit = time.perf_counter(), each.seconds + (0 if i else STARTING)
+            result: dict[str, Any] = {"name": each.name, "status": "FAIL", "bits": ""}
+            try:
+                line = lines.queue.get(timeout=limit)
+            except queue.Empty:
+                result["text"] = f"it took longer than {each.seconds:.0f} s"
+            else:
+                if line is not None:
+                    yield json.loads(line)
+                    continue
+                result["text"] = f"its process ended with exit status {process.wait()}: {errors.last()}"
+            yield {**result, "seconds": time.perf_counter() - before}
+            return
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING)
+        lines.join(1.0)
+        errors.join(1.0)
 
 
 class _Lines(threading.Thread):
@@ -87,7 +91,7 @@ class _Lines(threading.Thread):
         queue: has the lines of the stream, and None at its end.
     """
 
-    def __init__(self, stream: IO[str] | None) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         super().__init__(daemon=True)
         self.queue: queue.Queue[str | None] = queue.Queue()
         self._stream = stream
@@ -95,12 +99,13 @@ class _Lines(threading.Thread):
 
     def run(self) -> None:
         """Read to the end."""
-        for line in self._stream or ():
-            self.queue.put(line)
+        with self._stream as stream:
+            for line in stream:
+                self.queue.put(line)
         self.queue.put(None)
 
     def last(self) -> str:
-        """Return the last line, once the stream has ended."""
-        self.join()
-        lines = [line.strip() for line in iter(self.queue.get_nowait, None) if line and line.strip()]
+        """Return the last line; another process may keep the stream open, and is not waited for."""
+        self.join(ENDING)
+        lines = [line.strip() for line in list(self.queue.queue) if line and line.strip()]
         return lines[-1] if lines else "without a word"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp.kernels import axpby, cpu_loop, l2norm, master_copy, plainstep, unscale
 from amp.kernels.adagrad import ADAGRAD
 from amp.kernels.adam import ADAM
+from amp.kernels.foreach import by_dtypes
 from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
@@ -136,6 +138,38 @@ def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
     assert all(map(torch.equal, *found))
     # Halves are worked out in integers, and each tensor has a generator of its own for its noise.
     assert launches.count <= (135 if low or state_dtype else 40)
+
+
+def test_lists_are_copied_by_dtype() -> None:
+    """CUDA writes a list of several dtypes as if all had the first one's, in torch before 2.11."""
+    targets = [torch.zeros(3, dtype=dtype) for dtype in (F32, F16, F32, BF16)]
+    sources = [torch.full((3,), float(i)) for i in range(4)]
+    lists: list[list[torch.dtype]] = []
+    for change in by_dtypes(targets, sources):
+        lists.append([x.dtype for x in change.args[0]])  # type: ignore[attr-defined]
+        change()
+    assert lists == [[F32, F32], [F16], [BF16]]
+    assert [x.tolist() for x in targets] == [[float(i)] * 3 for i in range(4)]
+
+
+def test_tensors_are_stepped_together_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, numbers = RULES["adam"]
+    whole = Tensors(rule, F16).run(rule, numbers, "reference")
+    counts: list[int] = []
+    as_one = plainstep._as_one
+
+    def note(each: Any) -> Any:
+        counts.append(len(each))
+        return as_one(each)
+
+    monkeypatch.setattr(plainstep, "is_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(plainstep, "_as_one", note)
+    for room, expected in ((math.inf, [6, 1]), (90_000, [1, 5, 1]), (1, 7 * [1])):
+        monkeypatch.setattr(plainstep, "_room_on", lambda device, room=room: room)
+        counts.clear()
+        found = Tensors(rule, F16).run(rule, numbers, "reference")
+        assert all(map(torch.equal, found, whole))
+        assert counts == 3 * expected
 
 
 @pytest.mark.parametrize("operation", ["check", "unscale", "l2norm", "axpby", "master_copy"])

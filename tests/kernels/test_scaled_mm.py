@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from amp.kernels import scaled_mm as module
 from amp.kernels.fp8 import DTYPES, Granularity, Operand, dequantize
@@ -186,12 +187,33 @@ def test_without_scaled_mm_blocks_are_emulated(
     assert (set(layout.values()) != {"emulated"}) is is_new
 
 
+@pytest.mark.parametrize(
+    ("torch_version", "native_on"),
+    [
+        ("2.6.0", {"sm_90"}),
+        ("2.7.1", {"sm_89", "sm_90"}),
+        ("2.8.0", {"sm_89", "sm_90"}),
+        ("2.9.0", None),
+    ],
+)
+def test_rows_are_multiplied_natively_where_torch_can(
+    gpu: str, torch_version: str, native_on: set[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
+    device = torch.device("cuda", 0)
+    is_native = gpu != "sm_80" and (native_on is None or gpu.partition(",")[0] in native_on)
+    assert module.way_of(device, "row", "row") == ("native" if is_native else "emulated")
+    assert module.way_of(device, "tensor", "tensor") == ("emulated" if gpu == "sm_80" else "native")
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
 @pytest.mark.parametrize("has_dtype", [False, True])
 def test_on_a_gpu_products_are_emulated_in_what_torch_has(
-    has_dtype: bool, monkeypatch: pytest.MonkeyPatch
+    has_dtype: bool, hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with torch 2.6 and 2.7, which multiply 16-bit matrices into 16 bits alone."""
+    """torch 2.6 and 2.7, and ROCm, multiply 16-bit matrices into 16 bits alone."""
     monkeypatch.setattr(module, "HAS_MM_DTYPE", has_dtype)
+    monkeypatch.setattr(torch.version, "hip", hip)
     given: list[dict[str, Any]] = []
     mm = torch.mm
 
@@ -203,7 +225,7 @@ def test_on_a_gpu_products_are_emulated_in_what_torch_has(
     with FakeTensorMode():
         a = torch.empty(16, 128, dtype=E4M3, device="cuda")
         assert module._mm(a, a).dtype is torch.float32
-    assert given == ([{"out_dtype": torch.float32}] if has_dtype else [])
+    assert given == ([{"out_dtype": torch.float32}] if has_dtype and hip is None else [])
 
 
 @pytest.mark.parametrize("pair", [("1x128", "128x128"), ("1x128", "1x128")])
