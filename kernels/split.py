@@ -100,7 +100,9 @@ def decode_block(weight, low):
             master = tl.where(magnitude < 0x400, small, normal)
             master = tl.where((magnitude == 0x7C00) & (rest == 0x7FFF), float("inf"), master)
             master = tl.where(magnitude > 0x7C00, float("nan"), master)
-            master = tl.where(high < 0, -1.0 * master, master)  # 0 - 0, which Triton makes of -0, is +0
+            # By bits: Triton makes 0 - x of -x, and of 0.0 so 0.0.
+            signed = master.to(tl.int32, bitcast=True) | (high >> 31 << 31)
+            master = signed.to(tl.float32, bitcast=True)
     return master
 
 
