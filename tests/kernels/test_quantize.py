@@ -72,7 +72,7 @@ def test_every_bfloat16_is_rounded_as_the_format_says(
     dtype: torch.dtype, factor: float, device: torch.device
 ) -> None:
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = bits[bits.isfinite()].reshape(-1, 16).to(device)
+    x = bits[bits.isfinite()].reshape(-1, 128).to(device)
     given = torch.tensor(factor, device=device)
     found = quantize(x, dtype, "tensor", factor=given, by_column=False).by_row
     assert found is not None
