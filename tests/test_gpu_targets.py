@@ -18,9 +18,9 @@ TARGETS = {"test-gpu-kernels": 400, "test-gpu-training": 40, "test-gpu-ops": 150
 
 def command_of(target: str) -> list[str]:
     """Return the words of the one command of a target, after `pytest`."""
-    printed = subprocess.run(
-        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "-n", "--no-print-directory", target]
+    printed = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
     words = shlex.split(printed.stdout)
     return words[words.index("pytest") + 1 :]
 
