@@ -32,6 +32,21 @@ if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which wa
 
 torch.set_num_threads(1)  # the tests' tensors are too small for more
 
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    replace_language, replaced_for = interpreter._patch_lang, set[str]()
+
+    def call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.fn.__module__ not in replaced_for:
+            replaced_for.add(function.fn.__module__)
+            replace_language(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    # Triton replaces its language for each launch, and again for each call inside of it, which takes a
+    # third of the time.
+    interpreter.InterpretedFunction.__call__ = call_device_function
+
 PATCHED_PLACES = (
     torch,
     torch.nn.functional,
