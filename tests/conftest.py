@@ -35,6 +35,7 @@ torch.set_num_threads(1)  # the tests' tensors are too small for more
 if INTERPRETED:
     from triton.runtime import interpreter
 
+    interpreted: Any = interpreter.InterpretedFunction
     replace_language, replaced_for = interpreter._patch_lang, set[str]()
 
     def call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +46,7 @@ if INTERPRETED:
 
     # Triton replaces its language for each launch, and again for each call inside of it, which takes a
     # third of the time.
-    interpreter.InterpretedFunction.__call__ = call_device_function
+    interpreted.__call__ = call_device_function
 
 PATCHED_PLACES = (
     torch,
