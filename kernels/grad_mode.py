@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -37,3 +38,11 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
             _set_grad_enabled(before)  # again: an interrupt may have come before
 
     return wrapper
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Return a context that leaves inference mode for its block, and does nothing where that is off.
+
+    After an interrupt torch's switch is left late, and restores the grad mode in which it was entered.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amp import active
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import warn
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.grad_mode import outside_inference_mode, without_grad
 from amp.masters.master_values import master_of, values_of
 from amp.patching import Patch
 
@@ -156,7 +156,7 @@ class _Exact:
         self, lerp_: Callable[..., Any], average: Tensor, towards: Tensor, weight: float
     ) -> Tensor:
         """Move the FP32 values of an average, and round them into it. No host sync."""
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             exact = self._values(average)
             is_known = exact.to(average.dtype) == average  # else the user wrote to it
             exact.copy_(torch.where(is_known, exact, average.float()))

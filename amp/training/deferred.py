@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp.casting.regions import ThreadState
 from amp.distributed import is_sharded
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.grad_mode import outside_inference_mode, without_grad
 from amp.kernels.tensor_lists import TensorList, local
 from amp.lazy import kernels
 from amp.training.parameter_lists import ParameterLists
@@ -54,7 +54,7 @@ class Unscaling:
 
     @without_grad
     def _unscaled(self) -> Sequence[Tensor]:
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return unscaled(self._grads.now(), self._inv_scale)
 
     @property
