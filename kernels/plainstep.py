@@ -152,7 +152,9 @@ class Piece(NamedTuple):
 def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[list[Piece]]:
     """Yield the pieces to step together: a tensor, a slice of a large one, or several tensors."""
     small: list[Piece] = []
-    elements, room = 0, _room_on(lists["param"][0].device)
+    elements, room = 0, math.inf
+    if indices:
+        room = _room_on(lists["param"][indices[0]].device)
     for i in indices:
         # A write through `.data` changes no version: autograd is told of the whole step once.
         one = {name: tensors[i].data for name, tensors in lists.items()}

@@ -172,6 +172,20 @@ def test_tensors_are_stepped_together_as_far_as_memory_goes(monkeypatch: pytest.
         assert counts == 3 * expected
 
 
+def test_room_is_asked_of_the_device_of_what_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def room_on(device: torch.device) -> float:
+        asked.append(device)
+        return math.inf
+
+    monkeypatch.setattr(plainstep, "_room_on", room_on)
+    lists = {"param": [torch.ones(3), torch.ones(3, device="meta")]}
+    assert [len(pieces) for pieces in plainstep._pieces(lists, [1], are_whole=False)] == [1]
+    assert list(plainstep._pieces(lists, [], are_whole=False)) == []
+    assert asked == [torch.device("meta")]
+
+
 @pytest.mark.parametrize("operation", ["check", "unscale", "l2norm", "axpby", "master_copy"])
 def test_operations_on_many_tensors_take_few_launches(operation: str) -> None:
     halves = [torch.ones(i, dtype=F16, device="meta") for i in range(1, 201)]
