@@ -5,25 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from amp.kernels.rule import Numbers, Rule
+from amp.selftest import of_steps
 
-GROUP: dict[str, Any] = {
-    "lr": 1e-2,
-    "lr_decay": 0.01,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
-    "bias_correction": True,
-    "decoupled_weight_decay": True,
-    "adam_w_mode": True,
-    "adagrad_w_mode": False,
-    "wd_after_momentum": False,
-    "grad_averaging": True,
-    "reg_inside_moment": False,
-    "use_nvlamb": False,
-}
+GROUP: dict[str, Any] = {**of_steps.GROUP, "betas": (0.9, 0.999), "nesterov": False}
 """What any rule asks of a group."""
 
 
