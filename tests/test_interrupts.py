@@ -127,6 +127,17 @@ def test_an_interrupt_leaves_autograd_as_it_was(
         assert was_enabled, interrupter.place
 
 
+def test_a_look_at_gradients_does_not_switch_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interrupt torch switches it back late, and autograd with it."""
+    model, optimizer, x, _ = make("O2", amp.optimizers.FusedAdam)
+
+    def refuse(mode: bool = True) -> None:
+        raise AssertionError("inference mode is switched")
+
+    monkeypatch.setattr(torch, "inference_mode", refuse)
+    look_at_gradients(model, optimizer, x)
+
+
 class Units:
     """A run whose state can be compared: one optimizer, two parameters, a block and a step."""
 
