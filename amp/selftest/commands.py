@@ -25,8 +25,8 @@ def add_to(commands: Any) -> None:
     """Add the command to the program."""
     parser = commands.add_parser(
         "selftest",
-        help="check in a minute that this machine computes what it should",
-        description="Check in a minute that this machine computes what it should.",
+        help="check that this machine computes what it should",
+        description="Check that this machine computes what it should.",
         epilog="examples:\n  reamp selftest\n  reamp selftest --device cpu --json\n"
         "  TRITON_INTERPRET=1 reamp selftest --device cpu  # Triton's kernels, in some minutes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
