@@ -20,6 +20,7 @@ _NAMES = {
     "casting.sharded": "fsdp_policy",
     "dcp": "get_state_dict set_state_dict",
     "diagnosis.diagnose": "diagnose",
+    "diagnosis.watching": "watch",
     "errors": "AmpError AmpWarning",
     "frontend": (
         "Stateful get_session history initialize load_state_dict loss_scale master_params "

@@ -13,6 +13,7 @@ from amp.casting.sharded import fsdp_policy as fsdp_policy
 from amp.dcp import get_state_dict as get_state_dict
 from amp.dcp import set_state_dict as set_state_dict
 from amp.diagnosis.diagnose import diagnose as diagnose
+from amp.diagnosis.watching import watch as watch
 from amp.errors import AmpError as AmpError
 from amp.errors import AmpWarning as AmpWarning
 from amp.frontend import Stateful as Stateful
@@ -106,4 +107,5 @@ __all__ = [
     "set_state_dict",
     "state_dict",
     "step_was_skipped",
+    "watch",
 ]

@@ -27,7 +27,7 @@ class OverflowLog(Observer):
                     scaler.loss_id,
                     row.next_scale,
                 )
-        scaler.recorder.warn_if_endless()
+        scaler.recorder.warn_if_endless(session.properties.diagnose is not None)
 
     def step_ends(self, attached: AttachedOptimizer) -> None:
         """Note in the record of each scaler which of its updates this step belongs to. No host sync."""

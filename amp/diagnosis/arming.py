@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp import distributed
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import gathered, named_models
+from amp.diagnosis.diagnose import gathered, named_models, open_scale
 from amp.diagnosis.findings import Report
-from amp.diagnosis.trace import Trace
+from amp.diagnosis.shadow import Shadow
 from amp.observers import Observer, watch_forwards
 from amp.training.scaler import LossScaler
 
+logger = logging.getLogger("amp")
+
+TRIES = 8
+"""How many iterations are watched after a streak, until something is found."""
 LAG = 8
 """After so many steps the host of every rank is sure to know of a streak."""
 
 
 class Armed(Observer):
-    """Watches a step of a session's models, from a forward to the end of the next `scale_loss`.
+    """Watches an iteration of a session: from a forward on, until all of its optimizers have stepped.
+
+    If nothing was found, it watches the next one, up to `TRIES` times: with several losses or
+    optimizers another one may overflow in each.
 
     All ranks watch the same step, because each waits `LAG` steps before it acts on a streak that the
     device has found.
@@ -39,8 +47,9 @@ class Armed(Observer):
         self._session = weakref.ref(session)
         self._tell = tell or self._log
         self._stop: Callable[[], None] | None = None
-        self._trace: Trace | None = None
-        self._scale: Tensor | None = None
+        self._shadow: Shadow | None = None
+        self._stepped: set[int] = set()
+        self._tries = 0
 
     def must_know(self, scaler: LossScaler) -> int:
         """Return the latest update of a scaler that the host of every rank must know of by now."""
@@ -51,12 +60,13 @@ class Armed(Observer):
         streaks = scaler.recorder.streaks
         if streaks and streaks[0] <= self.must_know(scaler):
             streaks.popleft()
+            self._tries = TRIES
             self.arm()
 
     def arm(self) -> None:
         """Watch from the next forward on."""
         session = self._session()
-        if self._trace is None and self._stop is None and session is not None:
+        if self._shadow is None and self._stop is None and session is not None:
             self._stop = watch_forwards(self, session, session.live_models())
 
     def forward_begins(self, session: Any, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -64,35 +74,41 @@ class Armed(Observer):
         if not torch.is_grad_enabled() or _get_current_dispatch_mode_stack():
             return
         modes: Any = _get_current_function_mode_stack
-        if modes():  # the trace's mode would be on top, but modes must be left in reverse order
+        if modes():  # the shadow's mode would be on top, but modes must be left in reverse order
             return
         self._disarm()
-        self._trace = Trace(named_models(session.live_models(), "diagnose"), lambda: self._scale)
-        self._trace.__enter__()
-        self._trace.note_arguments(model, args, kwargs)
+        scale = functools.partial(open_scale, session.attached)
+        self._stepped.clear()
+        self._shadow = Shadow(named_models(session.live_models(), "diagnose"), scale)
+        self._shadow.__enter__()
+        self._shadow.note_arguments(model, args, kwargs)
 
-    def block_entered(self, session: Any, block: Any, loss: Tensor, attached: Sequence[Any]) -> None:
-        """Note the loss scale of the block."""
-        self._scale = block.scale.scale
-
-    def block_left(self, session: Any, block: Any) -> None:
-        """Report the findings. The host waits for the device."""
-        trace = self._end()
-        if trace is not None:
-            findings = gathered(findings_of(trace))
-            self._tell(Report(findings, trace.ops, distributed.world_size()))
+    def step_ends(self, attached: Any) -> None:
+        """Report the findings after the last step of an iteration. The host waits for the device."""
+        session = self._session()
+        if self._shadow is None or session is None or attached not in session.attached:
+            return
+        is_again = id(attached) in self._stepped  # then another optimizer does not step each time
+        self._stepped.add(id(attached))
+        if is_again or self._stepped >= set(map(id, session.attached)):
+            shadow = self._end()
+            assert shadow is not None
+            findings = gathered(findings_of(shadow))
+            self._tell(Report(findings, len(shadow.ops), distributed.world_size()))
+            self._tries -= 1
+            if not findings and self._tries > 0:
+                self.arm()
 
     def session_ends(self, session: Any) -> None:
         """Stop watching."""
         self._disarm()
         self._end()
 
-    def _end(self) -> Trace | None:
-        self._scale = None
-        trace, self._trace = self._trace, None
-        if trace is not None:
-            trace.__exit__(None, None, None)
-        return trace
+    def _end(self) -> Shadow | None:
+        shadow, self._shadow = self._shadow, None
+        if shadow is not None:
+            shadow.__exit__(None, None, None)
+        return shadow
 
     def _disarm(self) -> None:
         if self._stop is not None:
@@ -103,4 +119,6 @@ class Armed(Observer):
         session = self._session()
         if session is not None:
             session.last_report = report
-            session.log(logging.WARNING, "a step after a streak of overflows was watched:\n%s", report)
+            if distributed.rank() == 0:  # whatever the verbosity
+                text = "an iteration after a streak of overflows was watched:\n%s"
+                logger.warning(text, report)

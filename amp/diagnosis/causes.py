@@ -1,256 +1,398 @@
-"""Finding the causes of a trace's non-finite gradients.
+"""Finding the causes of what a shadow has seen.
 
-From a gradient that is not finite, the search goes back over the events to those without a parent
-event; the earliest of them is the cause. An intended -inf, as in a mask, is not a cause; if all are
-intended, the first event with a NaN is the cause. Events that reach no gradient are absorbed: the step
-looks healthy, and is not.
+From a loss, gradient or weight that is not finite, the search goes back over the ops to those that made
+an inf or NaN of finite inputs; the earliest of them is the cause. An intended -inf, as in a mask, is
+none. If the result is finite for the twins, and not for the op's own inputs, digits were lost before:
+see `amp.diagnosis.blame`. Results that reach no gradient are absorbed: the step looks healthy, and is
+not. The same walk explains results that are finite and far off, if they have ruined a gradient or the
+loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from amp.diagnosis.events import Event, LossyCast
-from amp.diagnosis.findings import Finding, rule_for
-from amp.diagnosis.trace import CASTS, Trace
-from amp.dtypes import dtype_name
+from amp.diagnosis import advice
+from amp.diagnosis.blame import Loss, lost_before
+from amp.diagnosis.findings import Finding, exact, excepting, one_a_rule, rule_for
+from amp.diagnosis.lost import LossyCast, LostScalar, Still
+from amp.diagnosis.places import Place
+from amp.diagnosis.records import CASTS, Op
+from amp.diagnosis.shadow import Shadow
+from amp.dtypes import LOW_PRECISION, dtype_name
 
-_DIVISIONS = {
-    "div",
-    "div_",
-    "addcdiv_",
-    "_foreach_addcdiv_",
-    "_foreach_div_",
-    "reciprocal",
-    "rsqrt",
-    "sqrt",
-    "log",
-    "log2",
-    "pow",
-}
+_HALVES = set(map(dtype_name, LOW_PRECISION))
+_ARGUMENT = re.compile(r"argument '(\w+)'")
+LEAST = 2.0**-150
+"""Smaller numbers are 0 in FP32."""
+SOME, MOSTLY = 0.3, 0.5
+"""What share of numbers in 16 bits, and in more, may stand still."""
+FAR, WORSE, OFF = 0.05, 10, 0.2
+"""A result is far off above the first, if its inputs were off by a tenth of it at most; it matters if
+it reaches a gradient that is off by more than the last."""
+VANISHING = 1e-3
+"""A gradient smaller than this times the median of all, or a tenth of the largest, is 0 but for
+rounding, as that of a bias before a batch norm: nothing is lost with it."""
 
 
-def findings_of(trace: Trace) -> list[Finding]:
-    """Return the findings of a trace, the cause first."""
-    found: list[Finding] = []
-    causes = _causes(trace)
-    reached = tuple(trace.bad_grads or trace.bad_weights)
+def findings_of(shadow: Shadow) -> list[Finding]:
+    """Return the findings of a shadow in the order of the data flow; the first is the cause."""
+    found: list[tuple[int, Finding]] = []
+    causes = _causes(shadow)
+    reached = tuple(shadow.bad_grads or shadow.bad_weights)
     if causes:
-        found.append(_explain(trace, causes[0], reached))
-        masked = [event for event in trace.events.values() if event.rows_of_minus_inf and event.has_nan]
-        if masked and found[0].cause == "cast":
-            found.append(_explain(trace, masked[0], reached))
+        found.append((causes[0].number, _explain(shadow, causes[0], reached)))
     elif reached:
-        found.append(_unseen(trace))
-    found += _of_sources(trace, {x.number for x in causes})
-    found += _absorbed(trace, {x.number for x in causes}) if not found else []
-    explained = {(x.cause, x.line, x.op) for x in found}
-    casts = [_of_cast(cast) for cast in _distinct(trace.casts)]
-    found += [x for x in casts if (x.cause, x.line, x.op) not in explained]
-    for name, place in list(trace.grads_in_place.items())[:1]:
-        found.insert(
-            0,
-            Finding(
-                "order",
-                f"the gradient of {name} was written to while it was still scaled",
-                "Clip gradients after the scale_loss block, over amp.master_params(optimizer); with a "
-                "GradScaler after scaler.unscale_(optimizer).",
-                *("backward", place.op, place.module, place.file, place.line),
-            ),
-        )
-    if not found and trace.scales <= {1.0}:
-        found += _underflow(trace)
-    return found
+        found.append((0, _unseen(shadow)))
+    if not found or found[0][1].cause == "loss scale":  # which may be a consequence
+        is_forward = bool(found)
+        more = _of_sources(shadow) or _absorbed(shadow, is_forward) or _far_off(shadow, is_forward)
+        found = [*more, *found]
+    explained = {(x.cause, x.line, x.op) for _, x in found}
+    lossy = [x for x in shadow.lost.casts if not x.is_mask or reached or shadow.loss]
+    casts = [(cast.op.number, _of_cast(shadow, cast)) for cast in _distinct(lossy)]
+    found += [(at, x) for at, x in casts if (x.cause, x.line, x.op) not in explained]
+    found += [(-1, _of_order(shadow, *each)) for each in list(shadow.grads_in_place.items())[:1]]
+    if not found:
+        found += [(0, x) for x in _vanished(shadow)]
+    return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
 
 
-def _ancestors(trace: Trace, numbers: Iterable[int]) -> set[int]:
+def _ancestors(shadow: Shadow, numbers: Iterable[int], only_bad: bool = True) -> set[int]:
     seen: set[int] = set()
     todo = list(numbers)
     while todo:
         number = todo.pop()
-        if number not in seen:
+        if number not in seen and number in shadow.ops:
             seen.add(number)
-            todo += trace.events[number].parents
+            op = shadow.ops[number]
+            todo += op.bad_parents if only_bad else op.parents
     return seen
 
 
-def _causes(trace: Trace) -> list[Event]:
-    """Return the events that made the gradients inf or NaN, the earliest first."""
-    starts = (trace.loss, *trace.bad_grads.values(), *trace.bad_weights.values())
+def _causes(shadow: Shadow) -> list[Op]:
+    """Return the ops that made the gradients inf or NaN, the earliest first."""
+    starts = (shadow.loss, *shadow.bad_grads.values(), *shadow.bad_weights.values())
     made = [number for number in starts if number is not None]
-    ancestors = [trace.events[number] for number in sorted(_ancestors(trace, made))]
-    roots = [event for event in ancestors if not event.parents and not event.is_benign]
-    return roots or [event for event in ancestors if event.has_nan][:1]
+    ancestors = [shadow.ops[number] for number in sorted(_ancestors(shadow, made))]
+    roots = [op for op in ancestors if not op.bad_parents and not (op.is_constant and op.is_minus_inf)]
+    if any(op.func.namespace != "aten" for op in roots):  # it is another rank's
+        return [op for op in roots if op.func.namespace == "aten"]
+    return roots or [op for op in ancestors if op.has_nan][:1]
 
 
-def _explain(trace: Trace, event: Event, reached: tuple[str, ...]) -> Finding:
-    if event.sources:
-        return _of_source(event, reached)
-    limit = torch.finfo(event.gives).max
-    dtype = dtype_name(event.gives)
-    value, loss_scale = event.value, event.loss_scale
-    lost = [x for x in trace.lost if x.place.module == event.place.module]
-    rule = rule_for(event.place.module)
-    if event.rows_of_minus_inf:
-        return _finding(
-            event,
-            "mathematics",
-            "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision",
-            "Do not mask whole rows, or set these rows to 0 afterwards. No rule cures it.",
-            reached,
-        )
+def _explain(shadow: Shadow, op: Op, reached: tuple[str, ...]) -> Finding:
+    """Return the finding of an op whose result is not finite."""
+    if op.sources:
+        return _of_source(shadow, op, reached)
+    assert op.gives is not None
+    limit, value = torch.finfo(op.gives).max, op.value
+    for cast in shadow.lost.casts if op.aten in CASTS else ():
+        if cast.op is op and cast.is_mask:
+            return replace(_of_cast(shadow, cast), reached=reached)
+    if op.rows_of_minus_inf or (op.has_nan and op.bad_parents) or op.is_bad_exactly:
+        return _of_mathematics(op, reached)
     if value is None or not math.isfinite(value) or value <= limit:
-        if lost and (event.aten in _DIVISIONS or event.has_nan):
-            return _finding(
-                event,
-                "eps",
-                f"{lost[0].value:g} is 0 in {dtype_name(lost[0].dtype)} ({_where(lost[0].place)}), and "
-                "does not keep the result from infinity",
-                f"Take an eps of at least {2.0**-14:.1e}, or "
-                + (f"keep the module in FP32:\nrules: [{rule}]" if rule else "compute it in FP32."),
-                reached,
-            )
-        if value is not None and not math.isfinite(value):
-            return _finding(
-                event,
-                "mathematics",
-                f"the result is {value} in FP64 too",
-                "Look at the numbers that go in: a logarithm of 0, a division by 0, a root or power "
-                "where the gradient is infinite. No precision cures it.",
-                reached,
-            )
-    if event.phase == "backward" and value is not None and value / loss_scale <= limit < value:
+        loss = lost_before(shadow, op)
+        lost = [x for x in shadow.lost.scalars if x.op.place.module == op.place.module]
+        if lost and (loss is None or loss.cause == "underflow"):
+            return _of_eps(shadow, op, lost[0], reached)
+        if loss is not None:
+            return _of_loss(shadow, op, loss, reached)
+    return _of_range(shadow, op, value, limit, reached)
+
+
+def _of_mathematics(op: Op, reached: tuple[str, ...]) -> Finding:
+    what, todo = (
+        f"the result is {op.largest} in FP64 too",
+        "Look at the numbers that go in: a logarithm of 0, a division by 0, a root or power where "
+        "the gradient is infinite. No precision cures it.",
+    )
+    if op.rows_of_minus_inf:
+        what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision"
+        todo = "Do not mask whole rows, or set these rows to 0 afterwards. No rule cures it."
+    elif op.has_nan and op.bad_parents:
+        what = "it is inf - inf or 0 times inf, in FP64 too"
+        todo = (
+            "Do not mask whole rows, or set these rows to 0 afterwards; subtract the maximum before "
+            "an exponential. No rule cures it."
+        )
+    return _finding(op, "mathematics", what, todo, reached)
+
+
+def _of_eps(shadow: Shadow, op: Op, lost: LostScalar, reached: tuple[str, ...]) -> Finding:
+    todo = (
+        f"Take an eps of at least {2.0**-14:.1e}. Or:\n{advice.keep_wide(op.place, shadow.properties)}"
+    )
+    if op.phase == "step":
+        todo = "Give the optimizer eps=1e-4, or float32 parameters or masters."
+    return _finding(
+        op,
+        "eps",
+        f"{lost.value!r} is 0 in float16 ({_where(lost.op.place)}), and does not keep "
+        "the result from infinity",
+        todo,
+        reached,
+    )
+
+
+def _of_range(
+    shadow: Shadow, op: Op, value: float | None, limit: float, reached: tuple[str, ...]
+) -> Finding:
+    assert op.gives is not None
+    dtype, scale = dtype_name(op.gives), op.loss_scale
+    if op.phase == "backward" and value is not None and value / scale <= limit < value:
+        alike = [x for x in shadow.ops.values() if x.phase == "backward" and x.gives is op.gives]
+        worst = max([value, *(x.largest for x in alike if math.isfinite(x.largest))])
+        most = 2.0 ** math.floor(math.log2(limit * scale / worst))
         return _finding(
-            event,
+            op,
             "loss scale",
-            f"a gradient of {_number(value / loss_scale)} becomes {_number(value)} by the loss scale "
-            f"of {loss_scale:g}; {dtype} ends at {_number(limit)}",
+            f"a gradient of {_number(value / scale)} becomes {_number(value)} by the loss scale of "
+            f"{exact(scale)}; {dtype} ends at {_number(limit)}",
             "A dynamic loss scale goes down by itself: a few skipped steps are normal. A static one "
-            f"has to be at most {2.0 ** math.floor(math.log2(limit * loss_scale / value)):g}.",
+            f"has to be at most {exact(most)}.",
             reached,
         )
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
-    advice = (
-        f"Keep it in FP32:\nrules: [{rule}]\nor take O4 or O5: bfloat16 has the range of FP32."
-        if rule
-        else "Scale its inputs down, or compute it in FP32 (x.float()); or take O4 or O5."
-    )
-    if event.phase == "backward":
-        advice = f"Make the loss smaller: a mean instead of a sum. {advice}"
-    for cast in trace.casts if event.aten in CASTS else ():
-        if cast.place == event.place and cast.kind == "mask":
-            return replace(_of_cast(cast), reached=reached)
-    return _finding(
-        event, "range", f"the result {shown}; {dtype} ends at {_number(limit)}", advice, reached
-    )
+    subject = f"{op.argument} was cast, and the result" if op.argument else "the result"
+    if op.gives is not torch.float16 or (value is not None and value > torch.finfo(torch.float32).max):
+        todo = advice.SMALLER
+    else:
+        todo = advice.keep_wide(op.place, shadow.properties, op.gives)
+    if op.phase == "backward":
+        todo = f"Make the loss smaller: a mean instead of a sum. Or:\n{todo}"
+    return _finding(op, "range", f"{subject} {shown}; {dtype} ends at {_number(limit)}", todo, reached)
 
 
-def _of_source(event: Event, reached: tuple[str, ...]) -> Finding:
-    source = event.sources[0]
+def _of_loss(shadow: Shadow, op: Op, loss: Loss, reached: tuple[str, ...]) -> Finding:
+    """Return the finding of digits that were lost before an op."""
+    made, real = loss.made, loss.value.real.dtype
+    is_inside = made is None or made.place.module == loss.taken.place.module
+    at = loss.taken if made is None or (loss.cause == "cancellation" and is_inside) else made
+    shows = f"; it shows at {_where(op.place)}" if at.place != op.place else ""
+    then = {
+        "underflow": "",
+        "cancellation": ", and these digits are all that a subtraction leaves",
+        "rounding": ", and what follows needs the lost digits",
+        "cast": ", which does not hold such integers",
+    }[loss.cause]
+    what = f"{_became(loss.before, loss.after)} in {dtype_name(real)}{then}{shows}"
+    is_tiny = loss.cause == "underflow" and abs(loss.before) < LEAST
+    if at.argument and (argument := _ARGUMENT.match(at.argument)):
+        todo = f"Leave {at.argument} alone:\n{excepting([argument[1]])}"
+    elif real not in LOW_PRECISION or is_tiny:
+        todo = "Compute it in another way, as by log_softmax or logsigmoid: FP32 loses it too."
+    else:
+        todo = advice.keep_wide(at.place, shadow.properties)
+    return replace(_finding(at, loss.cause, what, todo, reached), value=loss.before)
+
+
+def _became(before: float, after: float) -> str:
+    """Return two numbers with so many digits that they differ."""
+    digits = next((n for n in range(6, 17) if f"{before:.{n}g}" != f"{after:.{n}g}"), 17)
+    return f"{before:.{digits}g} became {after:.{digits}g}"
+
+
+def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
+    """Return the findings of finite results that have ruined a gradient or the loss.
+
+    With `is_forward` only those of a forward, before gradients that are not finite.
+    """
+    sizes = sorted(size for *_, size in shadow.off_grads.values())
+    least = VANISHING * max(sizes[len(sizes) // 2], sizes[-1] / 10) if sizes else 0.0
+    ruined = {
+        name: made for name, (off, made, size) in shadow.off_grads.items() if off > OFF and size > least
+    }
+    losses = [x for x in shadow.losses if x in shadow.ops and shadow.ops[x].error > FAR]
+    bad = [made for made in shadow.bad_grads.values() if made is not None and is_forward]
+    matters = _ancestors(shadow, [*ruined.values(), *losses, *bad], only_bad=False)
+    found: dict[Any, tuple[int, Finding]] = {}
+    for number in sorted(matters):
+        op = shadow.ops[number]
+        if is_forward and op.phase == "backward":
+            continue
+        before = max((shadow.ops[parent].error for parent in op.parents), default=0.0)
+        if op.error > FAR and op.error > WORSE * before and not op.is_bad:
+            loss = lost_before(shadow, op)
+            if loss is None or (loss.cause == "underflow" and op.phase == "backward"):
+                continue
+            if loss.cause != "cast" or not shadow.lost.casts:  # which are found anyhow
+                one = _of_loss(shadow, op, loss, tuple(ruined))
+                found.setdefault((one.cause, one.module, one.line), (number, one))
+    in_half = [each for each in found.values() if each[1].gives in _HALVES]
+    return (in_half or list(found.values()))[:3]
+
+
+def stands_still(records: Iterable[Still]) -> Iterator[Finding]:
+    """Yield a finding for each line that was to change numbers, and left many of them as they were."""
+    worst: dict[Any, Still] = {}  # of several steps
+    for one in sorted(records, key=lambda one: one.share):
+        if one.share > (MOSTLY if one.dtype.itemsize > 2 else SOME):
+            worst[*one.op.place[2:], one.owned.name or one.memory, one.is_decay] = one
+    lines: defaultdict[Any, defaultdict[Any, list[Still]]] = defaultdict(lambda: defaultdict(list))
+    for one in worst.values():
+        lines[one.dtype, *one.op.place[2:]][one.owned.kind, one.is_decay].append(one)
+    for (dtype, file, line), kinds in lines.items():
+        same = [one for each in kinds.values() for one in each]
+        names = {kind for kind, _ in kinds}
+        yield Finding(
+            "still",
+            f"numbers in {dtype_name(dtype)} stay as they are, although exactly they move:\n  "
+            + "\n  ".join(map(_counted, kinds.values())),
+            advice.KEEP_AVERAGES if names == {"average"} else advice.KEEP_MASTERS,
+            *("backward" if names == {"gradient"} else "step", *same[0].op.place[:2], file, line),
+            gives=dtype_name(dtype),
+            value=sum(one.share * one.numbers for one in same),
+        )
+
+
+def _counted(same: list[Still]) -> str:
+    what = f"{len(same)} {same[0].owned.kind}{'s' * (len(same) > 1)}"
+    by = ", by weight decay" if same[0].is_decay else ""
+    names = {one.owned.name: one.share == 1.0 for one in same if one.owned.name}
+    whole = sorted(name for name, is_whole in names.items() if is_whole)
+    named = whole or sorted(names)
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    which = f"; {'wholly' if whole else 'in'} {', '.join(named[:3])}{more}" if named else ""
+    still, numbers = sum(one.share * one.numbers for one in same), sum(one.numbers for one in same)
+    return f"{still:,.0f} of {numbers:,} ({still / numbers:.0%}) in {what}{by}{which}"
+
+
+def _of_source(shadow: Shadow, op: Op, reached: tuple[str, ...]) -> Finding:
+    source, owned = op.sources[0], op.sources[0].owned
     at = f" at {list(source.at)}" if source.at else ""
     if source.value is not None:
-        dtype, limit = dtype_name(event.takes[0]), torch.finfo(event.takes[0]).max
-        what = f"the weight {source.name} is {_number(source.value)} in FP32; {dtype} ends at {limit:g}"
-        rule = rule_for(event.place.module)
-        keep = f"Keep its module in FP32:\nrules: [{rule}]\nor take" if rule else "Take"
-        advice = f"{keep} O4 or O5."
-        return replace(_finding(event, "range", what, advice, reached), value=source.value)
-    if source.kind == "data":
-        what = f"{source.name or 'a tensor that no op of the step has made'} is not finite{at}"
-        advice = "Look at the batch, and skip or mend it. No precision cures it."
-        return _finding(event, "data", what, advice, reached)
-    what = f"the {source.kind} {source.name} is not finite{at}"
-    advice = (
+        dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max
+        value = source.value
+        what = f"the {owned.kind} {owned.name} is {_number(value)} in FP32; {dtype} ends at {limit:g}"
+        todo = advice.keep_wide(op.place, shadow.properties, op.takes[0])
+        return replace(_finding(op, "range", what, todo, reached), value=value)
+    if owned.kind not in ("weight", "buffer"):
+        what = f"{owned.name or 'a tensor that no op of the step has made'} is not finite{at}"
+        todo = "Look at the batch, and skip or mend it. No precision cures it."
+        return _finding(op, "data", what, todo, reached)
+    what = f"the {owned.kind} {owned.name} is not finite{at}"
+    todo = (
         "It was ruined before this step: go back to a checkpoint, and diagnose the step that ruins it."
-        if source.kind == "weight"
-        else "A forward has ruined it, though its step was skipped: protect_buffers: true keeps it."
+        if owned.kind == "weight"
+        else "If a forward has ruined it whose step was skipped, protect_buffers: true keeps it."
     )
-    return _finding(event, "weights", what, advice, reached)
+    return _finding(op, "weights", what, todo, reached)
 
 
-def _of_sources(trace: Trace, known: set[int]) -> list[Finding]:
+def _of_sources(shadow: Shadow) -> list[tuple[int, Finding]]:
     """Return a finding for a weight or buffer that is not finite, if no gradient shows it."""
-    if known:
-        return []
-    events = [x for x in trace.events.values() if any(s.kind != "data" for s in x.sources)]
-    return [_of_source(event, ()) for event in events[:1]]
-
-
-def _absorbed(trace: Trace, known: set[int]) -> list[Finding]:
+    ops = [
+        x for x in shadow.ops.values() if any(s.owned.kind in ("weight", "buffer") for s in x.sources)
+    ]
     found = []
-    for event in trace.events.values():
-        is_range = event.value is not None and math.isfinite(event.value)
-        if event.is_root and is_range and event.number not in known:
-            explained = _explain(trace, event, ())
-            cause = "absorbed range" if explained.cause == "range" else explained.cause
-            found.append(
-                _finding(
-                    event, cause, f"{explained.what}; no later result shows it", explained.advice, ()
-                )
+    for op in ops[:1]:
+        one = _of_source(shadow, op, ())
+        if not one.module:  # it was read outside of any, as when buffers are protected
+            one = replace(
+                one, op="", file="", line=0, module=op.sources[0].owned.name.rpartition(".")[0]
             )
-    return found[:3]
+        found.append((op.number, one))
+    return found
 
 
-def _of_cast(cast: LossyCast) -> Finding:
-    name = cast.argument or "a tensor"
-    dtype = dtype_name(cast.gives)
-    place = ("forward", cast.place.op, cast.place.module, cast.place.file, cast.place.line)
-    dtypes = ((dtype_name(cast.takes),), dtype, cast.largest, float(torch.finfo(cast.gives).max))
-    if cast.kind == "mask":
-        what = f"{name} was cast to {dtype}, and {-cast.largest:g} became -inf"
-        advice = "Give a mask of bools, or torch.finfo(dtype).min in place of a large number."
+def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
+    roots = [x for x in shadow.ops.values() if x.is_root and math.isfinite(x.value or math.nan)]
+    roots = [op for op in roots if not op.is_minus_inf]  # what a mask makes of it is as intended
+    roots = [op for op in roots if op.phase != "backward" or not is_forward]
+    found = []
+    for op in roots[:3]:
+        one = _explain(shadow, op, ())
+        cause = "absorbed range" if one.cause == "range" else one.cause
+        found.append(
+            (op.number, replace(one, cause=cause, what=f"{one.what}; no later result shows it"))
+        )
+    return found
+
+
+def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
+    op, name, properties = cast.op, cast.argument or "a tensor", shadow.properties
+    assert op.gives is not None
+    dtype = dtype_name(op.gives)
+    if cast.is_mask:
+        least = f"torch.finfo(torch.{dtype}).min"
+        what = f"{name} was cast to {dtype}, and {cast.before:g} became -inf"
+        todo = f"Give a mask of bools, or {dtype}'s own smallest number, {least}."
     else:
-        what = f"{name} holds integers up to {cast.largest:g}, which {dtype} rounds"
-        advice = "Give integers as torch.long, or compute with them in FP32."
-    return Finding("cast", what, advice, *place, *dtypes)
+        what = (
+            f"{name} holds integers up to {exact(cast.largest)}, which {dtype} rounds: "
+            f"{exact(cast.before)} became {exact(cast.after)}"
+        )
+        todo = "Give integers as torch.long, or compute with them in float32."
+    argument = _ARGUMENT.match(op.argument)
+    if argument:
+        todo += f"\nOr take O4, or leave the argument alone:\n{excepting([argument[1]])}"
+    elif properties is not None and (rule := rule_for(op.place.module)):
+        todo += f"\nOr keep the module in FP32:\nrules: [{rule}]"
+    return replace(_finding(op, "cast", what, todo, ()), value=cast.largest)
 
 
-def _underflow(trace: Trace) -> list[Finding]:
-    zeros = trace.zero_grads
-    lost = [name for name, share in zeros.items() if share > 0.5]
-    if len(lost) * 2 <= len(zeros) or not zeros:
+def _of_order(shadow: Shadow, name: str, place: Place) -> Finding:
+    return Finding(
+        "order",
+        f"the gradient of {name} was written to while it was still scaled",
+        advice.after_unscaling(shadow.properties),
+        *("backward", place.op, place.module, place.file, place.line),
+    )
+
+
+def _vanished(shadow: Shadow) -> list[Finding]:
+    sizes = {name: size for name, (_, _, size) in shadow.off_grads.items() if size > 0}
+    lost = [name for name in sizes if shadow.zero_grads[name] > 0.5]
+    if len(lost) * 2 <= len(sizes) or not sizes:
         return []
+    scale = max(shadow.scales, default=1.0)
+    at = "without a loss scale" if scale == 1.0 else f"with the loss scale of {exact(scale)}"
     return [
         Finding(
             "underflow",
-            f"more than half of the gradient is 0 in {len(lost)} of {len(zeros)} parameters, in "
-            "float16 without a loss scale",
-            "Take loss_scale='dynamic', or O4 or O5.",
+            f"more than half of the gradient is 0 in {len(lost)} of {len(sizes)} parameters, and is "
+            f"not in FP64, {at}",
+            advice.scale_loss(shadow.properties),
             "backward",
             reached=tuple(lost),
         )
     ]
 
 
-def _unseen(trace: Trace) -> Finding:
+def _unseen(shadow: Shadow) -> Finding:
     return Finding(
         "range",
         "gradients are not finite, and none of the ops that were seen made them so",
         "Put the forward, the loss and the backward of one step inside the block.",
         "backward",
-        reached=tuple(trace.bad_grads),
+        reached=tuple(shadow.bad_grads),
     )
 
 
 def _distinct(casts: list[LossyCast]) -> list[LossyCast]:
-    return list({(x.kind, x.argument, x.place): x for x in casts}.values())[:3]
+    return list({(x.is_mask, x.argument, x.op.place): x for x in reversed(casts)}.values())[:3]
 
 
-def _finding(event: Event, cause: str, what: str, advice: str, reached: tuple[str, ...]) -> Finding:
-    place = event.place
+def _finding(op: Op, cause: str, what: str, todo: str, reached: tuple[str, ...]) -> Finding:
+    place, limit = op.place, None if op.gives is None else float(torch.finfo(op.gives).max)
+    gives = "" if op.gives is None else dtype_name(op.gives)
     return Finding(
-        *(cause, what, advice, event.phase, place.op, place.module, place.file, place.line),
-        *(tuple(map(dtype_name, event.takes)), dtype_name(event.gives), event.value),
-        *(float(torch.finfo(event.gives).max), reached),
+        *(cause, what, todo, op.phase, place.op, place.module, place.file, place.line),
+        *(tuple(map(dtype_name, op.takes)), gives, op.value, limit, reached),
     )
 
 
-def _where(place: object) -> str:
-    return f"{getattr(place, 'op', '')}, line {getattr(place, 'line', 0)}"
+def _where(place: Place) -> str:
+    return f"{place.op}, line {place.line}"
 
 
 def _number(x: float) -> str:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 CAUSES = {
     "range": "a number is too large for the format",
     "absorbed range": "a number is too large for the format, and no later result shows it",
-    "underflow": "gradients are too small for the format, and became 0",
+    "underflow": "a number, or most of a gradient, is too small for the format, and became 0",
+    "cancellation": "a subtraction leaves only the digits that the format has rounded away",
+    "rounding": "the format rounds away digits that later results depend on",
     "eps": "a small constant is 0 in the format",
     "cast": "a cast has changed integers, or a mask",
     "mathematics": "the result is not finite in any precision",
     "data": "the data is not finite",
     "weights": "a weight or a buffer is not finite",
     "loss scale": "a gradient times the loss scale is too large for the format",
-    "order": "gradients were changed before they were unscaled",
+    "order": "gradients were changed before they were unscaled, or calls are in a wrong order",
+    "still": "numbers that a step was to change stayed as they were, since the change is too small",
+    "buffer": "a cast has rounded a buffer",
+    "loss dtype": "the loss has 16 bits",
+    "state": "the optimizer's state has 16 bits",
     "headroom": "a number is close to the largest of the format",
     "mask": "a constant is too large for the format",
     "fails": "what runs in FP32 raises at this level",
@@ -97,10 +105,57 @@ def rule_for(module: str) -> str:
     return f"{{module: {quoted}, cast: float32}}" if name else ""
 
 
+def excepting(arguments: Iterable[str]) -> str:
+    """Return the property by which a level leaves arguments of the model as they are, as YAML."""
+    return f"cast_model_inputs: {{except: [{', '.join(arguments)}]}}"
+
+
+def exact(x: float) -> str:
+    """Return a number with all of its digits, whole numbers without a point."""
+    return str(int(x)) if float(x).is_integer() and abs(x) < 2**63 else repr(float(x))
+
+
 def short_path(file: str) -> str:
     """Return a path relative to the current directory, if the file is inside it."""
     relative = os.path.relpath(file)
     return file if relative.startswith("..") else relative
+
+
+def grouped(findings: Iterable[Finding]) -> list[Finding]:
+    """Return one finding for each cause, op and line: the one with the largest value."""
+    groups: defaultdict[Hashable, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        groups[finding.cause, finding.op, finding.file, finding.line, finding.gives].append(finding)
+    chosen = []
+    for same in groups.values():
+        worst = max(same, key=lambda x: abs(x.value or 0.0))
+        others = len({x.module for x in same}) - 1
+        more = f"; the same in {others} more module{'s' if others > 1 else ''}" if others else ""
+        chosen.append(replace(worst, what=worst.what + more))
+    return chosen
+
+
+def one_a_rule(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the first finding of those that one rule for a module cures, and all others."""
+    first: dict[Hashable, list[Finding]] = {}
+    for finding in findings:
+        rule = next((x for x in finding.advice.splitlines() if x.startswith("rules:")), None)
+        first.setdefault(rule or id(finding), []).append(finding)
+    kept = []
+    for one, *others in first.values():
+        lines = list(dict.fromkeys(f"{x.op}, line {x.line}" for x in others))
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        also = f"; its rule cures {'; '.join(lines[:3])}{more} too" if lines else ""
+        kept.append(replace(one, what=one.what + also))
+    return kept
+
+
+def said_of(findings: Sequence[Finding], has_ranks: bool = False) -> str:
+    """Return findings as text, with a line of summary before several."""
+    lines = [f"rank {x.rank}: {x}" if has_ranks else str(x) for x in findings]
+    if len(lines) > 1:
+        lines.insert(0, f"{len(lines)} findings, in the order of the data flow:")
+    return "\n".join(lines)
 
 
 @dataclass
@@ -130,10 +185,7 @@ class Report:
     def __str__(self) -> str:
         if not self.findings:
             return f"healthy: {self.ops} ops gave nothing that is not finite"
-        many = self.ranks > 1
-        return "\n".join(
-            f"rank {finding.rank}: {finding}" if many else str(finding) for finding in self.findings
-        )
+        return said_of(self.findings, self.ranks > 1)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dict for `json.dumps`."""
@@ -142,3 +194,8 @@ class Report:
             "ops": self.ops,
             "findings": list(map(asdict, self.findings)),
         }
+
+
+def report_of_json(found: dict[str, Any]) -> Report:
+    """Return a report from the result of `Report.to_json`."""
+    return Report([Finding(**x) for x in found["findings"]], found["ops"])

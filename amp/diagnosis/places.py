@@ -44,6 +44,21 @@ class Place(NamedTuple):
     line: int
 
 
+class Hook:
+    """A hook of a module. In a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        if self._function is not None:
+            self._function(*args)
+
+
 class Places(AbstractContextManager["Places"]):
     """Tracks where ops are called, while it is open.
 
@@ -72,8 +87,8 @@ class Places(AbstractContextManager["Places"]):
             for prefix, model in self._models.items():
                 for name, module in model.named_modules():
                     self._names.setdefault(id(module), prefix + name)
-                    before = module.register_forward_pre_hook(self._enter_module, prepend=True)
-                    after = module.register_forward_hook(self._leave_module, always_call=True)
+                    before = module.register_forward_pre_hook(Hook(self._enter_module), prepend=True)
+                    after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
                     stack.callback(before.remove)
                     stack.callback(after.remove)
             stack.enter_context(_Calls(self))
@@ -87,10 +102,12 @@ class Places(AbstractContextManager["Places"]):
         """Return where the current op was called, and the phase; `aten` is the op's name."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not self._stack:
-            node = torch._C._current_autograd_node()
+            node: Any = torch._C._current_autograd_node()
             known = self._forward.get(node._sequence_nr()) if node is not None else None
-            return known or Place(aten, "", *_user_line()), "backward"
-        place = Place(getattr(self._api, "name", None) or aten, self._module, *_user_line())
+            if isinstance(node, torch.autograd.function.BackwardCFunction):  # a backward in Python
+                return Place(aten, known.module if known else "", *user_line()), "backward"
+            return known or Place(aten, "", *user_line()), "backward"
+        place = Place(getattr(self._api, "name", None) or aten, self._module, *user_line())
         number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
         self._forward.setdefault(number() - 1, place)
         return place, "recompute" if in_backward else "forward"
@@ -124,7 +141,7 @@ class Places(AbstractContextManager["Places"]):
         finally:
             self._api.name = None
         if self._note_call is not None:
-            place = Place(_name_of(function), self._module, *_user_line())
+            place = Place(_name_of(function), self._module, *user_line())
             self._note_call(place, function, args, kwargs, result)
         return result
 
@@ -181,22 +198,26 @@ def _is_users(file: str) -> bool:
     return not file.startswith((_TORCH, _AMP, "<"))
 
 
-def _user_line() -> tuple[str, int]:
-    for frame in _frames():
-        if _is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-    return "", 0
+def user_line(in_packages: bool = True) -> tuple[str, int]:
+    """Return the file and line of the innermost frame outside of torch and this library.
+
+    Without `in_packages` frameworks are passed over too, if a script has called them.
+    """
+    users = [(x.f_code.co_filename, x.f_lineno) for x in _frames() if _is_users(x.f_code.co_filename)]
+    own = [each for each in users if in_packages or _PACKAGES not in each[0]]
+    return next(iter(own or users), ("", 0))
 
 
 def file_of_caller() -> str:
     """Return the file that called the torch function, in a `note_call`."""
-    told_by = ("places.py", "recording.py", "overrides.py")
+    told_by = ("places.py", "ledger.py", "shadow.py", "overrides.py")
     return next(x for frame in _frames() if not (x := frame.f_code.co_filename).endswith(told_by))
 
 
 def is_called_by_amp() -> bool:
     """Whether this library, and not the user's code, called torch for the current op."""
-    own = ("trace.py", "places.py", "wide.py", "clipping.py", "patching.py")  # act for the user's code
+    own = {"shadow.py", "places.py", "twins.py", "attaching.py", "injecting.py"}  # which only look
+    own |= {"clipping.py", "patching.py"}  # which act for the user's code
     files = [frame.f_code.co_filename for frame in _frames()]
-    files = [x for x in files if not (x.startswith(_AMP) and x.endswith(own))]
+    files = [x for x in files if not (x.startswith(_AMP) and Path(x).name in own)]
     return next((x.startswith(_AMP) for x in files if not x.startswith(_TORCH)), False)

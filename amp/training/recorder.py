@@ -154,11 +154,11 @@ class FlightRecorder:
         self.scale = next_scale
         return row
 
-    def warn_if_endless(self) -> None:
-        """Warn once, after a streak of overflows."""
+    def warn_if_endless(self, is_watched: bool = False) -> None:
+        """Warn once, after a streak of overflows; `is_watched` says that a diagnosis follows."""
         if self.streak is not None and not self._has_warned and not self._log.is_underway:
             self._has_warned = True
-            warn(describe_streak(self.streak, self.rows, self._bad_steps))
+            warn(describe_streak(self.streak, self.rows, self._bad_steps, is_watched))
 
     def history(self) -> list[Transition]:
         """Return the last updates that have reached the host, oldest first. No host sync."""
@@ -180,20 +180,33 @@ class FlightRecorder:
             self._counted_to = last
 
 
-def describe_streak(last: Transition, rows: Iterable[Transition], bad_steps: Mapping[str, int]) -> str:
+SETTLED = 16
+"""A search for the loss scale ends before so many overflows in a row: 65536 is halved to 1 by then."""
+
+
+def describe_streak(
+    last: Transition, rows: Iterable[Transition], bad_steps: Mapping[str, int], is_watched: bool
+) -> str:
     """Return the message about a streak of overflows.
 
     Args:
         last: the update that made the streak.
         rows: the last updates.
         bad_steps: for each parameter, the last step at which its gradient was bad.
+        is_watched: whether `diagnose="on_overflow"` watches the next iteration.
     """
     scales = ", ".join(f"{row.scale:g}" for row in rows if last.step - 6 < row.step <= last.step)
     names = [name for name, step in bad_steps.items() if step >= last.step]
     bad = f" The gradients of {first_few(names, most=4)} were inf or NaN." if names else ""
+    told = ", so scaling is not the cause" if last.scale < 1.0 or last.in_a_row >= SETTLED else ""
+    what_to_do = (
+        "The report of the next iteration follows"
+        if is_watched
+        else "Put `with amp.diagnose(model, optimizer) as report:` around one step and print the "
+        "report, or pass diagnose='on_overflow' to amp.initialize"
+    )
     return (
-        f"{last.in_a_row} overflows in a row: gradients were inf or NaN at loss scales of {scales}, so "
-        f"scaling is not the cause.{bad} Put `with amp.diagnose(model, optimizer) as report:` around "
-        "one step and print the report, or pass diagnose='on_overflow' to amp.initialize: it names the "
-        "op that makes them, its line, and what to do. amp.history() has the last steps."
+        f"{last.in_a_row} overflows in a row: gradients were inf or NaN at loss scales of {scales}"
+        f"{told}.{bad} {what_to_do}: it names the op that makes them, its line, and what to do. "
+        "amp.history() has the last steps."
     )

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch import nn
 from amp import active
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models, unwrapped
-from amp.diagnosis.findings import Finding
-from amp.diagnosis.trace import Trace
+from amp.diagnosis.findings import Finding, one_a_rule, said_of
+from amp.diagnosis.records import UNWRITTEN
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning, brief
 from amp.session import Session
 from amp.trials import hazards
-from amp.trials.recording import Recording
+from amp.trials.ledger import Ledger
 from amp.trials.replay import Replay
 
 _SHOWN = 12
@@ -57,7 +57,7 @@ class Checkup:
         return not self.findings
 
     def __str__(self) -> str:
-        lines = list(map(str, self.findings[:_SHOWN]))
+        lines = [said_of(self.findings[:_SHOWN])] if self.findings else []
         if len(self.findings) > _SHOWN:
             lines.append(f"and {len(self.findings) - _SHOWN} more findings")
         lines += [f"remark: {remark}" for remark in self.remarks[:_SHOWN]]
@@ -205,32 +205,26 @@ def check_forward(
 
 
 def _check_forward(replay: Replay, model: nn.Module, level: str) -> Checkup:
-    wide = None
-    if not any(map(is_sharded, model.parameters())):
-        wide = Recording(replay.models)
-        replay.watched_by(wide, [""])
-    recording = Recording(replay.models)
+    ledger = Ledger(replay.models)
     checkup = Checkup(level)
     try:
-        replay.watched_by(recording)
+        output = replay.watched_by(ledger)
     except AmpError:
         raise
     except Exception as error:
-        if wide is None:
+        if any(map(is_sharded, model.parameters())):
             raise
-        checkup.findings = [hazards.of_failure(recording, error)]
+        replay.watched_by(nullcontext(), [""])  # which raises what FP32 raises too
+        checkup.findings = [hazards.of_failure(ledger, error)]
     else:
-        trace = Trace(replay.models)
-        output = replay.watched_by(trace)
-        trace.note_output(output)
-        checkup.findings = _without_repetition(
-            findings_of(trace), hazards.of_numbers(recording, wide, trace)
-        )
-    checkup.remarks = list(hazards.remarks(recording, replay.owner.properties))
-    flops = hazards.flops_of(recording.products)
+        ledger.note_output(output)
+        found = _without_repetition(findings_of(ledger), hazards.of_numbers(ledger))
+        checkup.findings = one_a_rule(found)
+    checkup.remarks = list(hazards.remarks(ledger, replay.owner.properties))
+    flops = hazards.flops_of(ledger.products)
     checkup.products = {dtype_name(dtype): count for dtype, count in flops.most_common()}
-    checkup.casts, checkup.cast_bytes = recording.casts.count, recording.casts.bytes
-    checkup.ops = len(recording.ops)
+    checkup.casts, checkup.cast_bytes = ledger.casts.count, ledger.casts.bytes
+    checkup.ops = sum(op.aten not in UNWRITTEN for op in ledger.ops.values())
     return checkup
 
 

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from amp.compat.run import runner
+from amp.diagnosis.attaching import Training
 from amp.observers import Observer, observing
+from amp.trials.injecting import AS_IS, Injected
 from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
 from amp.trials.script_watching import CallExplainer, StepWatcher
@@ -60,11 +62,14 @@ def main(job: str) -> None:
         job: the JSON text from `amp.trials.scripts`.
     """
     given = json.loads(job)
-    found: dict[str, Any] = {"error": ""}
+    found: dict[str, Any] = {"error": "", "notes": [], "scale": None}
+    injected: Injected | None = None
 
     def save() -> None:
         found["has_begun"] = watcher.has_begun
         found["seen"] = watcher.seen()
+        if injected is not None:
+            found["notes"], found["scale"] = injected.notes, injected.scale
         torch.save(found, given["result"])
 
     def end() -> None:
@@ -75,8 +80,13 @@ def main(job: str) -> None:
     if given["seed"] is not None:
         seed_random_numbers(given["seed"])
     with WATCHERS[given["watcher"]](given["options"], end) as watcher, ExitStack() as stack:
-        if given["level"] is not None:
-            stack.enter_context(observing(AtLevel(given["level"])))
+        if given["injects"]:
+            injected = stack.enter_context(Injected(given["level"] or AS_IS, given["scale"]))
+        else:
+            if given["level"] is not None:
+                stack.enter_context(observing(AtLevel(given["level"])))
+            if given["needs_amp"]:
+                stack.enter_context(_Guard(watcher, end))
         error = _error_of(run)
     if not watcher.is_complete:
         found["error"] = error
@@ -100,6 +110,19 @@ def _error_of(run: Callable[[], object]) -> str:
         line = str(error).partition("\n")[0]
         return f"{type(error).__name__}: {line}".removesuffix(": ")
     return ""
+
+
+class _Guard(Training):
+    """Ends a script at its first step, if it does not use amp."""
+
+    def __init__(self, watcher: Watcher, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._watcher, self._end = watcher, end
+
+    def optimizer_steps(self, optimizer: Any) -> None:
+        """End the script."""
+        if not self._watcher.has_begun:
+            self._end()
 
 
 class AtLevel(Observer):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from amp.casting.policy import explain
+from amp.diagnosis.findings import report_of_json
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.numerics.text import Printer
 from amp.outputs import check_output
@@ -15,6 +17,7 @@ from amp.profiles.levels import load_profile
 from amp.trials.checking import checkup_of_json
 from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
 from amp.trials.explaining import chosen, explanation_of_json
+from amp.trials.injecting import AS_IS
 from amp.trials.scripts import Script
 
 _COMPARE = """examples:
@@ -26,6 +29,7 @@ exit status: 0 all levels are healthy, 1 one is not, 2 an error"""
 
 _DOCTOR = """examples:
   reamp doctor train.py
+  reamp doctor train.py --at 1,100
   reamp doctor train.py --level O2 --steps 5 -- --epochs 1
   reamp doctor -m package.train --json
 
@@ -57,7 +61,7 @@ def _add(commands: Any, name: str, text: str, epilog: str) -> argparse.ArgumentP
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", nargs="?", help="a script that calls amp.initialize, or apex's")
+    parser.add_argument("script", nargs="?", help="a script that trains, with amp or without it")
     parser.add_argument("-m", dest="module", help="a module, as python -m takes it, instead")
 
 
@@ -86,8 +90,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     check_request(levels, arguments.steps, arguments.reference)  # before minutes are spent
     if arguments.out:
         check_output(Path(arguments.out), ".html")
-    run = InScript(Script(what))
-    found = compare_runs(run, levels, arguments.steps, arguments.seed, arguments.reference)
+    script = Script(what)
+    chosen = levels, arguments.steps, arguments.seed, arguments.reference
+    found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected)
+    found = replace(found, notes=(*found.notes, *script.notes))
     if arguments.out:
         found.write_html(arguments.out)
     if arguments.json:
@@ -100,11 +106,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: Any) -> None:
-    text = "look for what can go wrong in the first steps of a script"
+    text = "look for what precision does wrong in the first steps of a script"
     parser = _add(commands, "doctor", text, _DOCTOR)
     _add_script(parser)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to look at (3)")
-    parser.add_argument("--level", help="in place of the script's own opt_level")
+    parser.add_argument("--level", help="in place of the script's own opt_level, or of no amp")
+    parser.add_argument(
+        "--at", default="1,4,20", help="steps to look at in a script without amp (1,4,20)"
+    )
     parser.set_defaults(run=_doctor)
 
 
@@ -114,14 +123,21 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"--steps {arguments.steps} must be at least 1")
     if arguments.level is not None:
         load_profile(arguments.level)
-    seen, error = Script(what).watched_by("doctor", {"steps": arguments.steps}, arguments.level)
-    checkup = checkup_of_json(seen)
+    try:
+        at = sorted({int(step) for step in arguments.at.split(",")})
+    except ValueError:
+        at = [0]
+    if at[0] < 1:
+        raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
+    options = {"steps": arguments.steps, "at": at, "needs_amp": arguments.level is not None}
+    seen, error = Script(what).watched_by("doctor", options, arguments.level)
+    checkup = report_of_json(seen) if "about" in seen else checkup_of_json(seen)
     if error and checkup.is_healthy:
         raise AmpRuntimeError(f"the script failed: {error}")
     if arguments.json:
-        print(json.dumps({**checkup.to_json(), "error": error}, indent=2))
+        print(json.dumps({**seen, "error": error}, indent=2))
     else:
-        print(checkup)
+        print(*filter(None, [seen.get("about")]), checkup, sep="\n")
         if error:
             print(f"the script failed: {error}")
     return 0 if checkup.is_healthy else 1

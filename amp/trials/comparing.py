@@ -195,9 +195,17 @@ class InScript:
 
 
 def compare_runs(
-    run: Run, levels: Sequence[str], steps: int, seed: int = 0, reference: str = "fp64"
+    run: Run,
+    levels: Sequence[str],
+    steps: int,
+    seed: int = 0,
+    reference: str = "fp64",
+    rows_before: Callable[[], Sequence[str]] = tuple,
 ) -> Comparison:
-    """Compare levels, with a function that makes a run; see `compare`."""
+    """Compare levels, with a function that makes a run; see `compare`.
+
+    `rows_before` returns what to run before the levels, and is asked after the first run.
+    """
     check_request(levels, steps, reference)
     base = Trial("O0", steps, seed)
     floor = run(base)
@@ -205,7 +213,7 @@ def compare_runs(
         raise AmpRuntimeError("the run made no step after a loss that was scaled: use amp.scale_loss")
     basis = _basis(run, base, floor, reference)
     results = [_measured("O0", basis.floor, basis)]
-    for level in dict.fromkeys(levels):
+    for level in dict.fromkeys([*rows_before(), *levels]):
         if level != "O0":
             try:
                 record, searched = _settled(run, replace(base, level=level))
@@ -268,7 +276,7 @@ def _basis(run: Run, base: Trial, floor: Record, reference: str) -> _Basis:
             )
     again = run(base)
     apart = _median_error(again, floor)
-    if apart > _UNLIKE:
+    if apart > _UNLIKE and math.isfinite(apart):  # else O0 has NaN of its own, which the result says
         raise AmpRuntimeError(
             f"two runs at O0 differ: their first gradients are {apart:.1%} apart. Take data by the "
             "number of the step, by random numbers that follow the seed, or from what build makes"

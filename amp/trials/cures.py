@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from amp.arguments import attached_to
+from amp.arguments import advise_on_eps, attached_to
+from amp.diagnosis.advice import with_range
 from amp.diagnosis.diagnose import named_models
-from amp.diagnosis.findings import Finding, Report, rule_for
+from amp.diagnosis.findings import Finding, Report, exact, excepting, rule_for
 from amp.errors import AmpTypeError
 from amp.trials.replay import Replay
 
-CURABLE = ("range", "absorbed range", "eps", "loss scale", "underflow")
+_RUINS = {"range", "absorbed range", "eps", "loss scale", "underflow", "mathematics"}
+"""The causes that a trial must not have."""
+_DIGITS = {"cancellation", "rounding", "cast"}
+"""The causes that lose digits: those of FP32 cure them, and its range does not."""
+CURABLE = _RUINS - {"mathematics"} | _DIGITS
 """The causes that another precision can cure."""
 _TRIES = 8
 _ENOUGH = 3
 """If more modules than this need FP32, another level is the better advice."""
-_LOWEST_SCALE = 2.0**-24
+_LOWEST_SCALE, _HIGHEST_SCALE = 2.0**-24, 2.0**16
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,17 @@ class Cure:
 
     Attributes:
         modules: the names of the modules that must run in FP32; may be empty.
+        arguments: the arguments of the model that must not be cast; may be empty.
         scale: the highest loss scale at which the step is finite; None if the scale need not change.
+        is_dynamic: whether the loss scale is dynamic, so that `scale` is only where it begins.
         level: another level, if nothing else helps; else None.
         runs: how many replays were made.
     """
 
     modules: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     scale: float | None = None
+    is_dynamic: bool = True
     level: str | None = None
     runs: int = 0
 
@@ -46,8 +57,12 @@ class Cure:
             lines.append(f"extends: {self.level}")
         if self.modules:
             lines += ["rules:", *dict.fromkeys(f"  - {rule_for(name)}" for name in self.modules)]
+        if self.arguments:
+            lines.append(excepting(self.arguments))
         if self.scale is not None:
-            lines.append(f"loss_scale: {{init: {self.scale:g}, max: {self.scale:g}}}")
+            scale = exact(self.scale)
+            begins = f"{{init: {scale}}}" if self.is_dynamic else scale
+            lines.append(f"loss_scale: {begins}")
         return "\n".join(lines)
 
 
@@ -104,73 +119,115 @@ def doctor(
     attached = list(map(attached_to, optimizers))
     replay = Replay(step, named_models(model, "amp.doctor"), attached[0].owner, attached)
     findings = replay.run()
-    report = Report(findings)
+    if not findings:  # then the step, which is not replayed, may still divide by 0
+        said = [message.split(". ", 1) for one in attached for message in advise_on_eps(one.optimizer)]
+        findings = [Finding("eps", what, todo, "step") for what, todo in said]
+    report = Report(findings, replay.ops)
     if not findings:
         return Prescription(report)
-    cause = findings[0].cause
-    if cause not in CURABLE:
-        return Prescription(
-            report, why_not=f"no precision cures the cause, {cause}; {findings[0].advice}"
-        )
-    cure = _search(replay)
+    first = findings[0]
+    if first.cause not in CURABLE:
+        return Prescription(report, why_not=f"no precision cures the cause, {first.cause}")
+    if first.phase == "step":
+        return Prescription(report, why_not="it is in the optimizer's step, which a replay leaves out")
+    cure = _Search(replay, first).cure()
     if isinstance(cure, str):
         return Prescription(report, why_not=cure)
     return Prescription(report, cure)
 
 
-def _search(replay: Replay) -> Cure | str:
-    """Return a cure, or why there is none."""
-    is_dynamic = replay.owner.properties.loss_scaling.dynamic
-    lowest = 1.0 if is_dynamic else None
-    modules: list[str] = []
-    found_first: Finding | None = None
-    while found := _curable(replay.run(modules, lowest)):
-        found_first = found_first or found[0]
-        name = _next_module(found[0], modules)
-        if name is None or len(modules) == _TRIES:
-            return _by_level(replay, found[0])
-        modules.append(name)
-    for name in list(modules):
-        others = [other for other in modules if other != name]
-        if not _curable(replay.run(others, lowest)):
-            modules = others
-    if found_first is not None and len(modules) > _ENOUGH:
-        better = _by_level(replay, found_first)
-        if isinstance(better, Cure):
+class _Search:
+    """The search for a cure of a step.
+
+    Args:
+        replay: runs the step.
+        first: the first finding; the search ends when none is left that precision can cure.
+    """
+
+    def __init__(self, replay: Replay, first: Finding) -> None:
+        self._replay, self._first = replay, first
+        self._scale = replay.owner.loss_scale()
+        self._is_dynamic = replay.owner.properties.loss_scaling.dynamic
+        self._modules: list[str] = []
+        self._arguments: list[str] = []
+        self._refused: set[str] = set()  # arguments with which the step raises if they are not cast
+        self._harmful = _RUINS | (_DIGITS if first.cause in _DIGITS else set())
+
+    def cure(self) -> Cure | str:
+        """Return a cure, or why there is none."""
+        if self._first.cause == "underflow" and not self._first.op:  # of all gradients
+            return self._by_higher_scale()
+        lowest = min(self._scale, 1.0)
+        while found := self._left(lowest):
+            if not self._extend(found[0]):
+                return self._by_level(found[0])
+        for name in list(self._modules):
+            others = [other for other in self._modules if other != name]
+            if not self._left(lowest, others):
+                self._modules = others
+        if len(self._modules) > _ENOUGH and isinstance(better := self._by_level(self._first), Cure):
             return better
-    if not is_dynamic:
-        return Cure(tuple(modules), runs=replay.runs)
-    scale = highest = replay.owner.loss_scale()
-    while _curable(found := replay.run(modules, highest)):
-        if highest < _LOWEST_SCALE:
-            return _by_level(replay, found[0])
-        highest /= 2
-    return Cure(tuple(modules), None if highest == scale else highest, runs=replay.runs)
+        scale = self._scale
+        while found := self._left(scale):
+            if scale < _LOWEST_SCALE:
+                return self._by_level(found[0])
+            scale /= 2
+        return Cure(
+            *(tuple(self._modules), tuple(self._arguments)),
+            *(None if scale == self._scale else scale, self._is_dynamic),
+            runs=self._replay.runs,
+        )
 
+    def _left(self, scale: float, modules: Sequence[str] | None = None) -> list[Finding]:
+        """Run the step, and return the findings that a further trial may remove."""
+        chosen = self._modules if modules is None else modules
+        try:
+            found = self._replay.run(chosen, scale, self._arguments)
+        except Exception:
+            if not self._arguments:
+                raise
+            self._refused.add(self._arguments.pop())
+            return self._left(scale, modules)
+        harmful = self._harmful | (set() if self._replay.is_finite else _DIGITS)
+        return [x for x in found if x.cause in harmful]
 
-def _curable(findings: list[Finding]) -> list[Finding]:
-    """Return the findings that a further trial may remove, casts that ruined gradients included."""
-    return [
-        x for x in findings if x.cause in (*CURABLE, "mathematics") or (x.cause == "cast" and x.reached)
-    ]
+    def _extend(self, finding: Finding) -> bool:
+        """Add what a finding advises to the trial, and return whether there was something new."""
+        if finding.cause == "loss scale":  # at the lowest scale
+            return False
+        argument = re.search(r"except: \[(\w+)\]", finding.advice)
+        if argument is not None and argument[1] not in {*self._arguments, *self._refused}:
+            self._arguments.append(argument[1])
+            return True
+        name = finding.module
+        while name in self._modules or any(name.startswith(f"{other}.") for other in self._modules):
+            name = name.rpartition(".")[0]
+        if not rule_for(name) or len(self._modules) == _TRIES:
+            return False
+        self._modules.append(name)
+        return True
 
+    def _by_level(self, finding: Finding) -> Cure | str:
+        """Return the bfloat16 level if the step is finite with all of it in FP32, else why not."""
+        level = with_range(self._replay.owner.properties)
+        where = f"{finding.op}, line {finding.line}"
+        is_mask = finding.value is not None and abs(finding.value) > (finding.limit or math.inf)
+        if finding.cause in _DIGITS and not is_mask:
+            return f"digits are lost at {where}, and no rule or level keeps them"
+        if not level:
+            small = finding.cause in ("underflow", "eps")
+            return f"the number is too {'small' if small else 'large'} for {finding.gives} ({where})"
+        self._arguments = []
+        prefixes = [name for name in self._replay.models if name == ""] or [*self._replay.models]
+        if self._left(1.0, prefixes):
+            return f"it is not finite in FP32 either: look at {where}"
+        return Cure(level=level, runs=self._replay.runs)
 
-def _next_module(finding: Finding, modules: Sequence[str]) -> str | None:
-    """Return the finding's module, or the innermost one around it, that is not tried yet, or None."""
-    name = finding.module
-    while name in modules or any(name.startswith(f"{other}.") for other in modules):
-        name = name.rpartition(".")[0]
-    return name if rule_for(name) else None
-
-
-def _by_level(replay: Replay, finding: Finding) -> Cure | str:
-    """Return the bfloat16 level if the step is finite with the whole model in FP32, else why not."""
-    properties = replay.owner.properties
-    level = {"O1": "O4", "O2": "O5", "O3": "O5"}.get(str(properties.opt_level))
-    where = f"{finding.op}, line {finding.line}"
-    if level is None:
-        return f"the number is too large for the range of {finding.gives} too ({where})"
-    prefixes = [name for name in replay.models if name == ""] or list(replay.models)
-    if _curable(replay.run(prefixes, 1.0)):
-        return f"it is not finite with all of the model in FP32 either: look at {where}, outside of it"
-    return Cure(level=level, runs=replay.runs)
+    def _by_higher_scale(self) -> Cure | str:
+        """Return the highest loss scale at which nothing is lost, up to that of a dynamic one."""
+        scale = _HIGHEST_SCALE
+        while scale > self._scale:
+            if not self._left(scale):
+                return Cure(scale=scale, is_dynamic=self._is_dynamic, runs=self._replay.runs)
+            scale /= 2
+        return self._by_level(self._first)

@@ -17,7 +17,7 @@ from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.trials.checking import arguments_of, at_level, one_model
-from amp.trials.recording import Call, Recording
+from amp.trials.ledger import Call, Ledger
 from amp.trials.replay import Replay
 
 
@@ -111,9 +111,9 @@ def explain_forward(
     session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
     """Explain all calls in a forward of a session's model, and restore the state afterwards."""
-    recording = Recording({"": model})
-    Replay(lambda: model(*args, **kwargs), {"": model}, session).watched_by(recording)
-    counts = Counter(_explained(session, model, call) for call in recording.calls)
+    ledger = Ledger({"": model})
+    Replay(lambda: model(*args, **kwargs), {"": model}, session).watched_by(ledger)
+    counts = Counter(_explained(session, model, call) for call in ledger.calls)
     calls = [Explained(**{**vars(call), "count": count}) for call, count in counts.items()]
     return Explanation(str(session.properties.opt_level or "this profile"), tuple(calls))
 
@@ -203,6 +203,8 @@ def _reason(session: Session, model: nn.Module, call: Call, rule: OpRule | None)
         return f"its weights stay in FP32 at {properties.opt_level}, as those of norms do."
     weights = {x.dtype for x in module.parameters(recurse=False) if isinstance(x, Tensor)}
     held = f"; its weights are {', '.join(map(dtype_name, weights))}" if weights else ""
+    if properties.cast_model_type is False and not properties.patch_torch_functions:
+        return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
     return f"follows its input: {properties.opt_level} casts models and no functions{held}."
 
 

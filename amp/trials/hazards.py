@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
+from amp.diagnosis.advice import keep_wide
 from amp.diagnosis.diagnose import unchecked
-from amp.diagnosis.findings import Finding, rule_for
+from amp.diagnosis.findings import Finding, grouped
 from amp.diagnosis.places import Place
-from amp.diagnosis.trace import CASTS, Trace
+from amp.diagnosis.records import CASTS, CONSTANTS, Op
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.training.attachment import AttachedOptimizer
-from amp.trials.recording import Op, Product, Recording
+from amp.trials.ledger import Ledger, Product
 
 HEADROOM = 4
 """A number is near the limit of its format if it is above the limit divided by this."""
@@ -111,11 +111,11 @@ def _is_inside(rule: Rule, name: str, model: nn.Module) -> bool:
     return True
 
 
-def of_failure(recording: Recording, error: Exception) -> Finding:
+def of_failure(ledger: Ledger, error: Exception) -> Finding:
     """Return a finding for a forward that raises at this level, but not in FP32."""
-    place = recording.failed or Place("", "", "", 0)
+    place = ledger.failed or Place("", "", "", 0)
     where = ("forward", place.op, place.module, place.file, place.line)
-    constant = next((x for x in recording.constants if x.place == place), None)
+    constant = next((x for x in ledger.constants if x.place == place), None)
     if constant is not None:
         return _of_constant(place, constant.value, constant.dtype, raises=True)
     line = str(error).partition("\n")[0]
@@ -127,57 +127,44 @@ def of_failure(recording: Recording, error: Exception) -> Finding:
     )
 
 
-def of_numbers(recording: Recording, wide: Recording | None, trace: Trace) -> list[Finding]:
-    """Return findings about constants that a format changes, and values near its limit.
-
-    Args:
-        recording: the forward at the level.
-        wide: the forward in FP32, or None.
-        trace: a trace of the forward at the level.
-    """
-    found = [_of_constant(x.place, x.value, x.dtype) for x in recording.constants]
-    for lost in trace.lost:
-        place = lost.place
+def of_numbers(ledger: Ledger) -> list[Finding]:
+    """Return findings about constants that a format changes, and values near its limit."""
+    found = [_of_constant(x.place, x.value, x.dtype) for x in ledger.constants]
+    for lost in ledger.lost.scalars:
+        place = lost.op.place
         found.append(
             Finding(
                 "eps",
-                f"{lost.value:g} is 0 in {dtype_name(lost.dtype)}",
+                f"{lost.value:g} is 0 in float16",
                 f"Take at least {2.0**-14:.1e}, or compute in FP32 (x.float()).",
                 *("forward", place.op, place.module, place.file, place.line),
-                gives=dtype_name(lost.dtype),
+                gives="float16",
                 value=lost.value,
             )
         )
     limit = torch.finfo(torch.float16).max
-    constants = {x.place for x in recording.constants}
-    in_fp32 = {} if wide is None else {key: op.largest for key, op in _numbered(wide.ops)}
-    for key, op in _numbered(recording.ops):
-        if op.gives is torch.float16 and op.place not in constants:
-            value = in_fp32.get(key, op.largest)
-            if math.isfinite(value) and value > limit / HEADROOM:
-                found.append(_of_value(op, value, limit))
+    constants = {x.place for x in ledger.constants}
+    for op in ledger.ops.values():
+        is_near = math.isfinite(op.largest) and op.largest > limit / HEADROOM
+        is_near &= all(ledger.ops[each].largest <= limit / HEADROOM for each in op.parents)  # its own
+        if (
+            is_near
+            and op.gives is torch.float16
+            and op.aten not in CASTS | CONSTANTS
+            and op.place not in constants
+        ):
+            found.append(_of_value(op, op.largest, limit, ledger.properties))
     return grouped(found)
 
 
-def _numbered(ops: Iterable[Op]) -> Iterator[tuple[Hashable, Op]]:
-    """Yield ops other than casts, each with a key that identifies it in other runs of the same code."""
-    seen: Counter[Hashable] = Counter()
-    for op in ops:
-        if op.aten not in CASTS:
-            what = (op.place.module, op.place.file, op.place.line, op.aten)
-            seen[what] += 1
-            yield (*what, seen[what]), op
-
-
-def _of_value(op: Op, value: float, limit: float) -> Finding:
+def _of_value(op: Op, value: float, limit: float, properties: Properties | None) -> Finding:
     place, dtype = op.place, dtype_name(torch.float16)
-    rule = rule_for(place.module)
     is_over = value > limit
     what = f"the result is {value:.6g} in FP32, and {dtype} ends at {limit:g}"
     return Finding(
         "range" if is_over else "headroom",
         what if is_over else f"{what}: less than {HEADROOM} times as much",
-        f"Keep it in FP32:\nrules: [{rule}]\nor take O4 or O5." if rule else "Compute it in FP32.",
+        keep_wide(place, properties, torch.float16),
         *("forward", place.op, place.module, place.file, place.line),
         gives=dtype,
         value=value,
@@ -198,27 +185,13 @@ def _of_constant(place: Place, value: float, dtype: torch.dtype, raises: bool = 
     )
 
 
-def grouped(findings: Iterable[Finding]) -> list[Finding]:
-    """Return one finding for each cause, op and line: the one with the largest value."""
-    groups: defaultdict[Hashable, list[Finding]] = defaultdict(list)
-    for finding in findings:
-        groups[finding.cause, finding.op, finding.file, finding.line, finding.gives].append(finding)
-    chosen = []
-    for same in groups.values():
-        worst = max(same, key=lambda x: abs(x.value or 0.0))
-        others = len({x.module for x in same}) - 1
-        more = f"; the same in {others} more module{'s' if others > 1 else ''}" if others else ""
-        chosen.append(replace(worst, what=worst.what + more))
-    return chosen
-
-
 # Speed.
 
 
-def remarks(recording: Recording, properties: Properties) -> Iterator[Finding]:
+def remarks(ledger: Ledger, properties: Properties) -> Iterator[Finding]:
     """Yield findings about what slows a level down."""
-    yield from grouped(_alignment(recording.products))
-    undone = recording.casts.undone
+    yield from grouped(_alignment(ledger.products))
+    undone = ledger.casts.undone
     for place, count in undone.most_common(3):
         yield Finding(
             "round trip",
@@ -226,11 +199,11 @@ def remarks(recording: Recording, properties: Properties) -> Iterator[Finding]:
             "Compute both neighbours in one dtype: by a rule, or without a .float() or .to() between.",
             *("forward", place.op, place.module, place.file, place.line),
         )
-    flops = flops_of(recording.products)
+    flops = flops_of(ledger.products)
     in_half = sum(count for dtype, count in flops.items() if dtype.itemsize <= 2)
     if _is_half(properties) and in_half * 2 < flops.total():
         wide = Counter[Place]()
-        for product in recording.products:
+        for product in ledger.products:
             if product.dtype.itemsize > 2:
                 wide[product.place] += product.flops
         place = wide.most_common(1)[0][0]
@@ -251,7 +224,7 @@ def _alignment(products: Iterable[Product]) -> Iterator[Finding]:
             continue
         # The rows of a plain product are tokens, whose number the user cannot choose.
         chosen = sizes[1:] if product.is_plain else sizes
-        odd = [size for size in chosen if size % multiple]
+        odd = [size for size in chosen if size % multiple and size > 1]  # nobody pads an output of 1
         if len(sizes) == 2:  # of a convolution
             odd = [size for size in odd if size > SMALL_CHANNELS]
         if odd:

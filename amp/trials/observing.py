@@ -261,7 +261,10 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         if log.steps == 0:
             self._add_memory("gradients", size_of(grad for _, grad in trained))
         self._note_gradients(log)
-        if self._record.device == "cuda" and log.steps == 1:  # a copy would raise its measured peak
+        is_idle = all(
+            float(group.get("lr", 1.0)) == 0.0 for group in log.attached.optimizer.param_groups
+        )
+        if is_idle or (self._record.device == "cuda" and log.steps == 1):  # a copy would raise its peak
             return None
         return _Weights(log.attached, trained)
 

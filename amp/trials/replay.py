@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
-from amp.casting.cast_hooks import cast_inputs_to
+from amp.casting.cast_hooks import ModelInputs, cast_inputs_to
 from amp.casting.module_rules import run_in_float32
+from amp.casting.regions import disable_casts
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.findings import Finding
-from amp.diagnosis.trace import Trace
+from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.masters.grads import grads_of, store_grads
 from amp.profiles.rules import Rule
@@ -45,6 +46,8 @@ class Replay:
         models: the models, by the prefix of the names of their modules.
         owner: the session.
         runs: how many runs were made.
+        ops: how many ops the last of them had.
+        is_finite: whether the loss and the gradients of the last one were finite.
     """
 
     def __init__(
@@ -55,31 +58,41 @@ class Replay:
         attached: Sequence[AttachedOptimizer] = (),
     ) -> None:
         self._step, self.models, self.owner, self._attached = step, models, owner, attached
-        self.runs = 0
+        self.runs = self.ops = 0
+        self.is_finite = True
 
-    def run(self, modules: Sequence[str] = (), scale: float | None = None) -> list[Finding]:
+    def run(
+        self,
+        modules: Sequence[str] = (),
+        scale: float | None = None,
+        arguments: Sequence[str] = (),
+    ) -> list[Finding]:
         """Run the step with some modules in FP32, at a loss scale, and return what went wrong.
 
         Args:
-            modules: the modules' names; "" is the whole model.
+            modules: the modules' names; "" is the whole model, and what runs outside of it.
             scale: the loss scale; None keeps the present scale.
+            arguments: names of arguments of the models that are not cast.
 
         Raises:
             Exception: an error of the step; the state is restored then too.
         """
-        trace = Trace(self.models, functools.partial(open_scale, self._attached))
-        self.watched_by(trace, modules, scale)
-        return findings_of(trace)
+        shadow = Shadow(self.models, functools.partial(open_scale, self._attached))
+        self.watched_by(shadow, modules, scale, arguments)
+        self.ops = len(shadow.ops)
+        self.is_finite = shadow.loss is None and not shadow.bad_grads
+        return findings_of(shadow)
 
     def watched_by(
         self,
         watcher: AbstractContextManager[Any],
         modules: Sequence[str] = (),
         scale: float | None = None,
+        arguments: Sequence[str] = (),
     ) -> Any:
         """Run the step like `run`, but inside a given context manager, and return the step's result."""
         self.runs += 1
-        with self._unchanged(), self._in_float32(modules), watcher:
+        with self._unchanged(), self._in_float32(modules), self._uncast(arguments), watcher:
             if scale is not None:
                 for scaler in self.owner.scalers:
                     scaler.set_scale(scale)
@@ -112,12 +125,30 @@ class Replay:
         caster = next((x for x in self.owner.strategies if isinstance(x, CastOps)), None)
         is_cast = any(isinstance(x, CastModel) for x in self.owner.strategies)
         with ExitStack() as stack:
+            if caster is not None and any(module in self.models.values() for module in chosen):
+                stack.enter_context(disable_casts())
             for module in chosen:
                 if is_cast:
                     stack.enter_context(self._upcast(module))
                 if caster is not None:
                     rule = Rule("module", "*", torch.float32, "a trial")
                     stack.callback(run_in_float32(module, [rule], caster))
+            yield
+
+    @contextmanager
+    def _uncast(self, arguments: Sequence[str]) -> Iterator[None]:
+        """Leave arguments of the models as they are."""
+        hooks = [
+            hook
+            for model in (self.models.values() if arguments else ())
+            for hook in model._forward_pre_hooks.values()
+            if isinstance(hook, ModelInputs)
+        ]
+        with ExitStack() as stack:
+            for hook in hooks:
+                kept = hook.which if isinstance(hook.which, tuple) else ()
+                stack.callback(setattr, hook, "which", hook.which)
+                hook.which = (*kept, *arguments)
             yield
 
     @contextmanager

@@ -9,10 +9,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.diagnose import is_checked
-from amp.diagnosis.findings import Finding, Report
+from amp.diagnosis.findings import Finding
+from amp.diagnosis.watching import Watch
 from amp.observers import Observer, observing, watch_forwards
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
@@ -76,68 +78,94 @@ class ScriptWatcher(Observer, AbstractContextManager["ScriptWatcher"]):
                 self._is_looking = False
 
 
-class StepWatcher(ScriptWatcher):
-    """Checks the first forward of each model, and diagnoses the first steps.
+class StepWatcher(Watch):
+    """Watches the first steps of a script, and checks the first forward of each model of amp's.
 
     Args:
-        steps: how many steps to watch.
+        steps: how many steps to watch, if the script uses amp.
+        at: which steps to watch, if it does not.
+        needs_amp: whether a script without amp is of no use, since a level was asked for.
         when_complete: as in `ScriptWatcher`.
+
+    Attributes:
+        is_complete: whether enough was seen.
     """
 
-    def __init__(self, steps: int, when_complete: Callable[[], None]) -> None:
-        super().__init__(when_complete)
-        self._limit = steps
-        self._steps: dict[int, int] = {}
+    def __init__(
+        self, steps: int, at: Sequence[int], needs_amp: bool, when_complete: Callable[[], None]
+    ) -> None:
+        super().__init__(at)
+        self.is_complete, self._needs_amp = False, needs_amp
+        self._when_complete, self._limit = when_complete, steps
         self._found: list[Finding] = []
-        self._of_steps: list[Finding] = []
-        self._checkups: dict[int, Checkup] = {}
+        self._checkups: dict[int, Checkup | None] = {}  # by the id of the model
+        self._has_session = self._is_looking = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything is trained, at the level if one was asked for."""
+        return self._has_session or (bool(self._models) and not self._needs_amp)
 
     def initialize_begins(self, session: Session, models: Sequence[nn.Module]) -> None:
         """Check for weights that are in 16 bits already."""
+        super().initialize_begins(session, models)
         self._found += hazards.before_initialize(models)
 
     def initialize_ends(
         self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
     ) -> None:
-        """Check the profile, and arm a diagnosis."""
-        super().initialize_ends(session, models, optimizers)
+        """Check the profile, and watch other steps than those of a script without amp."""
         attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
-        checked = is_checked(attached)
+        if not attached and not self._has_session:
+            return
+        self._has_session = True
         for model in models:
-            self._found += hazards.of_properties(session.properties, model, checked)
+            self._found += hazards.of_properties(session.properties, model, is_checked(attached))
+            self._checkups.setdefault(id(model), None)
         for known in [each for each in session.observers if isinstance(each, Armed)]:
             session.observers.remove(known)
             known.session_ends(session)
-        armed = Armed(session, lambda report: self._tell(session, armed, report))
-        session.observers.append(armed)
-        armed.arm()
+        self._open.callback(watch_forwards(self, session, models))
+        self.watch_steps(range(self.steps + 1, self._limit + 1))
 
-    def _tell(self, session: Session, armed: Armed, report: Report) -> None:
-        is_dynamic = session.properties.loss_scaling.dynamic
-        self._of_steps += [x for x in report.findings if not (is_dynamic and x.cause == "loss scale")]
-        armed.arm()
+    def forward_begins(self, session: Session, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Check the first forward of a model, unseen by the shadow."""
+        if not self._is_looking and self._checkups[id(model)] is None and torch.is_grad_enabled():
+            self._is_looking = True
+            try:
+                self._checkups[id(model)] = Checkup(str(session.properties.opt_level))
+                with _disable_current_modes():
+                    self._checkups[id(model)] = check_forward(session, model, args, kwargs)
+            finally:
+                self._is_looking = False
 
-    def look(self, session: Session, model: nn.Module, number: int, args: Any, kwargs: Any) -> None:
-        """Check the first forward of a model."""
-        if number not in self._checkups:
-            self._checkups[number] = Checkup(str(session.properties.opt_level))
-            self._checkups[number] = check_forward(session, model, args, kwargs)
+    def root_called(self, model: nn.Module) -> None:
+        """End the script when the last window has ended."""
+        super().root_called(model)
+        if self.has_begun and not self._has_session and not self.is_watching:
+            self._complete()
 
     def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
-        """Count steps, and end the script before the first step beyond the limit."""
-        made = self._steps.setdefault(id(attached), 0)
-        if made == self._limit:
-            self.complete()
-        self._steps[id(attached)] += 1
+        """Look at the weights; end the script before the first step beyond the limit."""
+        if self.steps >= self._limit:
+            self._complete()
         self._found += hazards.of_unseen_writes(attached)
         return closure
 
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._when_complete()
+
     def seen(self) -> Any:
-        """Return a `Checkup` as plain values."""
-        whole = merged([self._checkups[i] for i in sorted(self._checkups)])
+        """Return a `Checkup`, or for a script without amp a `Report`, as plain values."""
+        self.look()
+        if not self._has_session:
+            return {"about": self.about, **self.report.to_json()}
+        whole = merged([found for found in self._checkups.values() if found is not None])
         forward = {(x.op, x.file, x.line) for x in whole.findings}
-        later = [x for x in self._of_steps if not x.file or (x.op, x.file, x.line) not in forward]
-        found = [*self._found, *whole.findings, *hazards.grouped(later)]
+        seen = self.report.findings
+        later = [x for x in seen if not x.file or (x.op, x.file, x.line) not in forward]
+        found = [*self._found, *whole.findings, *later]
         return replace(whole, findings=list(dict.fromkeys(found))).to_json()
 
 

@@ -18,6 +18,7 @@ import torch
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
+from amp.trials.injecting import AS_IS
 
 _ROOT = Path(amp.__file__).parents[1]
 
@@ -28,11 +29,17 @@ class Script:
     Args:
         arguments: the arguments of `python`: `script.py ...` or `-m package.module ...`.
 
+    Attributes:
+        is_injected: whether it was found not to use amp, so that amp is injected.
+        notes: remarks for the user.
+
     Raises:
         AmpValueError: there is no such file.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
+        self.is_injected = False
+        self.notes: list[str] = []
         self._arguments = list(arguments)
         if self._arguments[0] != "-m" and not Path(self._arguments[0]).exists():
             raise AmpValueError(f"there is no file '{self._arguments[0]}'")
@@ -42,6 +49,9 @@ class Script:
     ) -> tuple[Any, str]:
         """Run the script, and return what was seen and the error in one line, empty if there was none.
 
+        A script that does not use amp ends at its first step, and is run again with amp injected; the
+        doctor without a level looks at it as it is.
+
         Args:
             watcher: a name in `amp.trials.child.WATCHERS`.
             options: the watcher's arguments, plain values.
@@ -49,29 +59,46 @@ class Script:
             seed: the seed of all random number generators; None does not seed them.
 
         Raises:
-            AmpRuntimeError: the process ended without a result, or the script never called
-                `initialize` with an optimizer.
+            AmpRuntimeError: the process ended without a result, or the script trains nothing.
         """
-        with _signals_clean_up(), tempfile.TemporaryDirectory() as folder:
-            result = Path(folder, "seen.pt")
-            job = {
-                "arguments": self._arguments,
-                "watcher": watcher,
-                "options": options,
-                "level": level,
-                "seed": seed,
-                "result": str(result),
-            }
-            status, error = _run(job, seed, Path(folder))
-            if not result.exists():
-                lines = error.strip().splitlines() or [f"exit status {status}"]
-                raise AmpRuntimeError(f"the script failed: {lines[-1]}")
-            found = torch.load(result, map_location="cpu", weights_only=True)
+        needs_amp = watcher != "doctor" or level is not None
+        job: dict[str, Any] = {
+            "watcher": watcher,
+            "options": options,
+            "level": level,
+            "seed": seed,
+            "scale": None,
+        }
+        job |= {"arguments": self._arguments, "injects": self.is_injected, "needs_amp": needs_amp}
+        found = _seen(job)
+        if needs_amp and not found["has_begun"] and not found["error"] and not self.is_injected:
+            self.is_injected = job["injects"] = True
+            found = _seen(job)
+        if found["scale"] is not None and level == AS_IS:
+            found = _seen(job | {"scale": found["scale"]})
+        self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
         if not found["has_begun"] and not found["error"]:
             raise AmpRuntimeError(
-                "the script never called amp.initialize on an optimizer, or passed enabled=False"
+                "the script trains nothing: it never called amp.initialize, and stepped no optimizer. "
+                "In processes that it starts, use amp.watch()"
             )
         return found["seen"], found["error"]
+
+
+def _seen(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job, and return what was seen.
+
+    Raises:
+        AmpRuntimeError: the process ended without a result.
+    """
+    with _signals_clean_up(), tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "seen.pt")
+        status, error = _run(job | {"result": str(result)}, job["seed"], Path(folder))
+        if not result.exists():
+            lines = error.strip().splitlines() or [f"exit status {status}"]
+            raise AmpRuntimeError(f"the script failed: {lines[-1]}")
+        found: dict[str, Any] = torch.load(result, map_location="cpu", weights_only=True)
+    return found
 
 
 def _run(job: dict[str, Any], seed: int | None, folder: Path) -> tuple[int, str]:

@@ -14,7 +14,7 @@ FLOORS = 10
 OF_THE_LOSS = 0.01
 """... or by this fraction of the run's mean loss, if that is more."""
 MEDIANS = 10
-"""A module stands out if its error is more than so many times the median at its level ..."""
+"""A module stands out if its error is more than LARGEST_ERROR, or so many times the median ..."""
 LEAST_ERROR = 0.01
 """... and more than this."""
 LARGEST_ERROR = 0.2
@@ -81,7 +81,10 @@ def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: flo
     def is_allowed(name: str, relative: float) -> bool:
         in_floor = floor[name].relative if name in floor else 0.0
         harder = max(1.0, in_floor / usual_in_floor) if usual_in_floor else 1.0
-        return relative <= max(LEAST_ERROR, MEDIANS * usual * harder)
+        most = MEDIANS * usual * harder
+        if together <= LARGEST_ERROR:  # else most modules are above it
+            most = min(most, LARGEST_ERROR * max(1.0, harder / 2))
+        return relative <= max(LEAST_ERROR, most)
 
     found = {name for name, error in errors.items() if not is_allowed(name, error.relative)}
     if not found and errors and not together <= LARGEST_ERROR:
@@ -148,7 +151,7 @@ def percent(value: float | None) -> str:
         return "inf"
     if value >= 10:
         return f"{value:.3g} times its size"
-    return f"{100 * value:.0f} %" if value >= 1 else f"{100 * value:.2g} %"
+    return f"{100 * value:.0f} %" if value >= 0.995 else f"{100 * value:.2g} %"
 
 
 def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) -> tuple[str | None, str]:

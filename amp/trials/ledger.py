@@ -1,43 +1,26 @@
-"""Recording a forward: its ops with dtypes and magnitudes, and the torch functions called."""
+"""The ledger of a forward: its products and casts, and the torch functions that were called."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from amp.casting import wrappers
-from amp.diagnosis.places import Place, Places, file_of_caller
-from amp.diagnosis.trace import CASTS, UNWRITTEN, memory_of
-from amp.diagnosis.wide import floats_in
+from amp.diagnosis.places import Place, file_of_caller
+from amp.diagnosis.records import CASTS
+from amp.diagnosis.shadow import Shadow
+from amp.diagnosis.twins import floats_in, identity_of
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "_slow_conv2d_forward")
-
-
-class Op(NamedTuple):
-    """An ATen op that ran.
-
-    Attributes:
-        place: where it was called.
-        aten: its name in ATen.
-        gives: the dtype of its floating result, or None.
-        largest: the largest magnitude of its results; inf or NaN if they contain one.
-    """
-
-    place: Place
-    aten: str
-    gives: torch.dtype | None
-    largest: float
 
 
 class Product(NamedTuple):
@@ -98,76 +81,40 @@ class Casts:
     undone: Counter[Place] = field(default_factory=Counter)
 
 
-class Recording(AbstractContextManager["Recording"]):
-    """Records what runs while it is open. The host waits for the device after each op.
-
-    Args:
-        models: the models whose modules are named, by the prefix of the names.
+class Ledger(Shadow):
+    """A shadow that records what a forward costs.
 
     Attributes:
-        ops: all ops but views, in the order in which they ran.
         products: the matrix products, convolutions and attentions, in order.
         constants: the constants that are too large for their dtype, in order.
         calls: the calls of torch functions with a floating result, in order.
         casts: the casts of activations.
-        failed: where the first op that raised was called, or None.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self.ops: list[Op] = []
+        super().__init__(models)
         self.products: list[Product] = []
         self.constants: list[Constant] = []
         self.calls: list[Call] = []
         self.casts = Casts()
-        self.failed: Place | None = None
-        self._models = models
-        self._places = Places(models, note_call=self._note_call)
         self._weights: set[int] = set()
         self._in_fp8: set[str] = set()
         self._was: dict[int, torch.dtype] = {}  # for memory made by a cast, the dtype before the cast
         self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, dtypes before
-        self._open = ExitStack()
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> Self:
+        super().__enter__()
         for prefix, model in self._models.items():
-            modules = model.named_modules()
-            self._in_fp8 |= {prefix + name for name, one in modules if "_amp_fp8" in vars(one)}
-            self._weights |= {memory_of(x) for x in (*model.parameters(), *model.buffers())}
-        with ExitStack() as stack:
-            stack.enter_context(self._places)
-            for prefix, model in self._models.items():
-                for name, module in model.named_modules():
-                    if prefix + name in self._in_fp8:
-                        hook = functools.partial(self._note_fp8, prefix + name)
-                        stack.callback(module.register_forward_hook(hook).remove)
-            stack.enter_context(_Ops(self))
-            self._open = stack.pop_all()
+            self._weights |= {identity_of(x) for x in (*model.parameters(), *model.buffers())}
+            for name, module in model.named_modules():
+                if "_amp_fp8" in vars(module):
+                    self._in_fp8.add(prefix + name)
+                    hook = functools.partial(self._note_fp8, prefix + name)
+                    self._open.callback(module.register_forward_hook(hook).remove)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op, and record it."""
-        aten = func.overloadpacket.__name__
-        place, _ = self._places.here(aten)
-        self._note_constants(place, func, args)
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            self.failed = self.failed or place
-            raise
-        with torch.no_grad():
-            outputs = floats_in(result)
-            if not func.is_view and aten not in UNWRITTEN:
-                gives = outputs[0].dtype if outputs else None
-                self.ops.append(Op(place, aten, gives, max(map(_largest, outputs), default=0.0)))
-            self._note_product(place, func, args, kwargs, result)
-            if not func.is_view:
-                self._note_cast(place, aten, floats_in(args), outputs)
-        return result
-
-    def _note_constants(self, place: Place, func: Any, args: tuple[Any, ...]) -> None:
+    def op_begins(self, place: Place, func: Any, args: tuple[Any, ...]) -> None:
+        """Record constants, before the op may raise because of them."""
         given = floats_in(args)
         if not given or (torch.Tag.pointwise not in func.tags and "fill" not in func.name()):
             return
@@ -176,35 +123,24 @@ class Recording(AbstractContextManager["Recording"]):
             if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > limit:
                 self.constants.append(Constant(place, float(value), given[0].dtype))
 
-    def _note_product(
+    def op_ends(
         self, place: Place, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
+        """Record a product or a cast."""
         flops = _flops(func, args, kwargs, result)
         if flops:
             multiplied = floats_in(args)[-1]
-            emulated = self._was.get(memory_of(multiplied))  # FP8 on hardware without FP8 products
+            emulated = self._was.get(identity_of(multiplied))  # FP8 on hardware without FP8 products
             dtype = emulated if emulated and _is_eighth(emulated) else multiplied.dtype
             is_plain = func.overloadpacket.__name__ in ("mm", "addmm", "_scaled_mm")
             self.products.append(Product(place, dtype, flops, tuple(_sizes(func, args)), is_plain))
+        if not func.is_view:
+            self._note_cast(place, func.overloadpacket.__name__, floats_in(args), floats_in(result))
 
-    def _note_cast(self, place: Place, aten: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        before = self._was.get(memory_of(inputs[-1])) if inputs else None
-        for y in outputs:
-            self._was.pop(memory_of(y), None)
-        if aten not in CASTS or not inputs or not outputs or inputs[-1].dtype is outputs[0].dtype:
-            return
-        x, y = inputs[-1], outputs[0]
-        self._was[memory_of(y)] = x.dtype
-        if memory_of(x) in self._weights or _is_eighth(x.dtype) or _is_eighth(y.dtype):
-            return
-        self.casts.count += 1
-        self.casts.bytes += x.nbytes + y.nbytes
-        if before is y.dtype and place.module not in self._in_fp8:
-            self.casts.undone[place] += 1
-
-    def _note_call(
+    def call_ends(
         self, place: Place, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
+        """Record a call of a torch function."""
         tensors = [x for x in tree_leaves((args, kwargs)) if _is_floating(x)]
         gives = tuple(x.dtype for x in tree_leaves(result) if _is_floating(x))
         if place.module in self._in_fp8:
@@ -217,6 +153,21 @@ class Recording(AbstractContextManager["Recording"]):
         if gives and place.op:
             self.calls.append(Call(place, function, tuple(dict.fromkeys(takes)), gives))
 
+    def _note_cast(self, place: Place, aten: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        before = self._was.get(identity_of(inputs[-1])) if inputs else None
+        for y in outputs:
+            self._was.pop(identity_of(y), None)
+        if aten not in CASTS or not inputs or not outputs or inputs[-1].dtype is outputs[0].dtype:
+            return
+        x, y = inputs[-1], outputs[0]
+        self._was[identity_of(y)] = x.dtype
+        if identity_of(x) in self._weights or _is_eighth(x.dtype) or _is_eighth(y.dtype):
+            return
+        self.casts.count += 1
+        self.casts.bytes += x.nbytes + y.nbytes
+        if before is y.dtype and place.module not in self._in_fp8:
+            self.casts.undone[place] += 1
+
     def _note_fp8(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         """Record the call of a layer that amp runs in FP8."""
         if self.products and self.products[-1].place.module == name:
@@ -225,30 +176,12 @@ class Recording(AbstractContextManager["Recording"]):
             self.calls.append(Call(place, nn.functional.linear, takes, (output.dtype,)))
 
 
-class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes a recording run each op."""
-
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run: Callable[..., Any] = recording.run
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._run(func, args, kwargs or {})
-
-
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_eighth(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1
-
-
-def _largest(x: Tensor) -> float:
-    x = x.float() if _is_eighth(x.dtype) else x
-    return float(torch.linalg.vector_norm(x.detach(), math.inf))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

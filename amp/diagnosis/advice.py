@@ -1,0 +1,85 @@
+"""What to do about a finding, in the terms of the script: those of its level, or of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp import active
+from amp.diagnosis.findings import rule_for, short_path
+from amp.diagnosis.places import Place
+from amp.profiles.properties import Properties
+
+SMALLER = "Make its inputs smaller, as by subtracting their maximum: FP32 does not hold it either."
+KEEP_AVERAGES = "Keep averages in float32: average.lerp_(weight.float(), 1 - decay)."
+KEEP_MASTERS = (
+    "Keep what training changes in float32: load the model in float32, and use torch.autocast; or\n"
+    "amp.initialize(model, optimizer, opt_level='O5'), which keeps float32 masters."
+)
+
+
+def properties_of(models: Iterable[nn.Module]) -> Properties | None:
+    """Return the properties of the first of the models that has a session, or None."""
+    session = next(filter(None, map(active.session_of, models)), None)
+    return None if session is None else session.properties
+
+
+def with_range(properties: Properties | None) -> str:
+    """Return the level that computes in bfloat16 what the level in force computes in float16, or ''."""
+    if properties is None or not properties.enabled:
+        return ""
+    if properties.patch_torch_functions:
+        dtype: Any = properties.patch_torch_functions_type
+        return "O4" if dtype is torch.float16 else ""
+    return "O5" if properties.cast_model_type is torch.float16 else ""
+
+
+def keep_wide(
+    place: Place, properties: Properties | None, overflowed: torch.dtype | None = None
+) -> str:
+    """Return how to compute in FP32 what a place computes.
+
+    Args:
+        place: where it is computed.
+        properties: those of the session, or None for a script without one.
+        overflowed: the dtype that a number was too large for, if that is the cause.
+    """
+    line = f"x.float() at {short_path(place.file)}:{place.line}" if place.file else "x.float()"
+    is_cast = place.op.rpartition(".")[2] in ("to", "float", "half", "bfloat16", "type")
+    has_range = overflowed is torch.float16
+    if properties is None:
+        either = ", or train in bfloat16, which has the range of float32" if has_range else ""
+        level = "O4" if has_range else "O1"
+        return (
+            f"Compute it in float32: {line}, in torch.autocast(..., enabled=False) if autocast is on"
+            f"{either}.\nWith amp: opt_level='{level}' runs such functions in float32."
+        )
+    rule, level = rule_for(place.module), with_range(properties)
+    keep = f"Keep it in FP32:\nrules: [{rule}]\nor compute" if rule else "Compute"
+    if is_cast and has_range and level:
+        return f"Make the numbers smaller, or take {level}: bfloat16 has the range of FP32."
+    either = f"\nor take {level}: bfloat16 has the range of FP32" if has_range and level else ""
+    return f"{keep} it with {line}{either}."
+
+
+def scale_loss(properties: Properties | None) -> str:
+    """Return how to keep gradients in float16 from becoming 0."""
+    if properties is None:
+        return (
+            "Scale the loss: torch.amp.GradScaler, with float32 weights and autocast; or use bfloat16."
+        )
+    level = with_range(properties)
+    return "Take loss_scale='dynamic'" + (f", or {level}." if level else ".")
+
+
+def after_unscaling(properties: Properties | None) -> str:
+    """Return where gradients may be changed."""
+    if properties is None:
+        return "Change gradients after scaler.unscale_(optimizer), and before scaler.step(optimizer)."
+    return (
+        "Clip gradients after the scale_loss block, over amp.master_params(optimizer); with a "
+        "GradScaler after scaler.unscale_(optimizer)."
+    )

@@ -1,0 +1,183 @@
+"""Following the training of any script, with amp or without it, by torch's own hooks.
+
+What torch has no hook for is replaced while the training is followed: the constructor of optimizers,
+the methods of its gradient scaler, `torch.autograd.backward`, and `nn.Module._apply`, which `.half()`
+calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from amp.diagnosis.twins import is_float
+
+
+class Training:
+    """Follows what trains in this process while it is open: one method for each event.
+
+    Attributes:
+        is_in_scaler: whether a gradient scaler is at work.
+    """
+
+    def __init__(self) -> None:
+        self.is_in_scaler = False
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._depth = threading.local()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            leave = functools.partial(module_hooks.register_module_forward_hook, always_call=True)
+            for register, hook in (
+                (module_hooks.register_module_forward_pre_hook, self._enter_module),
+                (leave, self._leave_module),
+                (register_optimizer_step_pre_hook, self._begin_step),
+                (register_optimizer_step_post_hook, self._end_step),
+            ):
+                stack.callback(register(hook).remove)  # type: ignore[arg-type]
+            replace_in(stack, Optimizer, "__init__", self._make_optimizer)
+            replace_in(stack, torch.autograd, "backward", self._backward)
+            replace_in(stack, nn.Module, "_apply", self._apply)
+            for name in ("scale", "unscale_", "step", "update"):
+                replace_in(
+                    stack, torch.amp.GradScaler, name, functools.partial(self._scaler_call, name)
+                )
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that were made, or have stepped, in this order, and are alive."""
+        return list(filter(None, [reference() for reference in self._optimizers]))
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Add an optimizer."""
+        if all(each is not optimizer for each in self.optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    # Events.
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """An optimizer was made."""
+
+    def root_called(self, model: nn.Module) -> None:
+        """A module is called from outside of any module."""
+
+    def backward_begins(self, losses: list[Tensor]) -> None:
+        """A backward is about to begin."""
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+
+    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
+        """A gradient scaler's `scale`, `unscale_`, `step` or `update` has returned."""
+
+    def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
+        """A module's tensors were replaced; `before` has its own floating buffers."""
+
+    # Hooks, and what stands in for functions.
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        depth = getattr(self._depth, "modules", 0)
+        self._depth.modules = depth + 1
+        if depth == 0 and torch._C._current_graph_task_id() == -1:
+            self.root_called(module)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth.modules = max(getattr(self._depth, "modules", 0) - 1, 0)
+
+    def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.follow(optimizer)
+        self.optimizer_steps(optimizer)
+
+    def _end_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.optimizer_stepped(optimizer)
+
+    def _make_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self.follow(optimizer)
+        self.optimizer_made(optimizer)
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        self.backward_begins([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        return original(tensors, *args, **kwargs)
+
+    def _apply(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = {name: buffer for name, buffer in module._buffers.items() if is_float(buffer)}
+        result = original(module, *args, **kwargs)
+        self.module_cast(module, before)  # type: ignore[arg-type]
+        return result
+
+    def _scaler_call(self, name: str, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        was, self.is_in_scaler = self.is_in_scaler, True
+        try:
+            result = original(scaler, *args, **kwargs)
+        finally:
+            self.is_in_scaler = was
+        if scaler.is_enabled():
+            self.scaler_called(name, scaler, args[0] if args else None)
+        return result
+
+
+def replace_in(stack: ExitStack, holder: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace an attribute until a stack ends, by a function that gets the original before all else."""
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(holder, name, call)
+    stack.callback(setattr, holder, name, original)
+
+
+def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
+    """Return the modules that have parameters of optimizers, and are part of no other such module."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    owned = {id(parameter) for group in groups for parameter in group["params"]}
+    return _outermost(x for x in _modules() if any(id(each) in owned for each in x.parameters()))
+
+
+def optimizers_of(model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers, made before they could be followed, that have parameters of a model."""
+    own = set(map(id, model.parameters()))
+    found = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
+    return [
+        optimizer
+        for optimizer in found
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+    ]
+
+
+def other_models(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the outermost modules that share nothing with some models, such as averages of these."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return _outermost(x for x in _modules() if all(id(each) not in known for each in x.parameters()))
+
+
+def _modules() -> Iterator[nn.Module]:
+    return (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+
+
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    chosen = list(modules)
+    inner = {id(each) for module in chosen for each in module.modules() if each is not module}
+    return [module for module in chosen if id(module) not in inner]

@@ -1,0 +1,115 @@
+"""Numbers that ops have lost: constants, integers, and changes of what training keeps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
+from amp.diagnosis.records import Op, Owned, Value
+from amp.diagnosis.twins import largest
+from amp.dtypes import LOW_PRECISION
+
+
+class LostScalar(NamedTuple):
+    """A Python number other than 0 that became 0 in the dtype of the op that took it."""
+
+    op: Op
+    value: float
+
+
+class LossyCast(NamedTuple):
+    """A cast that rounded integers, or made -inf of a finite number.
+
+    Attributes:
+        op: the cast, or the range.
+        argument: the name of the model's argument, or an empty text.
+        largest: the largest magnitude.
+        before: a number that was changed.
+        after: what became of it.
+    """
+
+    op: Op
+    argument: str
+    largest: float
+    before: float
+    after: float
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether a finite number became -inf."""
+        return math.isinf(self.after)
+
+
+class Still(NamedTuple):
+    """A tensor of before the watch that an op has written to, and that stayed as it was where it moved.
+
+    Attributes:
+        op: the op.
+        owned: what it is.
+        memory: its memory.
+        dtype: its dtype.
+        numbers: how many numbers it has.
+        share: the share of them that did not change, and their twins did.
+    """
+
+    op: Op
+    owned: Owned
+    memory: int
+    dtype: torch.dtype
+    numbers: int
+    share: float
+
+    @property
+    def is_decay(self) -> bool:
+        """Whether it is a weight that was multiplied."""
+        return self.owned.kind == "weight" and "mul_" in self.op.aten
+
+
+class Lost:
+    """Numbers that ops have lost.
+
+    Attributes:
+        scalars: scalars that became 0.
+        casts: casts that changed integers or masks.
+        still: tensors that an op was to change, and did not, by memory and op.
+    """
+
+    def __init__(self) -> None:
+        self.scalars: list[LostScalar] = []
+        self.casts: list[LossyCast] = []
+        self.still: dict[tuple[int, str], Still] = {}
+
+    def note_still(self, op: Op, owned: Owned, before: Value, x: Tensor, exact: Tensor) -> None:
+        """Note a tensor that a write has left as it was, where its twin has moved."""
+        stays = (x == before.real) & (exact != before.exact)
+        share = float(stays.count_nonzero()) / x.numel()
+        known = self.still.get((before.memory, op.aten))
+        if share > 0 and (known is None or known.share < share):
+            one = Still(op, owned, before.memory, x.dtype, x.numel(), share)
+            self.still[before.memory, op.aten] = one
+
+    def note_scalars(self, op: Op, args: Any) -> None:
+        """Note Python numbers among the arguments that become 0 in the dtype of the result.
+
+        Only pointwise ops are checked: norms take an eps too, but compute with it in FP32.
+        """
+        if op.gives is torch.float16 and torch.Tag.pointwise in op.func.tags:
+            lost = [x for x in args if isinstance(x, float) and 0 < abs(x) <= 2.0**-25]
+            self.scalars += [LostScalar(op, x) for x in lost]
+
+    def note_cast(self, op: Op, name: str, y: Tensor, x: Tensor) -> None:
+        """Note integers that a cast or a range has rounded to 16 bits, and masks that are -inf now."""
+        most = largest(x)
+        if y.dtype not in LOW_PRECISION or not math.isfinite(most):
+            return
+        if most > torch.finfo(y.dtype).max and bool((y[y.isinf()] < 0).all()):
+            self.casts.append(LossyCast(op, name, most, -most, -math.inf))
+        elif EXACT_INTEGERS[y.dtype] < most <= EXACT_IN_FP32 and bool((x == x.round()).all()):
+            changed = (y.to(x.dtype) != x) & y.isfinite()
+            if bool(changed.any()):
+                numbers = most, x[changed][-1].item(), y[changed][-1].item()
+                self.casts.append(LossyCast(op, name, *numbers))
