@@ -146,9 +146,8 @@ def test_a_mask_that_is_cast() -> None:
     mask = torch.zeros(8, 1, T)
     mask[3] = -1e9
     report = diagnosed(net(), "O2", batch(), mask)
-    assert [finding.cause for finding in report.findings] == ["cast", "mathematics", "unchecked"]
+    assert [finding.cause for finding in report.findings] == ["cast", "unchecked"]
     assert "argument 'mask' was cast to float16, and -1e+09 became -inf" in report.findings[0].what
-    assert report.findings[1].op.endswith("softmax")
     assert "rules:" not in str(report)
 
 
@@ -247,8 +246,9 @@ def test_a_gradient_that_no_scale_brings_into_range() -> None:
 def test_a_scale_that_is_too_large() -> None:
     report = diagnosed(net(), "O2", scale=2.0**16, loss=lambda y: y.float().square().sum())
     assert report.cause == "loss scale"
-    assert "has to be at most 8192" in report.findings[0].advice
-    assert diagnosed(net(), "O2", scale=2.0**10).is_healthy
+    assert "has to be at most 256" in report.findings[0].advice
+    assert diagnosed(net(), "O2", scale=256.0, loss=lambda y: y.float().square().sum()).is_healthy
+    assert not diagnosed(net(), "O2", scale=512.0, loss=lambda y: y.float().square().sum()).is_healthy
 
 
 def test_gradients_that_vanish() -> None:
@@ -434,7 +434,7 @@ def test_names_of_causes_are_stable() -> None:
     finding, _ = json.loads(json.dumps(report.to_json()))["findings"]
     assert finding["cause"] in CAUSES
     assert finding["module"] == "blocks.1.attn"
-    assert str(report).startswith("range: forward torch.matmul, in blocks.1.attn, ")
+    assert "flow:\nrange: forward torch.matmul, in blocks.1.attn, " in str(report)
 
 
 def test_what_is_no_module_is_refused() -> None:

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -734,7 +735,7 @@ def test_a_script_that_imports_apex_needs_no_edit(
     ("text", "message"),
     [
         ("raise ValueError('no data\\nhere')", "the script failed: ValueError: no data"),
-        ("print(1)", "the script never called amp.initialize on an optimizer"),
+        ("print(1)", "the script trains nothing: it never called amp.initialize"),
         ("raise SystemExit(3)", "the script failed: it ended with exit status 3"),
         ("import os; os._exit(4)", "the script failed: exit status 4"),
     ],
@@ -813,7 +814,8 @@ def planted(trial: Trial) -> Record:
 def test_the_exit_status_says_whether_all_is_well(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, level: str, status: int
 ) -> None:
-    monkeypatch.setattr(commands, "Script", list)
+    script = SimpleNamespace(notes=[], is_injected=False)
+    monkeypatch.setattr(commands, "Script", lambda what: script)
     monkeypatch.setattr(commands, "InScript", lambda script: planted)
     shown = run(capsys, "x.py", "--levels", level, "--steps", "1", status=status)
     assert ("O2: the gradient of a is off by 200 %" in shown) == (status == 1)

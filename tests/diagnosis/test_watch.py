@@ -1,0 +1,226 @@
+"""`amp.watch` on scripts that never call `initialize`: what it finds, and that it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp
+from tests.diagnosis import users_scripts
+from tests.diagnosis.users_scripts import FAULTS, MODELS, X, Y, healthy, net
+
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+
+
+def line_at_fault(script: Callable[[], None]) -> int | None:
+    lines, first = inspect.getsourcelines(script)
+    return next((first + i for i, line in enumerate(lines) if line.endswith("# here\n")), None)
+
+
+@pytest.mark.parametrize("script", FAULTS, ids=lambda script: script.__name__)
+def test_a_users_script(script: Callable[[], None]) -> None:
+    cause, part = FAULTS[script]
+    with amp.watch() as watch:
+        script()
+    named = [x for x in watch.report.findings if x.cause == cause and part in x.what]
+    assert named, str(watch.report)
+    line = line_at_fault(script)
+    if line is not None:
+        assert (named[0].file, named[0].line) == (users_scripts.__file__, line)
+    assert "rules:" not in str(watch.report)
+    if cause not in ("mathematics", "still", "range"):
+        assert "mathematics" not in str(watch.report)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        (model, precision)
+        for model in MODELS
+        for precision in ("float32", "bfloat16", "float16")
+        if (model, precision) != ("recurrent", "float16")  # which torch does not have on a CPU
+    ],
+)
+def test_a_healthy_script_hears_nothing_and_keeps_its_bits(model: str, precision: str) -> None:
+    torch.manual_seed(0)
+    expected = healthy(MODELS[model](), precision)
+    torch.manual_seed(0)
+    with amp.watch() as watch:
+        found = healthy(MODELS[model](), precision)
+    assert watch.report.is_healthy, str(watch.report)
+    assert watch.report.ops > 100
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_it_attached_to_is_one_line() -> None:
+    with amp.watch() as watch:
+        healthy(net(), "float16")
+    assert watch.about == "Sequential, 740 parameters in float32, AdamW, a GradScaler, 6 steps"
+    with amp.watch() as watch:
+        net()(X)
+    assert watch.about == "no optimizer was made"
+
+
+def test_torch_is_as_before() -> None:
+    functions = (torch.optim.Optimizer, "__init__"), (torch.autograd, "backward"), (nn.Module, "_apply")
+    before = [getattr(*each) for each in functions]
+    with pytest.raises(ZeroDivisionError), amp.watch():
+        healthy(net(), "float32", 1)
+        raise ZeroDivisionError
+    assert [getattr(*each) for each in functions] == before
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def gan(loud: float) -> None:
+    """The second optimizer's loss overflows."""
+    torch.manual_seed(0)
+    models: Any = [net().half(), net().half()]
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]
+    for _ in range(3):
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            out = model(X.half()) * (loud if i else 1.0)
+            F.cross_entropy(out.float(), Y).backward()
+            optimizer.step()
+
+
+def test_a_window_has_the_steps_of_all_optimizers() -> None:
+    with amp.watch(at=[1]) as watch:
+        gan(1e6)
+    (found,) = [x for x in watch.report.findings if x.cause == "range"]
+    assert found.op == "Tensor.mul"
+    assert watch.about.startswith("Sequential, 740 parameters in float16, SGD")
+
+
+def test_several_micro_batches_and_closures() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        return loss
+
+    with amp.watch() as watch:
+        for _ in range(3):
+            optimizer.step(closure)
+    assert watch.report.is_healthy, str(watch.report)
+
+
+def test_a_model_is_copied_and_pickled_inside_a_window() -> None:
+    with amp.watch() as watch:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(X), Y).backward()
+            optimizer.step()
+            average.update_parameters(model)
+            copied = copy.deepcopy(model)
+            pickle.loads(pickle.dumps(model))
+            assert torch.equal(copied(X), model(X))
+    assert watch.report.is_healthy, str(watch.report)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Squares(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (torch.ones(16) * index).square() / 1000
+
+
+def test_workers_of_a_loader_have_no_shadow() -> None:
+    loader = torch.utils.data.DataLoader(Squares(), 16, num_workers=2)
+    with amp.watch() as watch:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert watch.report.is_healthy, str(watch.report)
+
+
+def test_tensors_of_vmap_have_no_memory() -> None:
+    with amp.watch() as watch:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+        def loss_of(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+
+        weights = {name: each.detach() for name, each in model.named_parameters()}
+        torch.vmap(torch.func.grad(loss_of), (None, 0, 0))(weights, X[:, None], Y[:, None])
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+    assert watch.report.is_healthy, str(watch.report)
+
+
+def test_masters_of_the_script_s_own() -> None:
+    with amp.watch() as watch:
+        model = net().bfloat16()
+        masters = [parameter.detach().float() for parameter in model.parameters()]
+        optimizer = torch.optim.AdamW(masters, 1e-3)
+        for _ in range(3):
+            F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+    assert watch.report.is_healthy, str(watch.report)
+    assert watch.about.startswith("Sequential, 740 parameters in bfloat16, AdamW")
+
+
+def test_steps_that_a_scaler_skips_at_first_are_no_fault() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with amp.watch() as watch:
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(X).float(), Y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**24
+    assert watch.report.is_healthy, str(watch.report)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5", "O7"])
+def test_a_healthy_script_with_amp(level: str) -> None:
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model: Any = net()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
+        watch = amp.watch()
+        with amp.Session(level, verbosity=0) as session:
+            if watched:
+                watch.__enter__()
+            model, optimizer = session.initialize(model, optimizer)
+            for _ in range(24):
+                optimizer.zero_grad()
+                with session.scale_loss(F.cross_entropy(model(X).float(), Y), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+            if watched:
+                watch.__exit__(None, None, None)
+                assert watch.report.is_healthy, str(watch.report)
+                assert watch.report.ops > 100
+            ends.append([parameter.detach().clone() for parameter in amp.master_params(optimizer)])
+    assert all(map(torch.equal, *ends))
