@@ -212,8 +212,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         name: made for name, (off, made, size) in shadow.off_grads.items() if off > OFF and size > least
     }
     losses = [x for x in shadow.losses if x in shadow.ops and shadow.ops[x].error > FAR]
-    bad = [made for made in shadow.bad_grads.values() if made is not None and is_forward]
-    matters = _ancestors(shadow, [*ruined.values(), *losses, *bad], only_bad=False)
+    matters = _ancestors(shadow, [*ruined.values(), *losses], only_bad=False)
     found: dict[Any, tuple[int, Finding]] = {}
     for number in sorted(matters):
         op = shadow.ops[number]

@@ -376,6 +376,8 @@ class Shadow(Observer):
         for value in values.values():
             if not is_finite(value.real):
                 made = self._bad.get(value.memory)
+                if made is None and value.made and self.ops[value.made].func.namespace != "aten":
+                    made = value.made  # a collective, which has ended after it was looked at
                 if made is not None:
                     op.bad_parents.append(made)
                 elif not is_foreign:

@@ -13,6 +13,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -148,7 +149,8 @@ class Watch(Training, Observer):
             return  # of the script, which leaves them in reverse order
         sessions = {one.owner for one in self._attached()}
         own = [model for session in sessions for model in session.live_models()]
-        self._models = list(dict.fromkeys([*own, *models_of(self.optimizers)]))
+        around = [x for x in models_of(self.optimizers) if not any(each in own for each in x.modules())]
+        self._models = [*own, *around]
         if not self._models and self.optimizers and called is not None:
             self._models = [called]  # whose weights the script copies from others
         if not self._models:
@@ -193,8 +195,12 @@ class Watch(Training, Observer):
                 x for x in shadow.lost.still.values() if has_gradients or x.dtype.itemsize < 4
             ]
             self.report.ops += len(shadow.ops)
-        trained = {id(each) for model in self._models for each in model.modules()}
-        rounded = [x for holder, x in self._buffers if id(holder()) in trained]
+        paths = {id(each): name for model in self._models for name, each in model.named_modules()}
+        rounded = [
+            replace(x, module=paths[id(holder())])
+            for holder, x in self._buffers
+            if id(holder()) in paths
+        ]
         looks = sorted(self._looks.values(), key=lambda x: x.phase)
         found = [*rounded, *grouped(self._seen), *stands_still(self._still), *looks]
         self.report.findings = found
