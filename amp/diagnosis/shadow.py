@@ -323,7 +323,8 @@ class Shadow(Observer):
             exact = run_wide(func, exact_args, exact_kwargs, result)
         except (RuntimeError, TypeError, NotImplementedError):
             outputs = [*written, *fresh_in(result, written)]
-            self.without_twin += bool(outputs) and func.overloadpacket.__name__ not in UNWRITTEN
+            is_exact = func.namespace == "aten" and not has_twin(func)  # drawn, or a number as it is
+            self.without_twin += bool(outputs) and not is_exact
             for x in outputs:
                 self._twins.forget(x)
             return

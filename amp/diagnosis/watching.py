@@ -55,7 +55,6 @@ class Watch(Training, Observer):
         at: the numbers of the steps that have a shadow, from 1 on.
 
     Attributes:
-        about: what is watched, in one line.
         report: what was found so far.
         steps: how many steps the first optimizer has made.
     """
@@ -64,24 +63,26 @@ class Watch(Training, Observer):
 
     def __init__(self, at: Sequence[int] = AT) -> None:
         super().__init__()
-        self.about, self.report, self.steps = "no optimizer was made", Report(), 0
+        self.report, self.steps = Report(), 0
         self._due = sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
         self._shadow: Shadow | None = None
         self._stepped = Counter[int]()  # in this window, by the id of the optimizer
         self._is_empty = True  # whether no forward of the window has begun
-        self._looks: dict[tuple[str, str], Finding] = {}
+        self._looks: dict[tuple[str, str], Finding] = {}  # by cause and advice
         self._seen: list[Finding] = []
         self._still: list[Still] = []
         self._rounded: list[tuple[Tensor, Tensor]] = []
         self._buffers: list[tuple[weakref.ref[nn.Module], Finding]] = []
         self._models: list[nn.Module] = []
+        self._parts: list[str] = []
         self._names: dict[str, None] = {}  # the classes of the optimizers
+        self._without_twin = 0
         self._is_half = self._has_scaler = self._is_dynamic = False
         self._tries = SEARCH
         self._unscaled: set[int] = set()
         self._scaled: Tensor | None = None  # the scale of a GradScaler, while gradients have it
-        self._taken: set[int] = set()  # optimizers that have stepped since their scaler's last call
+        self._taken: set[int] = set()  # optimizers whose step is counted already
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -91,6 +92,17 @@ class Watch(Training, Observer):
     def __exit__(self, *exception: object) -> None:
         self.look()
         super().__exit__(*exception)
+
+    @property
+    def about(self) -> str:
+        """What is watched, in one line."""
+        if not self._parts:
+            return "no optimizer was made"
+        scaler = "a GradScaler" if self._has_scaler else "no GradScaler"
+        parts = [*self._parts, *self._names, scaler, f"{self.steps} steps"]
+        if self._without_twin:
+            parts.append(f"{self._without_twin} ops could not run in FP64")
+        return ", ".join(dict.fromkeys(parts))
 
     @property
     def is_watching(self) -> bool:
@@ -166,7 +178,7 @@ class Watch(Training, Observer):
         self._name_states(shadow)
         for rounded, whole in self._rounded:
             shadow.known(rounded, whole)
-        self._describe()
+        self._parts = self._described()  # as they are now: a session gives models their dtypes back
 
     def watch_steps(self, at: Iterable[int]) -> None:
         """Watch other steps than before, without what was seen until now."""
@@ -195,6 +207,7 @@ class Watch(Training, Observer):
                 x for x in shadow.lost.still.values() if has_gradients or x.dtype.itemsize < 4
             ]
             self.report.ops += len(shadow.ops)
+            self._without_twin += shadow.without_twin
         paths = {id(each): name for model in self._models for name, each in model.named_modules()}
         rounded = [
             replace(x, module=paths[id(holder())])
@@ -204,7 +217,6 @@ class Watch(Training, Observer):
         looks = sorted(self._looks.values(), key=lambda x: x.phase)
         found = [*rounded, *grouped(self._seen), *stands_still(self._still), *looks]
         self.report.findings = found
-        self._describe()
 
     def _attached(self) -> list[AttachedOptimizer]:
         return list(filter(None, map(AttachedOptimizer.of, self.optimizers)))
@@ -223,9 +235,8 @@ class Watch(Training, Observer):
             for name, x in model.named_parameters():
                 shadow.own("average", name, x)
 
-    def _describe(self) -> None:
-        if not self._models:
-            return
+    def _described(self) -> list[str]:
+        """Return the classes of the models, and the number and dtypes of their parameters."""
         parts = []
         for model in self._models:
             sizes, classes = Counter[str](), {type(each).__name__ for each in model.modules()}
@@ -234,9 +245,7 @@ class Watch(Training, Observer):
             held = " and ".join(f"{count:,} parameters in {dtype}" for dtype, count in sizes.items())
             parts += [f"{type(model).__name__}, {held}"]
             parts += [f"cannot look into {why}" for name, why in _CANNOT.items() if name in classes]
-        self._names |= dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers)
-        parts += [*self._names, "a GradScaler" if self._has_scaler else "no GradScaler"]
-        self.about = ", ".join([*dict.fromkeys(parts), f"{self.steps} steps"])
+        return parts
 
     # Cheap looks at every step.
 
@@ -302,9 +311,14 @@ class Watch(Training, Observer):
                 "step",
             )
 
+    def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
+        """Be ready to count a step, which may be skipped."""
+        self._taken.discard(id(attached.optimizer))
+        return closure
+
     def step_ends(self, attached: AttachedOptimizer) -> None:
-        """Count a step that amp has skipped."""
-        if attached.step.was_skipped:
+        """Count a step that amp has skipped without a call of the optimizer's own."""
+        if id(attached.optimizer) not in self._taken:
             self._count(attached.optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -312,6 +326,7 @@ class Watch(Training, Observer):
         self.steps += id(optimizer) == self._first
         self._stepped[id(optimizer)] += 1
         self._taken.add(id(optimizer))
+        self._names[type(optimizer).__name__] = None
 
     def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
         """Look at the order of a scaler's calls."""
@@ -359,11 +374,10 @@ class Watch(Training, Observer):
     def _has_amp(self) -> bool:
         return bool(self._attached())
 
-    def _note(self, cause: str, what: str, todo: str, phase: str = "", key: str = "") -> None:
-        if (cause, key or what[:20]) not in self._looks:
+    def _note(self, cause: str, what: str, todo: str, phase: str) -> None:
+        if (cause, todo) not in self._looks:
             file, line = user_line(in_packages=False)
-            found = Finding(cause, what, todo, phase, file=file, line=line)
-            self._looks[cause, key or what[:20]] = found
+            self._looks[cause, todo] = Finding(cause, what, todo, phase, file=file, line=line)
 
 
 def _params(optimizer: Optimizer) -> Iterable[Tensor]:

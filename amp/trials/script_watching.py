@@ -150,7 +150,7 @@ class StepWatcher(Watch):
         if self.steps >= self._limit:
             self._complete()
         self._found += hazards.of_unseen_writes(attached)
-        return closure
+        return super().step_begins(attached, closure)
 
     def _complete(self) -> None:
         self.is_complete = True

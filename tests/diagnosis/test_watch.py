@@ -201,6 +201,23 @@ def test_steps_that_a_scaler_skips_at_first_are_no_fault() -> None:
     assert watch.report.is_healthy, str(watch.report)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, amp.optimizers.FusedAdam])
+def test_a_step_that_amp_skips_is_counted_once(make: Any) -> None:
+    with amp.watch() as watch, amp.Session("O2", verbosity=0, loss_scale={"init": 2.0**24}) as session:
+        model: Any = net()
+        model, optimizer = session.initialize(model, make(model.parameters(), 1e-3))
+        for _ in range(24):
+            optimizer.zero_grad()
+            with session.scale_loss(F.cross_entropy(model(X).float(), Y), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert any(row.overflow for row in session.history())
+    name = make.__name__
+    assert watch.about.startswith("Sequential, ")
+    assert "parameters in float16" in watch.about  # as it was in the session, which has ended
+    assert watch.about.endswith(f"{name}, no GradScaler, 24 steps")
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5", "O7"])
 def test_a_healthy_script_with_amp(level: str) -> None:
     ends = []
