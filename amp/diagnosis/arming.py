@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp import distributed
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import gathered, named_models, open_scale
 from amp.diagnosis.findings import Report
+from amp.diagnosis.places import has_modes
 from amp.diagnosis.shadow import Shadow
 from amp.observers import Observer, watch_forwards
 from amp.training.scaler import LossScaler
@@ -33,21 +33,19 @@ class Armed(Observer):
     """Watches an iteration of a session: from a forward on, until all of its optimizers have stepped.
 
     If nothing was found, it watches the next one, up to `TRIES` times: with several losses or
-    optimizers another one may overflow in each.
+    optimizers another one may overflow in each. The report of the last one is the session's.
 
     All ranks watch the same step, because each waits `LAG` steps before it acts on a streak that the
     device has found.
 
     Args:
         session: the session.
-        tell: called with the report; None keeps and logs the report.
     """
 
-    def __init__(self, session: Any, tell: Callable[[Report], None] | None = None) -> None:
+    def __init__(self, session: Any) -> None:
         self._session = weakref.ref(session)
-        self._tell = tell or self._log
-        self._stop: Callable[[], None] | None = None
         self._shadow: Shadow | None = None
+        self._open = ExitStack()  # the shadow, or the wait for a forward
         self._stepped: set[int] = set()
         self._tries = 0
 
@@ -56,32 +54,27 @@ class Armed(Observer):
         return scaler.updates - 1 - (0 if scaler.is_on_host else LAG)
 
     def verdicts(self, session: Any, scaler: LossScaler, rows: Sequence[Any]) -> None:
-        """Watch the next forward, if a scaler's streak is due."""
+        """Watch from the next forward on, if a scaler's streak is due."""
         streaks = scaler.recorder.streaks
         if streaks and streaks[0] <= self.must_know(scaler):
             streaks.popleft()
             self._tries = TRIES
-            self.arm()
+            if self._shadow is None:
+                self._wait(session)
 
-    def arm(self) -> None:
-        """Watch from the next forward on."""
-        session = self._session()
-        if self._shadow is None and self._stop is None and session is not None:
-            self._stop = watch_forwards(self, session, session.live_models())
+    def _wait(self, session: Any) -> None:
+        self._open.close()
+        self._open.callback(watch_forwards(self, session, session.live_models()))
 
     def forward_begins(self, session: Any, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Start to watch, at the beginning of a forward."""
-        if not torch.is_grad_enabled() or _get_current_dispatch_mode_stack():
-            return
-        modes: Any = _get_current_function_mode_stack
-        if modes():  # the shadow's mode would be on top, but modes must be left in reverse order
-            return
-        self._disarm()
-        scale = functools.partial(open_scale, session.attached)
-        self._stepped.clear()
-        self._shadow = Shadow(named_models(session.live_models(), "diagnose"), scale)
-        self._shadow.__enter__()
-        self._shadow.note_arguments(model, args, kwargs)
+        if torch.is_grad_enabled() and not has_modes():
+            self._open.close()
+            self._stepped.clear()
+            scale = functools.partial(open_scale, session.attached)
+            shadow = Shadow(named_models(session.live_models(), "diagnose"), scale)
+            self._shadow = self._open.enter_context(shadow)
+            self._shadow.note_arguments(model, args, kwargs)
 
     def step_ends(self, attached: Any) -> None:
         """Report the findings after the last step of an iteration. The host waits for the device."""
@@ -91,34 +84,18 @@ class Armed(Observer):
         is_again = id(attached) in self._stepped  # then another optimizer does not step each time
         self._stepped.add(id(attached))
         if is_again or self._stepped >= set(map(id, session.attached)):
-            shadow = self._end()
-            assert shadow is not None
+            shadow = self._shadow
+            self.session_ends(session)
             findings = gathered(findings_of(shadow))
-            self._tell(Report(findings, len(shadow.ops), distributed.world_size()))
+            session.last_report = Report(findings, len(shadow.ops), distributed.world_size())
+            if distributed.rank() == 0:  # whatever the verbosity
+                text = "an iteration after a streak of overflows was watched:\n%s"
+                logger.warning(text, session.last_report)
             self._tries -= 1
             if not findings and self._tries > 0:
-                self.arm()
+                self._wait(session)
 
     def session_ends(self, session: Any) -> None:
         """Stop watching."""
-        self._disarm()
-        self._end()
-
-    def _end(self) -> Shadow | None:
-        shadow, self._shadow = self._shadow, None
-        if shadow is not None:
-            shadow.__exit__(None, None, None)
-        return shadow
-
-    def _disarm(self) -> None:
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
-
-    def _log(self, report: Report) -> None:
-        session = self._session()
-        if session is not None:
-            session.last_report = report
-            if distributed.rank() == 0:  # whatever the verbosity
-                text = "an iteration after a streak of overflows was watched:\n%s"
-                logger.warning(text, report)
+        self._shadow = None
+        self._open.close()

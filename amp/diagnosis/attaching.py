@@ -11,7 +11,8 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp.diagnosis.twins import is_float
+from amp.dtypes import dtype_name
 
 
 class Training:
@@ -149,11 +151,37 @@ def replace_in(stack: ExitStack, holder: Any, name: str, function: Callable[...,
     stack.callback(setattr, holder, name, original)
 
 
-def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
-    """Return the modules that have parameters of optimizers, and are part of no other such module."""
+_CANNOT = {
+    "DeepSpeedEngine": "DeepSpeed's engine, whose optimizer and gradients torch's hooks do not see",
+    "FullyShardedDataParallel": "FSDP1, whose flat parameters have no names: use fully_shard",
+}
+
+
+def described(models: Iterable[nn.Module]) -> list[str]:
+    """Return the classes of models, the number and dtypes of their parameters, and what hides them."""
+    parts = []
+    for model in models:
+        sizes, classes = Counter[str](), {type(each).__name__ for each in model.modules()}
+        for parameter in model.parameters():
+            sizes[dtype_name(parameter.dtype)] += parameter.numel()
+        held = " and ".join(f"{count:,} parameters in {dtype}" for dtype, count in sizes.items())
+        parts.append(f"{type(model).__name__}, {held}")
+        parts += [f"cannot look into {why}" for name, why in _CANNOT.items() if name in classes]
+    return parts
+
+
+def models_in_memory(optimizers: Iterable[Optimizer]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the outermost modules of this process that have parameters of optimizers, and all others.
+
+    The others share nothing with these, such as averages. All objects are looked at, which takes a
+    tenth of a second.
+    """
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     owned = {id(parameter) for group in groups for parameter in group["params"]}
-    return _outermost(x for x in _modules() if any(id(each) in owned for each in x.parameters()))
+    trained = _outermost([x for x in modules if any(id(p) in owned for p in x.parameters())])
+    known = {id(parameter) for model in trained for parameter in model.parameters()}
+    return trained, _outermost([x for x in modules if all(id(p) not in known for p in x.parameters())])
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
@@ -167,17 +195,6 @@ def optimizers_of(model: nn.Module) -> list[Optimizer]:
     ]
 
 
-def other_models(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules that share nothing with some models, such as averages of these."""
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    return _outermost(x for x in _modules() if all(id(each) not in known for each in x.parameters()))
-
-
-def _modules() -> Iterator[nn.Module]:
-    return (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
-
-
-def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    chosen = list(modules)
-    inner = {id(each) for module in chosen for each in module.modules() if each is not module}
-    return [module for module in chosen if id(module) not in inner]
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    inner = {id(each) for module in modules for each in module.modules() if each is not module}
+    return [module for module in modules if id(module) not in inner]

@@ -16,22 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp.diagnosis.records import Op, Value
-from amp.diagnosis.shadow import Shadow, fresh_in, written_by
-from amp.diagnosis.twins import difference, has_twin, run_wide
+from amp.diagnosis.memories import Value
+from amp.diagnosis.records import Op
+from amp.diagnosis.shadow import Shadow
+from amp.diagnosis.twins import CANNOT_RUN, difference, fresh_in, has_twin, run_wide, written_by
 
 LONGEST = 64
 """How many ops a walk passes at most."""
 _MOVES = {
-    "index",
-    "gather",
-    "cat",
-    "stack",
-    "clone",
-    "index_select",
-    "constant_pad_nd",
-    "roll",
-    "repeat",
+    *("index", "gather", "cat", "stack", "clone", "index_select", "constant_pad_nd", "roll", "repeat"),
 }
 """Ops that compute nothing: what their results have lost was lost before."""
 _SUBTRACTIONS = {"sub", "sub_", "rsub", "add", "add_", "sum", "mean", "addcmul", "var", "cumsum"}
@@ -117,7 +110,7 @@ def _harm(chain: list[tuple[Op, Value]], replaced: Tensor, op: Op) -> float:
             found = _results(at, lambda x, v=value, r=replaced: r if x is v else x.exact)
             if i + 1 < len(chain):
                 replaced = _passed_on(found, at, chain[i + 1][1])
-        except (RuntimeError, TypeError, NotImplementedError, StopIteration):
+        except (*CANNOT_RUN, StopIteration):
             return 0.0
     exact = _results(op, lambda x: x.exact)
     if any(bool((~x.isfinite() & y.isfinite()).any()) for x, y in zip(found, exact, strict=True)):
@@ -140,7 +133,7 @@ def _passed_on(found: list[Tensor], made: Op, value: Value) -> Tensor:
     result, placed = next(
         (x, placed)
         for x, (memory, placed) in zip(found, made.outputs, strict=True)
-        if memory == value.memory
+        if memory == value.memory.key
     )
     exact = value.exact
     length = exact.untyped_storage().nbytes() // exact.element_size()

@@ -26,6 +26,7 @@ from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op
 from amp.diagnosis.shadow import Shadow
+from amp.diagnosis.twins import has_twin
 from amp.dtypes import LOW_PRECISION, dtype_name
 
 _HALVES = set(map(dtype_name, LOW_PRECISION))
@@ -46,75 +47,79 @@ def findings_of(shadow: Shadow) -> list[Finding]:
     """Return the findings of a shadow in the order of the data flow; the first is the cause."""
     found: list[tuple[int, Finding]] = []
     causes = _causes(shadow)
-    reached = tuple(shadow.bad_grads or shadow.bad_weights)
+    reached = tuple(shadow.gradients.bad or shadow.bad_weights)
     if causes:
-        found.append((causes[0].number, _explain(shadow, causes[0], reached)))
+        found.append((causes[0].number, replace(_explain(shadow, causes[0]), reached=reached)))
     elif reached:
-        found.append((0, _unseen(shadow)))
+        what = "gradients are not finite, and none of the ops that were seen made them so"
+        todo = "Put the forward, the loss and the backward of one step inside the block."
+        found.append((0, Finding("range", what, todo, "backward", reached=reached)))
     if not found or found[0][1].cause == "loss scale":  # which may be a consequence
         is_forward = bool(found)
         more = _of_sources(shadow) or _absorbed(shadow, is_forward) or _far_off(shadow, is_forward)
         found = [*more, *found]
     explained = {(x.cause, x.line, x.op) for _, x in found}
-    lossy = [x for x in shadow.lost.casts if not x.is_mask or reached or shadow.loss]
-    casts = [(cast.op.number, _of_cast(shadow, cast)) for cast in _distinct(lossy)]
+    lossy = [x for x in shadow.lost.casts if not x.is_mask or reached or shadow.gradients.bad_loss]
+    distinct = {(x.is_mask, x.argument, x.op.place): x for x in reversed(lossy)}.values()
+    casts = [(cast.op.number, _of_cast(shadow, cast)) for cast in list(distinct)[:3]]
     found += [(at, x) for at, x in casts if (x.cause, x.line, x.op) not in explained]
-    found += [(-1, _of_order(shadow, *each)) for each in list(shadow.grads_in_place.items())[:1]]
+    for name, place in list(shadow.gradients.in_place.items())[:1]:
+        what = f"the gradient of {name} was written to while it was still scaled"
+        todo = advice.after_unscaling(shadow.properties)
+        found.append((-1, Finding("order", what, todo, "backward", *place)))
     if not found:
         found += [(0, x) for x in _vanished(shadow)]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
 
 
-def _ancestors(shadow: Shadow, numbers: Iterable[int], only_bad: bool = True) -> set[int]:
+def _ancestors(shadow: Shadow, numbers: Iterable[int], only_bad: bool = True) -> list[Op]:
+    """Return ops and those that their inputs come from, in the order in which they ran."""
     seen: set[int] = set()
     todo = list(numbers)
     while todo:
         number = todo.pop()
         if number not in seen and number in shadow.ops:
             seen.add(number)
-            op = shadow.ops[number]
-            todo += op.bad_parents if only_bad else op.parents
-    return seen
+            todo += shadow.ops[number].bad_parents if only_bad else shadow.ops[number].parents
+    return [shadow.ops[number] for number in sorted(seen)]
 
 
 def _causes(shadow: Shadow) -> list[Op]:
     """Return the ops that made the gradients inf or NaN, the earliest first."""
-    starts = (shadow.loss, *shadow.bad_grads.values(), *shadow.bad_weights.values())
-    made = [number for number in starts if number is not None]
-    ancestors = [shadow.ops[number] for number in sorted(_ancestors(shadow, made))]
+    starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
+    ancestors = _ancestors(shadow, starts)
     roots = [op for op in ancestors if not op.bad_parents and not (op.is_constant and op.is_minus_inf)]
-    if any(op.func.namespace != "aten" for op in roots):  # it is another rank's
-        return [op for op in roots if op.func.namespace == "aten"]
+    if any(op.is_collective for op in roots):  # it is another rank's
+        return [op for op in roots if not op.is_collective]
     return roots or [op for op in ancestors if op.has_nan][:1]
 
 
-def _explain(shadow: Shadow, op: Op, reached: tuple[str, ...]) -> Finding:
+def _explain(shadow: Shadow, op: Op) -> Finding:
     """Return the finding of an op whose result is not finite."""
     if op.sources:
-        return _of_source(shadow, op, reached)
+        return _of_source(shadow, op)
     assert op.gives is not None
     limit, value = torch.finfo(op.gives).max, op.value
     for cast in shadow.lost.casts if op.aten in CASTS else ():
         if cast.op is op and cast.is_mask:
-            return replace(_of_cast(shadow, cast), reached=reached)
-    if op.rows_of_minus_inf or (op.has_nan and op.bad_parents) or op.is_bad_exactly:
-        return _of_mathematics(op, reached)
+            return _of_cast(shadow, cast)
+    is_nan_of_inf = op.has_nan and bool(op.bad_parents)
+    if not has_twin(op.func) and not is_nan_of_inf:
+        what = f"the result has {'a NaN' if op.has_nan else 'an inf'}, and the op cannot run in FP64"
+        return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
+    if op.rows_of_minus_inf or is_nan_of_inf or op.is_bad_exactly:
+        return _of_mathematics(op)
     if value is None or not math.isfinite(value) or value <= limit:
         loss = lost_before(shadow, op)
         lost = [x for x in shadow.lost.scalars if x.op.place.module == op.place.module]
         if lost and (loss is None or loss.cause == "underflow"):
-            return _of_eps(shadow, op, lost[0], reached)
+            return _of_eps(shadow, op, lost[0])
         if loss is not None:
-            return _of_loss(shadow, op, loss, reached)
-    return _of_range(shadow, op, value, limit, reached)
+            return _of_loss(shadow, op, loss)
+    return _of_range(shadow, op, value, limit)
 
 
-def _of_mathematics(op: Op, reached: tuple[str, ...]) -> Finding:
-    what, todo = (
-        f"the result is {op.largest} in FP64 too",
-        "Look at the numbers that go in: a logarithm of 0, a division by 0, a root or power where "
-        "the gradient is infinite. No precision cures it.",
-    )
+def _of_mathematics(op: Op) -> Finding:
     if op.rows_of_minus_inf:
         what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision"
         todo = "Do not mask whole rows, or set these rows to 0 afterwards. No rule cures it."
@@ -124,42 +129,39 @@ def _of_mathematics(op: Op, reached: tuple[str, ...]) -> Finding:
             "Do not mask whole rows, or set these rows to 0 afterwards; subtract the maximum before "
             "an exponential. No rule cures it."
         )
-    return _finding(op, "mathematics", what, todo, reached)
+    else:
+        what = f"the result is {op.largest} in FP64 too"
+        todo = (
+            "Look at the numbers that go in: a logarithm of 0, a division by 0, a root or power where "
+            "the gradient is infinite. No precision cures it."
+        )
+    return _finding(op, "mathematics", what, todo)
 
 
-def _of_eps(shadow: Shadow, op: Op, lost: LostScalar, reached: tuple[str, ...]) -> Finding:
-    todo = (
-        f"Take an eps of at least {2.0**-14:.1e}. Or:\n{advice.keep_wide(op.place, shadow.properties)}"
-    )
+def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
+    at = _where(lost.op.place)
+    what = f"{lost.value!r} is 0 in float16 ({at}), and does not keep the result from infinity"
+    keep = advice.keep_wide(op.place, shadow.properties)
+    todo = f"Take an eps of at least {2.0**-14:.1e}. Or:\n{keep}"
     if op.phase == "step":
         todo = "Give the optimizer eps=1e-4, or float32 parameters or masters."
-    return _finding(
-        op,
-        "eps",
-        f"{lost.value!r} is 0 in float16 ({_where(lost.op.place)}), and does not keep "
-        "the result from infinity",
-        todo,
-        reached,
-    )
+    return _finding(op, "eps", what, todo)
 
 
-def _of_range(
-    shadow: Shadow, op: Op, value: float | None, limit: float, reached: tuple[str, ...]
-) -> Finding:
+def _of_range(shadow: Shadow, op: Op, value: float | None, limit: float) -> Finding:
     assert op.gives is not None
-    dtype, scale = dtype_name(op.gives), op.loss_scale
+    ends, scale = f"{dtype_name(op.gives)} ends at {_number(limit)}", op.loss_scale
     if op.phase == "backward" and value is not None and value / scale <= limit < value:
         alike = [x for x in shadow.ops.values() if x.phase == "backward" and x.gives is op.gives]
         worst = max([value, *(x.largest for x in alike if math.isfinite(x.largest))])
         most = 2.0 ** math.floor(math.log2(limit * scale / worst))
+        becomes = f"a gradient of {_number(value / scale)} becomes {_number(value)}"
         return _finding(
             op,
             "loss scale",
-            f"a gradient of {_number(value / scale)} becomes {_number(value)} by the loss scale of "
-            f"{exact(scale)}; {dtype} ends at {_number(limit)}",
+            f"{becomes} by the loss scale of {exact(scale)}; {ends}",
             "A dynamic loss scale goes down by itself: a few skipped steps are normal. A static one "
             f"has to be at most {exact(most)}.",
-            reached,
         )
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
     subject = f"{op.argument} was cast, and the result" if op.argument else "the result"
@@ -169,30 +171,32 @@ def _of_range(
         todo = advice.keep_wide(op.place, shadow.properties, op.gives)
     if op.phase == "backward":
         todo = f"Make the loss smaller: a mean instead of a sum. Or:\n{todo}"
-    return _finding(op, "range", f"{subject} {shown}; {dtype} ends at {_number(limit)}", todo, reached)
+    return _finding(op, "range", f"{subject} {shown}; {ends}", todo)
 
 
-def _of_loss(shadow: Shadow, op: Op, loss: Loss, reached: tuple[str, ...]) -> Finding:
+def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
     """Return the finding of digits that were lost before an op."""
     made, real = loss.made, loss.value.real.dtype
     is_inside = made is None or made.place.module == loss.taken.place.module
     at = loss.taken if made is None or (loss.cause == "cancellation" and is_inside) else made
     shows = f"; it shows at {_where(op.place)}" if at.place != op.place else ""
-    then = {
-        "underflow": "",
-        "cancellation": ", and these digits are all that a subtraction leaves",
-        "rounding": ", and what follows needs the lost digits",
-        "cast": ", which does not hold such integers",
-    }[loss.cause]
-    what = f"{_became(loss.before, loss.after)} in {dtype_name(real)}{then}{shows}"
+    what = f"{_became(loss.before, loss.after)} in {dtype_name(real)}{_THEN[loss.cause]}{shows}"
     is_tiny = loss.cause == "underflow" and abs(loss.before) < LEAST
-    if at.argument and (argument := _ARGUMENT.match(at.argument)):
+    if argument := _ARGUMENT.match(at.argument):
         todo = f"Leave {at.argument} alone:\n{excepting([argument[1]])}"
     elif real not in LOW_PRECISION or is_tiny:
         todo = "Compute it in another way, as by log_softmax or logsigmoid: FP32 loses it too."
     else:
         todo = advice.keep_wide(at.place, shadow.properties)
-    return replace(_finding(at, loss.cause, what, todo, reached), value=loss.before)
+    return replace(_finding(at, loss.cause, what, todo), value=loss.before)
+
+
+_THEN = {
+    "underflow": "",
+    "cancellation": ", and these digits are all that a subtraction leaves",
+    "rounding": ", and what follows needs the lost digits",
+    "cast": ", which does not hold such integers",
+}
 
 
 def _became(before: float, after: float) -> str:
@@ -206,26 +210,22 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
 
     With `is_forward` only those of a forward, before gradients that are not finite.
     """
-    sizes = sorted(size for *_, size in shadow.off_grads.values())
+    good = {name: grad for name, grad in shadow.gradients.known.items() if not grad.is_bad}
+    sizes = sorted(grad.size for grad in good.values())
     least = VANISHING * max(sizes[len(sizes) // 2], sizes[-1] / 10) if sizes else 0.0
-    ruined = {
-        name: made for name, (off, made, size) in shadow.off_grads.items() if off > OFF and size > least
-    }
-    losses = [x for x in shadow.losses if x in shadow.ops and shadow.ops[x].error > FAR]
-    matters = _ancestors(shadow, [*ruined.values(), *losses], only_bad=False)
+    ruined = {x: grad.made for x, grad in good.items() if grad.off > OFF and grad.size > least}
+    losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     found: dict[Any, tuple[int, Finding]] = {}
-    for number in sorted(matters):
-        op = shadow.ops[number]
-        if is_forward and op.phase == "backward":
-            continue
+    for op in _ancestors(shadow, [*ruined.values(), *losses], only_bad=False):
         before = max((shadow.ops[parent].error for parent in op.parents), default=0.0)
-        if op.error > FAR and op.error > WORSE * before and not op.is_bad:
-            loss = lost_before(shadow, op)
-            if loss is None or (loss.cause == "underflow" and op.phase == "backward"):
-                continue
-            if loss.cause != "cast" or not shadow.lost.casts:  # which are found anyhow
-                one = _of_loss(shadow, op, loss, tuple(ruined))
-                found.setdefault((one.cause, one.module, one.line), (number, one))
+        if op.is_bad or op.error <= max(FAR, WORSE * before) or (is_forward and op.phase == "backward"):
+            continue
+        loss = lost_before(shadow, op)
+        if loss is None or (loss.cause == "underflow" and op.phase == "backward"):
+            continue
+        if loss.cause != "cast" or not shadow.lost.casts:  # which are found anyhow
+            one = replace(_of_loss(shadow, op, loss), reached=tuple(ruined))
+            found.setdefault((one.cause, one.module, one.line), (op.number, one))
     in_half = [each for each in found.values() if each[1].gives in _HALVES]
     return (in_half or list(found.values()))[:3]
 
@@ -265,129 +265,91 @@ def _counted(same: list[Still]) -> str:
     return f"{still:,.0f} of {numbers:,} ({still / numbers:.0%}) in {what}{by}{which}"
 
 
-def _of_source(shadow: Shadow, op: Op, reached: tuple[str, ...]) -> Finding:
+def _of_source(shadow: Shadow, op: Op) -> Finding:
     source, owned = op.sources[0], op.sources[0].owned
     at = f" at {list(source.at)}" if source.at else ""
     if source.value is not None:
         dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max
-        value = source.value
-        what = f"the {owned.kind} {owned.name} is {_number(value)} in FP32; {dtype} ends at {limit:g}"
+        what = f"the {owned.kind} {owned.name} is {_number(source.value)} in FP32"
         todo = advice.keep_wide(op.place, shadow.properties, op.takes[0])
-        return replace(_finding(op, "range", what, todo, reached), value=value)
+        found = _finding(op, "range", f"{what}; {dtype} ends at {limit:g}", todo)
+        return replace(found, value=source.value)
     if owned.kind not in ("weight", "buffer"):
         what = f"{owned.name or 'a tensor that no op of the step has made'} is not finite{at}"
-        todo = "Look at the batch, and skip or mend it. No precision cures it."
-        return _finding(op, "data", what, todo, reached)
-    what = f"the {owned.kind} {owned.name} is not finite{at}"
-    todo = (
-        "It was ruined before this step: go back to a checkpoint, and diagnose the step that ruins it."
-        if owned.kind == "weight"
-        else "If a forward has ruined it whose step was skipped, protect_buffers: true keeps it."
-    )
-    return _finding(op, "weights", what, todo, reached)
+        return _finding(
+            op, "data", what, "Look at the batch, and skip or mend it. No precision cures it."
+        )
+    if owned.kind == "weight":
+        todo = "It was ruined before this step: go back to a checkpoint, and diagnose the step that "
+        todo += "ruins it."
+    else:
+        todo = "If a forward has ruined it whose step was skipped, protect_buffers: true keeps it."
+    return _finding(op, "weights", f"the {owned.kind} {owned.name} is not finite{at}", todo)
 
 
 def _of_sources(shadow: Shadow) -> list[tuple[int, Finding]]:
     """Return a finding for a weight or buffer that is not finite, if no gradient shows it."""
-    ops = [
-        x for x in shadow.ops.values() if any(s.owned.kind in ("weight", "buffer") for s in x.sources)
-    ]
-    found = []
-    for op in ops[:1]:
-        one = _of_source(shadow, op, ())
-        if not one.module:  # it was read outside of any, as when buffers are protected
-            one = replace(
-                one, op="", file="", line=0, module=op.sources[0].owned.name.rpartition(".")[0]
-            )
-        found.append((op.number, one))
-    return found
+    for op in shadow.ops.values():
+        if any(x.owned.kind in ("weight", "buffer") for x in op.sources):
+            one, name = _of_source(shadow, op), op.sources[0].owned.name
+            if not one.module:  # it was read outside of any, as when buffers are protected
+                one = replace(one, op="", file="", line=0, module=name.rpartition(".")[0])
+            return [(op.number, one)]
+    return []
 
 
 def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
+    """Return the findings of results that are not finite, and reach no gradient."""
     roots = [x for x in shadow.ops.values() if x.is_root and math.isfinite(x.value or math.nan)]
     roots = [op for op in roots if not op.is_minus_inf]  # what a mask makes of it is as intended
     roots = [op for op in roots if op.phase != "backward" or not is_forward]
     found = []
     for op in roots[:3]:
-        one = _explain(shadow, op, ())
+        one = _explain(shadow, op)
         cause = "absorbed range" if one.cause == "range" else one.cause
-        found.append(
-            (op.number, replace(one, cause=cause, what=f"{one.what}; no later result shows it"))
-        )
+        what = f"{one.what}; no later result shows it"
+        found.append((op.number, replace(one, cause=cause, what=what)))
     return found
 
 
 def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
-    op, name, properties = cast.op, cast.argument or "a tensor", shadow.properties
+    op, name = cast.op, cast.argument or "a tensor"
     assert op.gives is not None
     dtype = dtype_name(op.gives)
     if cast.is_mask:
-        least = f"torch.finfo(torch.{dtype}).min"
         what = f"{name} was cast to {dtype}, and {cast.before:g} became -inf"
-        todo = f"Give a mask of bools, or {dtype}'s own smallest number, {least}."
-    else:
-        what = (
-            f"{name} holds integers up to {exact(cast.largest)}, which {dtype} rounds: "
-            f"{exact(cast.before)} became {exact(cast.after)}"
+        todo = (
+            f"Give a mask of bools, or {dtype}'s own smallest number, torch.finfo(torch.{dtype}).min."
         )
+    else:
+        became = f"{exact(cast.before)} became {exact(cast.after)}"
+        what = f"{name} holds integers up to {exact(cast.largest)}, which {dtype} rounds: {became}"
         todo = "Give integers as torch.long, or compute with them in float32."
-    argument = _ARGUMENT.match(op.argument)
-    if argument:
+    if argument := _ARGUMENT.match(op.argument):
         todo += f"\nOr take O4, or leave the argument alone:\n{excepting([argument[1]])}"
-    elif properties is not None and (rule := rule_for(op.place.module)):
+    elif shadow.properties is not None and (rule := rule_for(op.place.module)):
         todo += f"\nOr keep the module in FP32:\nrules: [{rule}]"
-    return replace(_finding(op, "cast", what, todo, ()), value=cast.largest)
-
-
-def _of_order(shadow: Shadow, name: str, place: Place) -> Finding:
-    return Finding(
-        "order",
-        f"the gradient of {name} was written to while it was still scaled",
-        advice.after_unscaling(shadow.properties),
-        *("backward", place.op, place.module, place.file, place.line),
-    )
+    return replace(_finding(op, "cast", what, todo), value=cast.largest)
 
 
 def _vanished(shadow: Shadow) -> list[Finding]:
-    sizes = {name: size for name, (_, _, size) in shadow.off_grads.items() if size > 0}
-    lost = [name for name in sizes if shadow.zero_grads[name] > 0.5]
-    if len(lost) * 2 <= len(sizes) or not sizes:
+    sizes = {name: grad for name, grad in shadow.gradients.known.items() if grad.size > 0}
+    lost = [name for name, grad in sizes.items() if grad.gone > 0.5]
+    if len(lost) * 2 <= len(sizes):
         return []
-    scale = max(shadow.scales, default=1.0)
+    scale = max(shadow.gradients.scales, default=1.0)
     at = "without a loss scale" if scale == 1.0 else f"with the loss scale of {exact(scale)}"
-    return [
-        Finding(
-            "underflow",
-            f"more than half of the gradient is 0 in {len(lost)} of {len(sizes)} parameters, and is "
-            f"not in FP64, {at}",
-            advice.scale_loss(shadow.properties),
-            "backward",
-            reached=tuple(lost),
-        )
-    ]
+    what = f"more than half of the gradient is 0 in {len(lost)} of {len(sizes)} parameters"
+    todo = advice.scale_loss(shadow.properties)
+    what = f"{what}, and is not in FP64, {at}"
+    return [Finding("underflow", what, todo, "backward", reached=tuple(lost))]
 
 
-def _unseen(shadow: Shadow) -> Finding:
-    return Finding(
-        "range",
-        "gradients are not finite, and none of the ops that were seen made them so",
-        "Put the forward, the loss and the backward of one step inside the block.",
-        "backward",
-        reached=tuple(shadow.bad_grads),
-    )
-
-
-def _distinct(casts: list[LossyCast]) -> list[LossyCast]:
-    return list({(x.is_mask, x.argument, x.op.place): x for x in reversed(casts)}.values())[:3]
-
-
-def _finding(op: Op, cause: str, what: str, todo: str, reached: tuple[str, ...]) -> Finding:
-    place, limit = op.place, None if op.gives is None else float(torch.finfo(op.gives).max)
+def _finding(op: Op, cause: str, what: str, todo: str) -> Finding:
+    limit = None if op.gives is None else float(torch.finfo(op.gives).max)
     gives = "" if op.gives is None else dtype_name(op.gives)
-    return Finding(
-        *(cause, what, todo, op.phase, place.op, place.module, place.file, place.line),
-        *(tuple(map(dtype_name, op.takes)), gives, op.value, limit, reached),
-    )
+    takes = tuple(map(dtype_name, op.takes))
+    return Finding(cause, what, todo, op.phase, *op.place, takes, gives, op.value, limit)
 
 
 def _where(place: Place) -> str:

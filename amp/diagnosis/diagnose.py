@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -55,14 +55,13 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
     try:
         with trace:
             yield report
-    except BaseException:
-        report.findings, report.ops = findings_of(trace), len(trace.ops)
-        raise
-    found = findings_of(trace)
+    finally:
+        found = findings_of(trace)
+        report.findings, report.ops = found, len(trace.ops)
     if found and found[0].reached:
         loose = [one.owner.properties for one in attached if not is_checked([one])]
         found += [x for properties in loose[:1] for x in unchecked(properties, False)]
-    report.findings, report.ops = gathered(found), len(trace.ops)
+    report.findings = gathered(found)
     report.ranks = distributed.world_size()
 
 
@@ -79,20 +78,19 @@ def is_checked(attached: Sequence[AttachedOptimizer]) -> bool:
     )
 
 
+def computes_in_half(properties: Properties) -> bool:
+    """Whether a level computes in 16 bits."""
+    return properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
+
+
 def unchecked(properties: Properties, is_checked: bool) -> list[Finding]:
     """Return a finding if a level in half precision does not check its gradients."""
-    is_half = properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
-    if is_checked or not properties.enabled or not is_half:
+    if is_checked or not properties.enabled or not computes_in_half(properties):
         return []
-    init = properties.loss_scaling.init
-    return [
-        Finding(
-            "unchecked",
-            f"loss_scale={exact(init)} is static, and gradients are not checked: one NaN in a batch "
-            "ruins the weights",
-            f"loss_scale: {{mode: static, init: {exact(init)}, check: true}}",
-        )
-    ]
+    init = exact(properties.loss_scaling.init)
+    what = f"loss_scale={init} is static, and gradients are not checked: one NaN in a batch ruins the "
+    todo = f"loss_scale: {{mode: static, init: {init}, check: true}}"
+    return [Finding("unchecked", f"{what}weights", todo)]
 
 
 def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
@@ -107,8 +105,27 @@ def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
             raise AmpTypeError(
                 f"{caller} needs a torch.nn.Module or a list of them, and got {type(each).__name__}"
             )
-    prefixes = [""] if len(models) == 1 else [f"model {i}: " for i in range(len(models))]
-    return dict(zip(prefixes, map(unwrapped, models), strict=True))
+    return prefixed(list(map(unwrapped, models)))
+
+
+def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return models by the prefix of the names of their modules: none for a single model."""
+    return {f"model {i}: " if len(models) > 1 else "": model for i, model in enumerate(models)}
+
+
+def module_named(models: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+    """Return the model that has a module of this name, and the module's name in it.
+
+    Raises:
+        KeyError: none has.
+    """
+    for prefix, model in models.items():
+        if name.startswith(prefix):
+            inner = name.removeprefix(prefix)
+            with suppress(AttributeError):
+                model.get_submodule(inner)
+                return model, inner
+    raise KeyError(name)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

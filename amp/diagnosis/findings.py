@@ -93,14 +93,19 @@ class Finding:
         return "\n".join([*lines, *(f"  {line}" for line in self.advice.splitlines())])
 
 
+def without_number(module: str) -> str:
+    """Return a module's name without the number of its model, as in `model 1: head`."""
+    return re.sub(r"^model \d+: ", "", module)
+
+
 def rule_for(module: str) -> str:
     """Return the rule that keeps a module in FP32, to paste into YAML; empty for a whole model.
 
-    The number of the model, as in `model 1: head`, is left out: rules apply to all models.
+    The number of the model is left out: rules apply to all models.
     """
     import yaml  # here, so that `import amp` does not load it
 
-    name = re.sub(r"^model \d+: ", "", module)
+    name = without_number(module)
     quoted = name if yaml.safe_load(name) == name else f"'{name}'"  # 0 of nn.Sequential is no name
     return f"{{module: {quoted}, cast: float32}}" if name else ""
 
@@ -166,11 +171,13 @@ class Report:
         findings: what was found, the cause first; empty if nothing was wrong.
         ops: how many ops were watched.
         ranks: how many processes the findings come from.
+        about: what was watched, in one line, if the training of a script was.
     """
 
     findings: list[Finding] = field(default_factory=list)
     ops: int = 0
     ranks: int = 1
+    about: str = ""
 
     @property
     def is_healthy(self) -> bool:
@@ -189,13 +196,6 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dict for `json.dumps`."""
-        return {
-            "healthy": self.is_healthy,
-            "ops": self.ops,
-            "findings": list(map(asdict, self.findings)),
-        }
-
-
-def report_of_json(found: dict[str, Any]) -> Report:
-    """Return a report from the result of `Report.to_json`."""
-    return Report([Finding(**x) for x in found["findings"]], found["ops"])
+        about = {"about": self.about} if self.about else {}
+        findings = list(map(asdict, self.findings))
+        return {**about, "healthy": self.is_healthy, "ops": self.ops, "findings": findings}

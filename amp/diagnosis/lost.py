@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
-from amp.diagnosis.records import Op, Owned, Value
+from amp.diagnosis.memories import Value
+from amp.diagnosis.records import Op, Owned
 from amp.diagnosis.twins import largest
 from amp.dtypes import LOW_PRECISION
 
@@ -87,10 +88,10 @@ class Lost:
         """Note a tensor that a write has left as it was, where its twin has moved."""
         stays = (x == before.real) & (exact != before.exact)
         share = float(stays.count_nonzero()) / x.numel()
-        known = self.still.get((before.memory, op.aten))
+        key = before.memory.key
+        known = self.still.get((key, op.aten))
         if share > 0 and (known is None or known.share < share):
-            one = Still(op, owned, before.memory, x.dtype, x.numel(), share)
-            self.still[before.memory, op.aten] = one
+            self.still[key, op.aten] = Still(op, owned, key, x.dtype, x.numel(), share)
 
     def note_scalars(self, op: Op, args: Any) -> None:
         """Note Python numbers among the arguments that become 0 in the dtype of the result.

@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 _TORCH, _AMP = (
     str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules["amp"])
 )
+_LOOKING = tuple(_AMP + folder + os.sep for folder in ("diagnosis", "trials"))
+_FOR_THE_USER = ("clipping.py", "patching.py")
+"""Files of amp that call what the user has called."""
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = "site-packages" + os.sep
 
@@ -65,15 +68,15 @@ class Places(AbstractContextManager["Places"]):
     Args:
         models: the models whose modules are named, by the prefix of the names.
         note_loss: called with the tensor that each backward starts from.
-        note_call: called after each call of a torch function, with the place, the function, its
-            arguments, its keyword arguments and its result.
+        note_call: called after each call of a torch function, with the function, its arguments, its
+            keyword arguments and its result.
     """
 
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        note_loss: Callable[[Tensor], None] = lambda loss: None,
-        note_call: Callable[[Place, Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None,
+        note_loss: Callable[[Tensor], None],
+        note_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
     ) -> None:
         self._models, self._note_loss, self._note_call = models, note_loss, note_call
         self._names: dict[int, str] = {}
@@ -140,10 +143,12 @@ class Places(AbstractContextManager["Places"]):
             result = function(*args, **kwargs)
         finally:
             self._api.name = None
-        if self._note_call is not None:
-            place = Place(_name_of(function), self._module, *user_line())
-            self._note_call(place, function, args, kwargs, result)
+        self._note_call(function, args, kwargs, result)
         return result
+
+    def of_call(self, function: Any) -> Place:
+        """Return where a function is called, to its `note_call`."""
+        return Place(_name_of(function), self._module, *user_line())
 
     def note_loss(self, loss: Tensor) -> None:
         """Pass on the tensor that a backward starts from."""
@@ -208,6 +213,13 @@ def user_line(in_packages: bool = True) -> tuple[str, int]:
     return next(iter(own or users), ("", 0))
 
 
+def has_modes() -> bool:
+    """Whether the script is in a mode of torch's: modes must be left in reverse order."""
+    functions: Any = _get_current_function_mode_stack
+    dispatches: Any = _get_current_dispatch_mode_stack
+    return bool(functions() or dispatches())
+
+
 def file_of_caller() -> str:
     """Return the file that called the torch function, in a `note_call`."""
     told_by = ("places.py", "ledger.py", "shadow.py", "overrides.py")
@@ -216,8 +228,7 @@ def file_of_caller() -> str:
 
 def is_called_by_amp() -> bool:
     """Whether this library, and not the user's code, called torch for the current op."""
-    own = {"shadow.py", "places.py", "twins.py", "attaching.py", "injecting.py"}  # which only look
-    own |= {"clipping.py", "patching.py"}  # which act for the user's code
+    others = (_TORCH, *_LOOKING)
     files = [frame.f_code.co_filename for frame in _frames()]
-    files = [x for x in files if not (x.startswith(_AMP) and Path(x).name in own)]
-    return next((x.startswith(_AMP) for x in files if not x.startswith(_TORCH)), False)
+    files = [x for x in files if not (x.startswith(_AMP) and x.endswith(_FOR_THE_USER))]
+    return next((x.startswith(_AMP) for x in files if not x.startswith(others)), False)

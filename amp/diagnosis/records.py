@@ -1,18 +1,14 @@
-"""The records of a shadow: ops, and what they have read."""
+"""The records of a shadow: ops, gradients, and what was not finite before."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from amp.diagnosis.places import Place
-from amp.diagnosis.twins import Twins, identity_of
 
 CONSTANTS = {
     *("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where"),
@@ -22,8 +18,6 @@ CONSTANTS = {
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """Ops whose results have uninitialized memory."""
 CASTS = frozenset(["_to_copy", "copy_", "to"])
-KEPT = 2**31
-"""How many bytes of inputs are kept; beyond, those of the oldest ops are dropped."""
 
 
 class Owned(NamedTuple):
@@ -54,21 +48,22 @@ class Source(NamedTuple):
     value: float | None = None
 
 
-@dataclass(eq=False)
-class Value:
-    """A floating tensor at the moment when an op read it.
+class Gradient(NamedTuple):
+    """The gradient that a backward has accumulated in a parameter.
 
     Attributes:
-        real: its values.
-        exact: those of its twin, a view of a copy of its memory.
-        memory: its memory.
-        made: the number of the op that made it; 0 if it was there before.
+        made: the number of the op that made it, or its inf or NaN; 0 if that was not seen.
+        is_bad: whether it has an inf or NaN.
+        off: how far it is off, relative to its norm.
+        size: the root of the mean of its exact square.
+        gone: the share of it that is 0, and is not exactly.
     """
 
-    real: Tensor
-    exact: Tensor
-    memory: int
     made: int
+    is_bad: bool = False
+    off: float = 0.0
+    size: float = 0.0
+    gone: float = 0.0
 
 
 @dataclass(eq=False)
@@ -139,44 +134,7 @@ class Op:
         """Whether it wrote a constant that is not finite."""
         return self.is_bad and self.aten in CONSTANTS and not self.bad_parents
 
-
-class Inputs:
-    """What ops have read, kept for the search of a cause while there is room for it."""
-
-    def __init__(self, twins: Twins) -> None:
-        self._twins = twins
-        self._values: dict[int, WeakSet[Value]] = {}  # of a memory, while they are kept
-        self._kept: deque[tuple[Op, int]] = deque()
-        self._bytes = 0
-
-    def read(self, x: Tensor, made: int) -> Value:
-        """Return a value that stays as it is when its memory is written to."""
-        value = Value(x.detach(), self._twins.of(x), identity_of(x), made)
-        self._values.setdefault(value.memory, WeakSet()).add(value)
-        return value
-
-    def before_write(self, x: Tensor) -> None:
-        """Give the kept values of a memory, which is about to be written to, memory of their own."""
-        for value in self._values.pop(identity_of(x), ()):
-            value.real = value.real.clone()
-        self._twins.renew(x)
-
-    def keep(
-        self, op: Op, args: Any, kwargs: Any, values: dict[int, Value], outputs: list[Tensor]
-    ) -> None:
-        """Keep what an op has read, and where its results are."""
-        op.args, op.kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
-        op.outputs = tuple([(identity_of(x), _placed_as(x)) for x in outputs])
-        size = sum(x.real.nbytes + x.exact.nbytes for x in values.values())
-        self._kept.append((op, size))
-        self._bytes += size
-        while self._bytes > KEPT:
-            oldest, freed = self._kept.popleft()
-            oldest.args = oldest.kwargs = None
-            self._bytes -= freed
-
-
-def _placed_as(x: Tensor) -> Tensor:
-    """Return a tensor without memory that has the size, strides and offset of another."""
-    length = x.untyped_storage().nbytes() // x.element_size()
-    return torch.empty(length, device="meta").as_strided(x.size(), x.stride(), x.storage_offset())
+    @property
+    def is_collective(self) -> bool:
+        """Whether it is an op of torch.distributed, whose result may be another rank's."""
+        return any(word in self.func.namespace for word in ("c10d", "fsdp", "symm_mem"))

@@ -1,8 +1,7 @@
-"""Twins: for each tensor, what it would hold if nothing had been rounded since the watch began.
+"""Twins: what a tensor would hold if nothing had been rounded since the watch began.
 
-A twin is memory in a wider format beside the memory of a tensor, with as many elements. So a view of
-the tensor has the same view of the twin, and what is written through one view is seen through the
-others. Memory that was there before the watch is widened when it is first read.
+Here is how an op runs on twins, and how far a tensor is from its twin; `amp.diagnosis.memories` keeps
+the twins themselves.
 """
 
 from __future__ import annotations
@@ -14,29 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
-_WeakReference: Any = StorageWeakRef
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _FLOATS |= {torch.float8_e4m3fn, torch.float8_e5m2}
 _OPAQUE = {"_amp_update_scale_", "set_", "resize_", "_local_scalar_dense", "lift_fresh"}
 _WITH_INDICES = {"topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode"}
 """Ops that return values along a dimension, and their indices."""
+CANNOT_RUN = (RuntimeError, TypeError, NotImplementedError)
+"""What `run_wide` raises for an op that does not compute in FP64."""
 
 
 def is_float(x: Any) -> bool:
     """Whether something is a dense floating tensor with values."""
     if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
         return False
-    if x.layout is not torch.strided or x.is_meta:
-        return False
-    return x.is_floating_point() and x.numel() > 0
+    return x.layout is torch.strided and not x.is_meta and x.is_floating_point() and x.numel() > 0
 
 
 def floats_in(value: Any) -> list[Tensor]:
     """Return the dense floating tensors with values, in nested arguments or results."""
-    return [x for x in tree_flatten(value)[0] if is_float(x)]
+    return [x for x in tree_leaves(value) if is_float(x)]
 
 
 def largest(x: Tensor) -> float:
@@ -59,88 +56,19 @@ def difference(real: Tensor, exact: Tensor) -> float:
     return distance / size if size else float(distance > 0)
 
 
-def identity_of(x: Tensor) -> int:
-    """Return an identifier of a tensor's memory, valid as long as the memory lives."""
-    return int(own_part(x).untyped_storage()._cdata)
-
-
-def own_part(x: Any) -> Tensor:
-    """Return what a rank holds of a tensor: all of it, unless it is a DTensor."""
-    part: Tensor = getattr(x, "_local_tensor", x)
-    return part
-
-
-class Twins:
-    """The twins of all memory that was read or written.
-
-    Args:
-        dtype: their dtype.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        self.dtype = dtype
-        self._flat: dict[int, tuple[Any, Tensor]] = {}  # with a weak reference to the memory
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return the twin of a tensor, a view of the twin of its memory."""
-        return _as(x, self._of_memory(x))
-
-    def put(self, x: Tensor, exact: Tensor) -> None:
-        """Set the twin of a tensor."""
-        _as(x, self._of_memory(x)).copy_(exact)
-
-    def renew(self, x: Tensor) -> None:
-        """Give a tensor's memory a copy of its twin, since views of the old one are kept."""
-        reference, flat = self._flat.get(identity_of(x), (None, None))
-        if reference is not None and flat is not None:
-            self._flat[identity_of(x)] = reference, flat.clone()
-
-    def forget(self, x: Tensor) -> None:
-        """Take a tensor's values for exact when it is read again."""
-        self._flat.pop(identity_of(x), None)
-
-    def knows(self, x: Tensor) -> bool:
-        """Whether a tensor's memory has a twin."""
-        known = self._flat.get(identity_of(x))
-        return known is not None and not known[0].expired()
-
-    def _of_memory(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        length = storage.nbytes() // x.element_size()
-        reference, flat = self._flat.get(storage._cdata, (None, None))
-        if reference is None or flat is None or reference.expired() or flat.numel() != length:
-            everything = x.detach().as_strided((length,), (1,), 0)
-            flat = everything.to(self.dtype, copy=True)
-            reference = _WeakReference(storage)
-            self._flat[storage._cdata] = reference, flat
-            if len(self._flat) % 256 == 0:
-                self._flat = {key: one for key, one in self._flat.items() if not one[0].expired()}
-        return flat
-
-
-def _as(x: Tensor, flat: Tensor) -> Tensor:
-    return flat.as_strided(x.size(), x.stride(), x.storage_offset())
-
-
 def has_twin(func: Any) -> bool:
     """Whether an op can run on twins: it is torch's own, and draws no random numbers."""
     is_seeded = torch.Tag.nondeterministic_seeded in func.tags
     return func.namespace == "aten" and not is_seeded and func.overloadpacket.__name__ not in _OPAQUE
 
 
-def run_wide(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    result: Any = None,
-    dtype: Any = torch.float64,
-) -> Any:
-    """Run an op of aten on wide tensors, with its dtype arguments widened, and return its result.
+def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any = None) -> Any:
+    """Run an op of aten on FP64 tensors, with its dtype arguments widened, and return its result.
 
     Where the run has chosen indices, as in a maximum, the result has the values at these.
 
     Raises:
-        Exception: the op does not compute in this dtype.
+        Exception: one of `CANNOT_RUN`.
     """
     name = func.overloadpacket.__name__
     if name in _WITH_INDICES and isinstance(result, (tuple, list)) and len(result) == 2:
@@ -151,12 +79,14 @@ def run_wide(
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         torch._foreach_mul_(list(args[0]), args[2].item())
         return None
-    leaves, spec = tree_flatten((tuple(args), kwargs))
-    leaves = [dtype if isinstance(x, torch.dtype) and x in _FLOATS else x for x in leaves]
-    args, kwargs = tree_unflatten(leaves, spec)
+    args, kwargs = tree_map(_widened, (tuple(args), kwargs))
     if name in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # the third one asks for a result wider than the input
     return func(*args, **kwargs)
+
+
+def _widened(x: Any) -> Any:
+    return torch.float64 if isinstance(x, torch.dtype) and x in _FLOATS else x
 
 
 def largest_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
@@ -171,7 +101,25 @@ def largest_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> floa
     args, kwargs = tree_map(lambda x: x.detach().double() if is_float(x) else x, (tuple(args), kwargs))
     try:
         result = run_wide(func, args, kwargs)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except CANNOT_RUN:
         return None
     magnitudes = [largest(x) for x in floats_in(args[:1] if result is None else result)]
     return max(magnitudes, key=lambda x: (math.isnan(x), x), default=None)
+
+
+_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+"""Ops that update running statistics, if their sixth argument is true."""
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the floating tensors among the arguments that an op writes to."""
+    if func.overloadpacket.__name__ in _NORMS and args[5]:  # whose schema does not say so
+        return floats_in(args[3:5])
+    given = {**dict(zip([x.name for x in func._schema.arguments], args, strict=False)), **kwargs}
+    changed = [x.name for x in func._schema.arguments if x.alias_info and x.alias_info.is_write]
+    return floats_in([given.get(name) for name in changed])
+
+
+def fresh_in(result: Any, written: list[Tensor]) -> list[Tensor]:
+    """Return the floating results of an op that are none of the tensors that it has written to."""
+    return [x for x in floats_in(result) if all(x is not each for each in written)]

@@ -5,25 +5,24 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp import active
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models, unwrapped
-from amp.diagnosis.findings import Finding, one_a_rule, said_of
-from amp.diagnosis.records import UNWRITTEN
+from amp.diagnosis.findings import Finding, said_of
+from amp.diagnosis.shadow import Shadow
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning, brief
 from amp.session import Session
 from amp.trials import hazards
-from amp.trials.ledger import Ledger
 from amp.trials.replay import Replay
 
 _SHOWN = 12
@@ -57,12 +56,10 @@ class Checkup:
         return not self.findings
 
     def __str__(self) -> str:
-        lines = [said_of(self.findings[:_SHOWN])] if self.findings else []
+        lines = [said_of(self.findings[:_SHOWN]) or f"healthy: nothing found at {self.level}"]
         if len(self.findings) > _SHOWN:
             lines.append(f"and {len(self.findings) - _SHOWN} more findings")
         lines += [f"remark: {remark}" for remark in self.remarks[:_SHOWN]]
-        if not self.findings:
-            lines.insert(0, f"healthy: nothing found at {self.level}")
         total = sum(self.products.values())
         shares = ", ".join(f"{flops / total:.0%} {dtype}" for dtype, flops in self.products.items())
         lines.append(
@@ -109,36 +106,93 @@ def check(
         AmpValueError: `opt_level` is missing, or is given for a model that has a level.
         Exception: an error that the forward raises in FP32 too.
     """
-    model = one_model(model, "amp.check")
-    args, kwargs = arguments_of(model, batch)
-    with at_level(model, opt_level, overrides, "amp.check") as (session, subject):
-        found = list(hazards.before_initialize([model])) if subject is not model else []
-        found += hazards.of_properties(
-            session.properties, subject, bool(session.properties.loss_scaling.check)
-        )
-        checkup = check_forward(session, subject, args, kwargs)
-        checkup.findings = [*found, *checkup.findings]
-    return checkup
+    with a_forward(model, batch, opt_level, overrides, "amp.check") as (session, replay):
+        subject, shadow = replay.models[""], Shadow(replay.models)
+        found = list(hazards.before_initialize([model])) if subject is not unwrapped(model) else []
+        is_checked = bool(session.properties.loss_scaling.check)
+        found += hazards.of_properties(session.properties, subject, is_checked)
+        try:
+            shadow.note_output(replay.watched_by(shadow))
+        except AmpError:
+            raise
+        except Exception as error:
+            if any(map(is_sharded, subject.parameters())):
+                raise
+            replay.watched_by(nullcontext(), [""])  # which raises what FP32 raises too
+            found.append(hazards.of_failure(shadow, str(error), type(error).__name__))
+        else:
+            found += hazards.merged(findings_of(shadow), shadow)
+    return checkup_of(shadow, str(session.properties.opt_level or "this profile"), found)
 
 
-def one_model(model: Any, caller: str) -> nn.Module:
-    """Return a model without its wrappers; raise AmpTypeError if it is not one module."""
+def checkup_of(shadow: Shadow, level: str, findings: Sequence[Finding]) -> Checkup:
+    """Return findings, and what a shadow knows of the forwards that it has seen."""
+    ledger, flops = shadow.ledger, hazards.flops_of(shadow.ledger.products)
+    return Checkup(
+        level,
+        list(findings),
+        list(hazards.remarks(ledger, shadow.properties)),
+        {dtype_name(dtype): count for dtype, count in flops.most_common()},
+        *(ledger.casts, ledger.cast_bytes, ledger.ops),
+    )
+
+
+@contextmanager
+def a_forward(
+    model: Any, batch: Any, opt_level: Any, overrides: dict[str, Any], caller: str
+) -> Iterator[tuple[Session, Replay]]:
+    """Yield a model's session and replays of a forward; one without a session is copied for the block.
+
+    Raises:
+        AmpTypeError: the model is no module, does not take the batch, or cannot be copied.
+        AmpValueError: `opt_level` is missing, or is given for a model that has a level.
+    """
     named_models(model, caller)
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"{caller} takes one model, and got {brief(model)}")
-    return unwrapped(model)
+    subject = unwrapped(model)
+    args, kwargs = _arguments_of(subject, batch)
+    session = active.session_of(subject)
+    if session is not None and (opt_level is not None or overrides):
+        raise AmpValueError(
+            "the model has been through amp.initialize, at "
+            f"{session.properties.opt_level}: leave out opt_level, or call {caller} before it"
+        )
+    if session is None and opt_level is None:
+        raise AmpValueError(
+            "the model has not been through amp.initialize: name a level, as in "
+            f"{caller}(model, batch, opt_level='O2')"
+        )
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore", AmpWarning)  # findings report the same
+        if session is None:
+            subject = _copied(subject, caller)
+            level: Any = opt_level
+            session = stack.enter_context(Session(level, verbosity=0, **overrides))
+            session.initialize(subject, allow_incoming_model_not_fp32=True)
+        yield (
+            session,
+            Replay(torch.enable_grad()(lambda: subject(*args, **kwargs)), {"": subject}, session),
+        )
 
 
-def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _copied(model: nn.Module, caller: str) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise AmpTypeError(
+            f"{type(model).__name__} cannot be copied ({error}): call {caller} after amp.initialize"
+        ) from error
+
+
+def _arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments of a model for a batch.
 
     Raises:
         AmpTypeError: the model's forward does not take them.
     """
     args: tuple[Any, ...] = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(batch, Mapping):
-        args, kwargs = (), dict(batch)
+    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (args, {})
     try:
         signature = inspect.signature(model.forward)
     except ValueError:
@@ -151,114 +205,3 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
             "the model is called with: batch[0] of a pair of inputs and targets"
         ) from None
     return args, kwargs
-
-
-@contextmanager
-def at_level(
-    model: nn.Module, opt_level: Any, overrides: dict[str, Any], caller: str
-) -> Iterator[tuple[Session, nn.Module]]:
-    """Yield a model's session and the model; if it has none, a new session and a copy, for the block.
-
-    Raises:
-        AmpTypeError: the model cannot be copied.
-        AmpValueError: `opt_level` is missing, or is given for a model that has a level.
-    """
-    session = active.session_of(model)
-    if session is not None:
-        if opt_level is not None or overrides:
-            raise AmpValueError(
-                "the model has been through amp.initialize, at "
-                f"{session.properties.opt_level}: leave out opt_level, or call {caller} before it"
-            )
-        yield session, model
-        return
-    if opt_level is None:
-        raise AmpValueError(
-            "the model has not been through amp.initialize: name a level, as in "
-            f"{caller}(model, batch, opt_level='O2')"
-        )
-    try:
-        copied = copy.deepcopy(model)
-    except Exception as error:
-        raise AmpTypeError(
-            f"{type(model).__name__} cannot be copied ({error}): call {caller} after amp.initialize"
-        ) from error
-    with Session(opt_level, verbosity=0, **overrides) as own:
-        own.initialize(copied, allow_incoming_model_not_fp32=True)
-        yield own, copied
-
-
-def check_forward(
-    session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Checkup:
-    """Check a forward of a session's model, and restore the state afterwards.
-
-    Raises:
-        Exception: an error that the forward raises in FP32 too.
-    """
-    level = str(session.properties.opt_level or "this profile")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpWarning)  # the findings report the same
-        return _check_forward(
-            Replay(lambda: model(*args, **kwargs), {"": model}, session), model, level
-        )
-
-
-def _check_forward(replay: Replay, model: nn.Module, level: str) -> Checkup:
-    ledger = Ledger(replay.models)
-    checkup = Checkup(level)
-    try:
-        output = replay.watched_by(ledger)
-    except AmpError:
-        raise
-    except Exception as error:
-        if any(map(is_sharded, model.parameters())):
-            raise
-        replay.watched_by(nullcontext(), [""])  # which raises what FP32 raises too
-        checkup.findings = [hazards.of_failure(ledger, error)]
-    else:
-        ledger.note_output(output)
-        found = _without_repetition(findings_of(ledger), hazards.of_numbers(ledger))
-        checkup.findings = one_a_rule(found)
-    checkup.remarks = list(hazards.remarks(ledger, replay.owner.properties))
-    flops = hazards.flops_of(ledger.products)
-    checkup.products = {dtype_name(dtype): count for dtype, count in flops.most_common()}
-    checkup.casts, checkup.cast_bytes = ledger.casts.count, ledger.casts.bytes
-    checkup.ops = sum(op.aten not in UNWRITTEN for op in ledger.ops.values())
-    return checkup
-
-
-def _without_repetition(certain: list[Finding], possible: list[Finding]) -> list[Finding]:
-    constants = {(x.op, x.file, x.line) for x in possible if x.cause == "mask"}
-    certain = [x for x in certain if (x.op, x.file, x.line) not in constants]
-    known = {(x.op, x.file, x.line) for x in certain}
-    return [*certain, *(x for x in possible if (x.op, x.file, x.line) not in known)]
-
-
-def merged(checkups: Sequence[Checkup]) -> Checkup:
-    """Return the results for several models as one."""
-    if len(checkups) == 1:
-        return checkups[0]
-    whole = Checkup(checkups[0].level if checkups else "no forward")
-    flops = Counter[str]()
-    for i, one in enumerate(checkups):
-        whole.findings += [_of_model(i, x) for x in one.findings]
-        whole.remarks += [_of_model(i, x) for x in one.remarks]
-        whole.casts += one.casts
-        whole.cast_bytes += one.cast_bytes
-        whole.ops += one.ops
-        flops.update(one.products)
-    whole.products = dict(flops.most_common())
-    return whole
-
-
-def _of_model(number: int, finding: Finding) -> Finding:
-    return replace(finding, module=f"model {number}: {finding.module}".removesuffix(": "))
-
-
-def checkup_of_json(found: dict[str, Any]) -> Checkup:
-    """Return a checkup from the result of `Checkup.to_json`."""
-    known = {key: value for key, value in found.items() if key != "healthy"}
-    for key in ("findings", "remarks"):
-        known[key] = [Finding(**x) for x in known[key]]
-    return Checkup(**known)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,37 +20,14 @@ from amp.observers import Observer, observing
 from amp.trials.injecting import AS_IS, Injected
 from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
-from amp.trials.script_watching import CallExplainer, StepWatcher
+from amp.trials.script_watching import CallExplainer, ScriptWatch
 
-
-class Watcher(Protocol):
-    """Watches the sessions of a script inside a `with` block.
-
-    Attributes:
-        is_complete: whether enough was seen.
-    """
-
-    is_complete: bool
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the script called `initialize`."""
-        ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def seen(self) -> Any:
-        """Return the results so far, as plain values and tensors."""
-        ...
-
-
-WATCHERS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Watcher]] = {
+WATCHERS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Any]] = {
     "compare": lambda options, end: RunObserver(Trial(**options), end),
-    "doctor": lambda options, end: StepWatcher(**options, when_complete=end),
+    "doctor": lambda options, end: ScriptWatch(**options, when_complete=end),
     "explain": lambda options, end: CallExplainer(**options, when_complete=end),
 }
+"""What watches a script: a context manager with `has_begun`, `is_complete` and `seen(error)`."""
 
 
 class _EnoughError(BaseException):
@@ -62,15 +41,17 @@ def main(job: str) -> None:
         job: the JSON text from `amp.trials.scripts`.
     """
     given = json.loads(job)
+    threading.Thread(target=_end_with, args=[given["alive"]], daemon=True).start()
     found: dict[str, Any] = {"error": "", "notes": [], "scale": None}
     injected: Injected | None = None
 
     def save() -> None:
-        found["has_begun"] = watcher.has_begun
-        found["seen"] = watcher.seen()
+        found["has_begun"], found["seen"] = watcher.has_begun, watcher.seen(found["error"])
         if injected is not None:
             found["notes"], found["scale"] = injected.notes, injected.scale
-        torch.save(found, given["result"])
+        with open(given["result"], "wb", closefd=False) as file:
+            file.seek(0)
+            torch.save(found, file)
 
     def end() -> None:
         save()
@@ -87,14 +68,19 @@ def main(job: str) -> None:
                 stack.enter_context(observing(AtLevel(given["level"])))
             if given["needs_amp"]:
                 stack.enter_context(_Guard(watcher, end))
-        error = _error_of(run)
-    if not watcher.is_complete:
-        found["error"] = error
-        save()
+        found["error"] = _error_of(run)
+        if not watcher.is_complete:
+            save()
     # Do not wait for threads that the script has left running, such as a logger's.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
+
+
+def _end_with(alive: int) -> None:
+    """End this process, and those that it has started, when the one that waits for it ends."""
+    os.read(alive, 1)  # returns when no process can write there any more
+    os.killpg(0, signal.SIGKILL)
 
 
 def _error_of(run: Callable[[], object]) -> str:
@@ -115,7 +101,7 @@ def _error_of(run: Callable[[], object]) -> str:
 class _Guard(Training):
     """Ends a script at its first step, if it does not use amp."""
 
-    def __init__(self, watcher: Watcher, end: Callable[[], None]) -> None:
+    def __init__(self, watcher: Any, end: Callable[[], None]) -> None:
         super().__init__()
         self._watcher, self._end = watcher, end
 

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from amp.casting.policy import explain
-from amp.diagnosis.findings import report_of_json
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.numerics.text import Printer
 from amp.outputs import check_output
 from amp.profiles.levels import load_profile
-from amp.trials.checking import checkup_of_json
 from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
-from amp.trials.explaining import chosen, explanation_of_json
+from amp.trials.explaining import chosen
 from amp.trials.injecting import AS_IS
 from amp.trials.scripts import Script
 
@@ -129,18 +127,22 @@ def _doctor(arguments: argparse.Namespace) -> int:
         at = [0]
     if at[0] < 1:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
-    options = {"steps": arguments.steps, "at": at, "needs_amp": arguments.level is not None}
-    seen, error = Script(what).watched_by("doctor", options, arguments.level)
-    checkup = report_of_json(seen) if "about" in seen else checkup_of_json(seen)
-    if error and checkup.is_healthy:
+    options, script = {"steps": arguments.steps, "at": at}, Script(what)
+    found, error = script.watched_by("doctor", options, arguments.level)
+    if (
+        any(x.cause == "fails" for x in found.findings)
+        and script.watched_by("doctor", options, "O0")[1]
+    ):
+        found.findings = [x for x in found.findings if x.cause != "fails"]  # at any level
+    if error and found.is_healthy:
         raise AmpRuntimeError(f"the script failed: {error}")
     if arguments.json:
-        print(json.dumps({**seen, "error": error}, indent=2))
+        print(json.dumps({**found.to_json(), "error": error}, indent=2))
     else:
-        print(*filter(None, [seen.get("about")]), checkup, sep="\n")
+        print(*filter(None, [getattr(found, "about", "")]), found, sep="\n")
         if error:
             print(f"the script failed: {error}")
-    return 0 if checkup.is_healthy else 1
+    return 0 if found.is_healthy else 1
 
 
 def _add_explain(commands: Any) -> None:
@@ -164,9 +166,8 @@ def _explain(arguments: argparse.Namespace) -> None:
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
     script = Script([arguments.script, *arguments.for_the_script])
-    options = {"op": arguments.op, "module": arguments.module}
-    seen, error = script.watched_by("explain", options, arguments.opt_level)
+    seen, error = script.watched_by("explain", {}, arguments.opt_level)
     if seen is None:
         raise AmpRuntimeError(f"the script ran no forward of a model: {error or 'it ended before'}")
-    found = chosen(explanation_of_json(seen), arguments.op, arguments.module)
+    found = chosen(seen, arguments.op, arguments.module)
     print(json.dumps(found.to_json(), indent=2) if arguments.json else found)

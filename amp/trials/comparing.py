@@ -26,13 +26,7 @@ from amp.errors import (
     name_of,
 )
 from amp.session import Session
-from amp.trials.measuring import (
-    errors_of,
-    mean_of,
-    median_of,
-    total_error_of,
-    vanishing_modules,
-)
+from amp.trials.measuring import Error, errors_of, mean_of, median_of, total_error_of, vanishing_modules
 from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
@@ -153,7 +147,7 @@ class _InProcess:
                 idle = 0 if observer.steps > before else idle + 1
                 if idle == _PATIENCE:
                     raise AmpRuntimeError(f"{_PATIENCE} calls of step made no optimizer.step()")
-            return observer.record()
+            return observer.seen()
 
 
 @contextmanager
@@ -185,10 +179,10 @@ class InScript:
             AmpRuntimeError: the script failed, or trained nothing.
         """
         options = dataclasses.asdict(trial)
-        seen, error = self._script.watched_by("compare", options, trial.level, trial.seed)
+        record: Record
+        record, error = self._script.watched_by("compare", options, trial.level, trial.seed)
         if error:
             raise AmpRuntimeError(f"the script failed: {error}")
-        record = Record(**seen)
         if not record.skipped:
             raise AmpRuntimeError("the script ended before its first optimizer.step()")
         return record
@@ -212,7 +206,7 @@ def compare_runs(
     if not floor.losses:
         raise AmpRuntimeError("the run made no step after a loss that was scaled: use amp.scale_loss")
     basis = _basis(run, base, floor, reference)
-    results = [_measured("O0", basis.floor, basis)]
+    results = [_judged(_measured("O0", basis.floor, basis), basis.name, None)]
     for level in dict.fromkeys([*rows_before(), *levels]):
         if level != "O0":
             try:
@@ -220,26 +214,16 @@ def compare_runs(
             except Exception as error:  # the script fails at this level: that is a result
                 results.append(LevelResult(level, (Problem("not_run", f"not run: {_short(error)}"),)))
             else:
-                results.append(_measured(level, record, basis, searched))
-    judged = _judged(results, basis)
-    made = len(floor.skipped)
-    notes = list(basis.notes)
+                result = _measured(level, record, basis, searched)
+                results.append(_judged(result, basis.name, results[0].still))
+    made, notes = len(floor.skipped), list(basis.notes)
     if made < steps:
-        notes.append(
-            f"the run ended after {made} of {steps} steps: nothing is known of its last gradients"
-        )
-    chosen, reason = recommend(judged, floor.device, floor.has_bfloat16)
-    return Comparison(
-        levels=tuple(judged),
-        recommended=chosen,
-        reason=reason,
-        reference=basis.name,
-        reference_losses=basis.record.losses,
-        steps=made,
-        seed=seed,
-        device=floor.device,
-        notes=tuple(notes),
-    )
+        note = f"the run ended after {made} of {steps} steps: nothing is known of its last gradients"
+        notes.append(note)
+    chosen, reason = recommend(results, floor.device, floor.has_bfloat16)
+    losses = basis.record.losses
+    known = (basis.name, losses, made, seed, floor.device, tuple(notes))
+    return Comparison(tuple(results), chosen, reason, *known)
 
 
 @dataclass(frozen=True)
@@ -317,13 +301,13 @@ def _measured(level: str, record: Record, basis: _Basis, searched: int = 0) -> L
     if not record.losses:
         return LevelResult(level, (Problem("not_run", "not run: it made no step"),))
     vanishing = vanishing_modules(exact.first, _ZERO[basis.name])
-    errors = errors_of(record.first, exact.first)
-    telling = {name: error for name, error in errors.items() if name not in vanishing}
-    floor = errors_of(basis.floor.first, exact.first)
+    errors, floor = errors_of(record.first, exact.first), errors_of(basis.floor.first, exact.first)
     later = errors_of(record.last, exact.last)
+    telling = {name: error for name, error in errors.items() if name not in vanishing}
     first, last = total_error_of(record.first, exact.first), total_error_of(record.last, exact.last)
     out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, first.relative)
     gap = worst_gap(record.losses, exact.losses, basis.floor.losses)
+    parts = (size for part, size in record.memory.items() if part != "peak")
     return LevelResult(
         level,
         losses=record.losses,
@@ -335,36 +319,25 @@ def _measured(level: str, record: Record, basis: _Basis, searched: int = 0) -> L
         later_error=last.relative if later else None,
         later_cosine=last.cosine if later else None,
         modules=tuple(
-            ModuleError(
-                name,
-                error=None if name in vanishing else error.relative,
-                cosine=None if name in vanishing else error.cosine,
-                later_error=later[name].relative if name in later else None,
-                later_cosine=later[name].cosine if name in later else None,
-                stands_out=name in out,
-            )
-            for name, error in errors.items()
+            _of_module(name, telling.get(name), later.get(name), name in out) for name in errors
         ),
         skipped=sum(record.skipped),
         scale_search=searched,
         still=mean_of(record.still) if record.still else None,
         seconds=statistics.median(record.seconds) if record.seconds else None,
-        memory=record.memory | {"total": _total(record)},
+        memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
     )
 
 
-def _total(record: Record) -> int:
-    """Return the total of bytes: the peak on a GPU, else the sum of the parts."""
-    parts = (size for part, size in record.memory.items() if part != "peak")
-    return record.memory.get("peak") or sum(parts)
+def _of_module(name: str, first: Error | None, later: Error | None, stands_out: bool) -> ModuleError:
+    error, cosine = first or (None, None)
+    later_error, later_cosine = later or (None, None)
+    return ModuleError(name, error, cosine, later_error, later_cosine, stands_out)
 
 
-def _judged(results: Sequence[LevelResult], basis: _Basis) -> list[LevelResult]:
-    still, judged = results[0].still, []
-    for i, result in enumerate(results):
-        if result.was_run:
-            problems = problems_of(result, basis.name, still if i else None)
-            result = replace(result, problems=tuple(problems))
-            result = replace(result, remarks=tuple(remarks_of(result)))
-        judged.append(result)
-    return judged
+def _judged(result: LevelResult, reference: str, still_at_o0: float | None) -> LevelResult:
+    """Return a result with its problems and remarks."""
+    if not result.was_run:
+        return result
+    result = replace(result, problems=tuple(problems_of(result, reference, still_at_o0)))
+    return replace(result, remarks=tuple(remarks_of(result)))

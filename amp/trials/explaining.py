@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
 from amp.casting.policy import OpRule, describe
-from amp.diagnosis.findings import short_path
+from amp.diagnosis.diagnose import module_named
+from amp.diagnosis.findings import short_path, without_number
+from amp.diagnosis.ledger import Call
+from amp.diagnosis.shadow import Shadow
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
+from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.session import Session
-from amp.trials.checking import arguments_of, at_level, one_model
-from amp.trials.ledger import Call, Ledger
-from amp.trials.replay import Replay
+from amp.trials.checking import a_forward
 
 
 @dataclass(frozen=True)
@@ -101,21 +103,18 @@ def explain(
         AmpValueError: no such function was called, and the message names those that were; or
             `opt_level` is missing, or is given for a model that has a level.
     """
-    model = one_model(model, "amp.explain")
-    args, kwargs = arguments_of(model, batch)
-    with at_level(model, opt_level, overrides, "amp.explain") as (session, subject):
-        return chosen(explain_forward(session, subject, args, kwargs), op, module)
+    with a_forward(model, batch, opt_level, overrides, "amp.explain") as (session, replay):
+        shadow = Shadow(replay.models)
+        replay.watched_by(shadow)
+        return chosen(explained(session, shadow), op, module)
 
 
-def explain_forward(
-    session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Explanation:
-    """Explain all calls in a forward of a session's model, and restore the state afterwards."""
-    ledger = Ledger({"": model})
-    Replay(lambda: model(*args, **kwargs), {"": model}, session).watched_by(ledger)
-    counts = Counter(_explained(session, model, call) for call in ledger.calls)
-    calls = [Explained(**{**vars(call), "count": count}) for call, count in counts.items()]
-    return Explanation(str(session.properties.opt_level or "this profile"), tuple(calls))
+def explained(session: Session | None, shadow: Shadow) -> Explanation:
+    """Explain all calls of the forwards that a shadow has seen, in a session or without one."""
+    counts = Counter(_explained(session, shadow, call) for call in shadow.ledger.calls)
+    calls = tuple(replace(call, count=count) for call, count in counts.items())
+    level = session.properties.opt_level if session is not None else "no level"
+    return Explanation(str(level or "this profile"), calls)
 
 
 def chosen(explanation: Explanation, op: str | None, module: str | None) -> Explanation:
@@ -125,11 +124,11 @@ def chosen(explanation: Explanation, op: str | None, module: str | None) -> Expl
         AmpValueError: there are none; the message names the existing ones.
     """
     modules = {call.module for call in explanation.calls}
-    calls = [x for x in explanation.calls if is_about(x, None, module)]
+    calls = [x for x in explanation.calls if _is_about(x, None, module)]
     if not calls:
         hint = did_you_mean(module or "", modules)
         raise AmpValueError(f"no function of torch was called in module '{module}'{hint}")
-    found = [x for x in calls if is_about(x, op, module)]
+    found = [x for x in calls if _is_about(x, op, module)]
     if not found:
         names = sorted({x.op for x in calls})
         where = f" in module '{module}'" if module else ""
@@ -137,63 +136,48 @@ def chosen(explanation: Explanation, op: str | None, module: str | None) -> Expl
     return Explanation(explanation.level, tuple(found))
 
 
-def explanation_of_json(found: dict[str, Any]) -> Explanation:
-    """Return an explanation from the result of `Explanation.to_json`."""
-    calls = [{key: _frozen(value) for key, value in call.items()} for call in found["calls"]]
-    return Explanation(found["level"], tuple(Explained(**call) for call in calls))
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def is_about(call: Explained, op: str | None, module: str | None) -> bool:
+def _is_about(call: Explained, op: str | None, module: str | None) -> bool:
     """Whether a call is of the function `op`, in a module or one of its submodules."""
-    name = call.module
+    name = without_number(call.module)
     is_inside = not module or name == module or name.startswith(f"{module}.")
     return is_inside and (op is None or op in (call.op, call.op.rpartition(".")[2]))
 
 
-def _explained(session: Session, model: nn.Module, call: Call) -> Explained:
-    op, rule = _op_rule(session, call)
-    return Explained(
-        op,
-        call.place.module,
-        call.place.file,
-        call.place.line,
-        tuple(map(dtype_name, call.takes)),
-        tuple(map(dtype_name, call.gives)),
-        _reason(session, model, call, rule),
-    )
+def _explained(session: Session | None, shadow: Shadow, call: Call) -> Explained:
+    place = call.place
+    name = f"torch.{place.op}" if place.op.startswith("Tensor.") else place.op
+    strategies = session.strategies if session is not None else ()
+    caster = next((x for x in strategies if isinstance(x, CastOps)), None)
+    rule = None
+    if caster is not None and (rule := caster.rule_of(call.function)) is not None:
+        name = rule.op
+    elif caster is not None:
+        rule = next((x for x in caster.policy.rules if x.op == name), None)
+    takes, gives = (tuple(map(dtype_name, dtypes)) for dtypes in (call.takes, call.gives))
+    why = _reason(None if session is None else session.properties, shadow, call, rule, caster)
+    return Explained(name, place.module, place.file, place.line, takes, gives, why)
 
 
-def _op_rule(session: Session, call: Call) -> tuple[str, OpRule | None]:
-    """Return the full name of a function, and its rule, if there is one."""
-    name = f"torch.{call.place.op}" if call.place.op.startswith("Tensor.") else call.place.op
-    caster = _caster(session)
-    if caster is None:
-        return name, None
-    if (known := caster.rule_of(call.function)) is not None:
-        return known.op, known
-    return name, next((rule for rule in caster.policy.rules if rule.op == name), None)
-
-
-def _caster(session: Session) -> CastOps | None:
-    return next((x for x in session.strategies if isinstance(x, CastOps)), None)
-
-
-def _reason(session: Session, model: nn.Module, call: Call, rule: OpRule | None) -> str:
+def _reason(
+    properties: Properties | None,
+    shadow: Shadow,
+    call: Call,
+    rule: OpRule | None,
+    caster: CastOps | None,
+) -> str:
     """Return, as a sentence, what decides the precision of a call."""
-    properties = session.properties
-    name = call.place.module
+    model, name = module_named(shadow.models, call.place.module)
     module = model.get_submodule(name)
+    weights = {dtype_name(x.dtype): None for x in module.parameters(recurse=False)}
+    held = f"; its weights are {', '.join(weights)}" if weights else ""
+    if properties is None or not (properties.casts_model or properties.patch_torch_functions):
+        return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
     if call.takes[1:] and call.takes[-1].itemsize == 1:
         return f"multiplies in FP8, {dtype_name(call.takes[-1])}: fp8={properties.fp8}."
-    ruled = _module_rule(session, model, name)
+    ruled = _module_rule(properties, model, name)
     if ruled is not None and ruled.dtype is not None:
         dtype = dtype_name(ruled.dtype)
         return f"a rule for the module '{ruled.pattern}' says {dtype} ({ruled.source})."
-    caster = _caster(session)
     if caster is not None:
         if rule is not None and rule.category == "calls":
             inner = next((x for x in caster.policy.rules if x.op == rule.note), None)
@@ -201,18 +185,14 @@ def _reason(session: Session, model: nn.Module, call: Call, rule: OpRule | None)
         return describe(rule, caster.policy)
     if properties.casts_model and keeps_fp32(module, properties):
         return f"its weights stay in FP32 at {properties.opt_level}, as those of norms do."
-    weights = {x.dtype for x in module.parameters(recurse=False) if isinstance(x, Tensor)}
-    held = f"; its weights are {', '.join(map(dtype_name, weights))}" if weights else ""
-    if properties.cast_model_type is False and not properties.patch_torch_functions:
-        return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
     return f"follows its input: {properties.opt_level} casts models and no functions{held}."
 
 
-def _module_rule(session: Session, model: nn.Module, name: str) -> Rule | None:
+def _module_rule(properties: Properties, model: nn.Module, name: str) -> Rule | None:
     """Return the rule for a module, or for the innermost module around it with a rule."""
     while True:
         inner = model.get_submodule(name)
-        rule = next((x for x in session.properties.rules if x.matches(name, inner)), None)
+        rule = next((x for x in properties.rules if x.matches(name, inner)), None)
         if rule is not None or not name:
             return rule
         name = name.rpartition(".")[0]

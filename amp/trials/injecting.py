@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amp.casting.containers import cast_tensors
-from amp.diagnosis.attaching import Training, models_of, replace_in
+from amp.diagnosis.attaching import Training, models_in_memory, replace_in
 from amp.diagnosis.places import is_called_by_amp
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError
@@ -91,7 +91,7 @@ class Injected(Training):
     def _initialize(self) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise AmpRuntimeError("a script of several processes without amp: only one can be compared")
-        models, optimizers = models_of(self.optimizers), self.optimizers
+        models, optimizers = models_in_memory(self.optimizers)[0], self.optimizers
         for model in models:
             for kind in type(model).__mro__:
                 if kind.__name__ in _REFUSED:

@@ -83,15 +83,23 @@ class Record:
     scales: tuple[tuple[float, ...], ...] = ()
 
 
+@dataclass(eq=False)
 class _Log:
-    """The notes on one optimizer."""
+    """The notes on one optimizer.
 
-    def __init__(self, attached: AttachedOptimizer) -> None:
-        self.attached = attached
-        self.sums: dict[int, Tensor] = {}
-        """The sums of losses by `loss_id`, over the blocks since the last step."""
-        self.losses: dict[int, list[Tensor]] = {}
-        self.skipped: list[bool] = []
+    Attributes:
+        attached: the optimizer.
+        sums: the sums of losses by `loss_id`, over the blocks since the last step.
+        losses: those of each step, by `loss_id`.
+        skipped: for each step, whether it was skipped.
+        count_still: counts the weights that the step of now has left alone, and those with a gradient.
+    """
+
+    attached: AttachedOptimizer
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, list[Tensor]] = field(default_factory=dict)
+    skipped: list[bool] = field(default_factory=list)
+    count_still: Callable[[], tuple[int, int]] | None = None
 
     @property
     def steps(self) -> int:
@@ -113,14 +121,11 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         self.trial = trial
         self.is_complete = False
         self._when_complete = when_complete
-        self._open = ExitStack()
-        self._measuring = ExitStack()
+        self._open, self._measuring = ExitStack(), ExitStack()
         self._sessions: list[Session] = []
-        self._logs: dict[int, _Log] = {}
-        self._weights: dict[int, _Weights | None] = {}
+        self._logs: dict[int, _Log] = {}  # by the id of the optimizer; the first one counts the steps
+        self._stepping: set[int] = set()  # the ids of optimizers in their step
         self._record = Record()
-        self._counts: list[tuple[Tensor, Tensor]] = []
-        """For each step, how many weights did not change, and of how many with a gradient."""
         self._activations: Activations | None = None
         self._clock = _Clock()
 
@@ -142,33 +147,26 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """The most steps that an optimizer has made."""
         return max((log.steps for log in self._logs.values()), default=0)
 
-    def seen(self) -> dict[str, Any]:
-        """Return the record as plain values and tensors."""
-        return vars(self.record())
-
-    def record(self) -> Record:
+    def seen(self, error: str = "") -> Record:
         """Return the measurements so far. The host waits for the device."""
-        logs = self._logs.values()
+        logs, record = self._logs.values(), self._record
         steps = min(self.trial.steps, self.steps)
-        record = self._record
-        record.losses = {
-            name: [loss.item() for loss in losses[:steps]] for name, losses in self._named_losses()
-        }
+        losses = self._named_losses()
+        record.losses = {x: [loss.item() for loss in values[:steps]] for x, values in losses.items()}
         record.skipped = [any(log.skipped[i : i + 1] == [True] for log in logs) for i in range(steps)]
-        record.still = [still.item() / max(of.item(), 1) for still, of in self._counts]
         record.scales = record.scales or self._scales()
         if self._activations is not None:
             record.memory["activations"] = self._activations.most
         return record
 
-    def _named_losses(self) -> Iterator[tuple[str, list[Tensor]]]:
-        found = [(i, loss_id) for i, log in enumerate(self._logs.values()) for loss_id in log.losses]
-        ids = [loss_id for _, loss_id in found]
-        logs = list(self._logs.values())
-        for i, loss_id in found:
+    def _named_losses(self) -> dict[str, list[Tensor]]:
+        found = [(i, *each) for i, log in enumerate(self._logs.values()) for each in log.losses.items()]
+        ids = [loss_id for _, loss_id, _ in found]
+        named = {}
+        for i, loss_id, losses in found:
             name = "loss" if len(found) == 1 else f"loss {loss_id}"
-            unique = ids.count(loss_id) == 1
-            yield (name if unique else f"{name} of optimizer {i}"), logs[i].losses[loss_id]
+            named[name if ids.count(loss_id) == 1 else f"{name} of optimizer {i}"] = losses
+        return named
 
     # Events of sessions and optimizers.
 
@@ -219,31 +217,33 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         log = self._logs.get(id(attached))
         if log is None or attached.gradients.state is State.OPEN:  # the call will be refused
             return closure
-        is_first = log is next(iter(self._logs.values()))
-        if self.is_complete or (is_first and log.steps == self.trial.steps):
+        if self.is_complete or (self._is_first(log) and log.steps == self.trial.steps):
             self._complete()
-        self._weights[id(attached)] = None
+        self._stepping.add(id(attached))
         if closure is not None:
             return self._look_into(closure, log)
         with self._clock.stopped():
-            self._weights[id(attached)] = self._look_before(log)
+            self._look_before(log)
         return None
 
     def step_ends(self, attached: AttachedOptimizer) -> None:
         """Note what the step did, and whether the run is complete."""
-        log = self._logs.get(id(attached))
-        if log is None or id(attached) not in self._weights:
+        log, record = self._logs.get(id(attached)), self._record
+        if log is None or id(attached) not in self._stepping:
             return
-        if log is next(iter(self._logs.values())):
+        self._stepping.remove(id(attached))
+        if self._is_first(log):
             seconds = self._clock.lap()
-            if log.steps:
-                self._record.seconds.append(seconds)
-            if log.steps == 1 and self._record.device == "cuda":
-                self._record.memory["peak"] = torch.cuda.max_memory_allocated()
+            record.seconds += [seconds] * bool(log.steps)
+            if log.steps == 1 and record.device == "cuda":
+                record.memory["peak"] = torch.cuda.max_memory_allocated()
         with self._clock.stopped():
-            self._look_after(log, self._weights.pop(id(attached)))
+            self._look_after(log)
         if all(each.steps >= self.trial.steps for each in self._logs.values() if each.steps):
             self._complete()
+
+    def _is_first(self, log: _Log) -> bool:
+        return log is next(iter(self._logs.values()))
 
     def _complete(self) -> None:
         self.is_complete = True
@@ -251,22 +251,19 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
     # Notes.
 
-    def _look_before(self, log: _Log) -> _Weights | None:
-        """Note the gradients of this step, after unscaling and clipping, and return the weights."""
-        gradients = log.attached.gradients
-        gradients.look_at_groups()
-        gradients.finish_delayed()
-        gradients.take_changes()
-        trained = list(_trained(log.attached))
+    def _look_before(self, log: _Log) -> None:
+        """Note the gradients of this step, after unscaling and clipping, and the weights."""
+        attached = log.attached
+        attached.gradients.look_at_groups()
+        attached.gradients.finish_delayed()
+        attached.gradients.take_changes()
+        trained = list(_trained(attached))
         if log.steps == 0:
             self._add_memory("gradients", size_of(grad for _, grad in trained))
         self._note_gradients(log)
-        is_idle = all(
-            float(group.get("lr", 1.0)) == 0.0 for group in log.attached.optimizer.param_groups
-        )
-        if is_idle or (self._record.device == "cuda" and log.steps == 1):  # a copy would raise its peak
-            return None
-        return _Weights(log.attached, trained)
+        is_idle = all(float(group.get("lr", 1.0)) == 0.0 for group in attached.optimizer.param_groups)
+        is_measured = self._record.device == "cuda" and log.steps == 1  # a copy would raise its peak
+        log.count_still = None if is_idle or is_measured else _counting_still(attached, trained)
 
     def _look_into(self, closure: Callable[[], Any], log: _Log) -> Callable[[], Any]:
         """Return a closure that notes gradients at its first evaluation in a step only."""
@@ -311,36 +308,34 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             module = name.removeprefix("_orig_mod.").rpartition(".")[0] or type(models[i]).__name__
             yield parameter, f"model {before + i}: {module}" if sum(counts) > 1 else module
 
-    def _look_after(self, log: _Log, weights: _Weights | None) -> None:
+    def _look_after(self, log: _Log) -> None:
         """Note what the step did."""
+        record, count_still = self._record, log.count_still
         if log.steps == 0:
             self._measuring.close()
             self._note_weights(log)
+        if log.steps == 1 and record.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         for loss_id, value in log.sums.items():
             log.losses.setdefault(loss_id, []).append(value)
-        log.sums = {}
+        log.sums, log.count_still = {}, None
         log.skipped.append(log.attached.step.was_skipped)
-        if weights is not None and not log.skipped[-1]:
-            self._counts.append(weights.count_still(log.attached))
-        if self._record.device == "cuda" and log.steps == 1:
-            torch.cuda.reset_peak_memory_stats()
-        if not self._record.scales and all(False in each.skipped for each in self._logs.values()):
-            self._record.scales = self._scales()
+        if count_still is not None and not log.skipped[-1]:
+            still, of = count_still()
+            record.still.append(still / max(of, 1))
+        if not record.scales and all(False in each.skipped for each in self._logs.values()):
+            record.scales = self._scales()
 
     def _scales(self) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(each.loss_scale() for each in one.scalers) for one in self._sessions)
 
     def _note_weights(self, log: _Log) -> None:
         """Note the bytes of weights, masters and optimizer state."""
-        attached = log.attached
-        if log is next(iter(self._logs.values())):
-            tensors = [
-                tensor
-                for model in attached.owner.live_models()
-                for tensor in (*model.parameters(), *model.buffers())
-            ]
-            self._add_memory("weights", size_of(tensors))
-        masters = attached.gradients.lists.masters
+        attached, masters = log.attached, log.attached.gradients.lists.masters
+        if self._is_first(log):
+            models = attached.owner.live_models()
+            held = (x for model in models for x in (*model.parameters(), *model.buffers()))
+            self._add_memory("weights", size_of(held))
         halves = attached.masters.low_halves(masters) or []
         self._add_memory("weights", size_of([*masters, *halves]))
         state = [t for entry in attached.optimizer.state.values() for t in tensors_in(entry)]
@@ -383,22 +378,20 @@ class _Clock:
             self._apart += self._now() - began
 
 
-class _Weights:
-    """The weights of an optimizer before a step, and which elements have a gradient."""
+def _counting_still(
+    attached: AttachedOptimizer, trained: list[tuple[Tensor, Tensor]]
+) -> Callable[[], tuple[int, int]]:
+    """Return a function that counts the weights that are as they are now, and those with a gradient."""
+    parts = [
+        (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
+        for parameter, grad in trained
+    ]
 
-    def __init__(self, attached: AttachedOptimizer, trained: list[tuple[Tensor, Tensor]]) -> None:
-        self._parts = [
-            (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
-            for parameter, grad in trained
-        ]
+    def count() -> tuple[int, int]:
+        still = [((_value(attached, x) == before) & moves).sum().item() for x, before, moves in parts]
+        return int(sum(still)), int(sum(moves.sum().item() for *_, moves in parts))
 
-    def count_still(self, attached: AttachedOptimizer) -> tuple[Tensor, Tensor]:
-        """Return how many weights with a gradient are unchanged, and how many have a gradient."""
-        still, of = torch.zeros(2, dtype=torch.int64, device="cpu")
-        for parameter, before, has_gradient in self._parts:
-            same = (_value(attached, parameter) == before) & has_gradient
-            still, of = still + same.sum().cpu(), of + has_gradient.sum().cpu()
-        return still, of
+    return count
 
 
 def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:

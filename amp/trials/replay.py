@@ -22,7 +22,7 @@ from amp.casting.cast_hooks import ModelInputs, cast_inputs_to
 from amp.casting.module_rules import run_in_float32
 from amp.casting.regions import disable_casts
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import open_scale
+from amp.diagnosis.diagnose import module_named, open_scale
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
@@ -80,7 +80,7 @@ class Replay:
         shadow = Shadow(self.models, functools.partial(open_scale, self._attached))
         self.watched_by(shadow, modules, scale, arguments)
         self.ops = len(shadow.ops)
-        self.is_finite = shadow.loss is None and not shadow.bad_grads
+        self.is_finite = not (shadow.gradients.bad_loss or shadow.gradients.bad)
         return findings_of(shadow)
 
     def watched_by(
@@ -121,7 +121,8 @@ class Replay:
     @contextmanager
     def _in_float32(self, names: Sequence[str]) -> Iterator[None]:
         """Run modules in FP32, like a rule for each."""
-        chosen = [self._module(name) for name in names]
+        named = [module_named(self.models, name) for name in names]
+        chosen = [model.get_submodule(name) for model, name in named]
         caster = next((x for x in self.owner.strategies if isinstance(x, CastOps)), None)
         is_cast = any(isinstance(x, CastModel) for x in self.owner.strategies)
         with ExitStack() as stack:
@@ -176,15 +177,6 @@ class Replay:
             for inner in module.modules():
                 stack.callback(cast_inputs_to(inner, torch.float32))
             yield
-
-    def _module(self, name: str) -> nn.Module:
-        for prefix, model in self.models.items():
-            if name.startswith(prefix):
-                try:
-                    return model.get_submodule(name.removeprefix(prefix))
-                except AttributeError:
-                    continue
-        raise KeyError(name)
 
 
 def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:

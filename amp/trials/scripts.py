@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,8 @@ class Script:
     ) -> tuple[Any, str]:
         """Run the script, and return what was seen and the error in one line, empty if there was none.
 
-        A script that does not use amp ends at its first step, and is run again with amp injected; the
-        doctor without a level looks at it as it is.
+        A script that does not use amp is run as it is. If it is to be compared, or a level is asked
+        for, it ends at its first step, and is run again with amp injected.
 
         Args:
             watcher: a name in `amp.trials.child.WATCHERS`.
@@ -61,15 +60,19 @@ class Script:
         Raises:
             AmpRuntimeError: the process ended without a result, or the script trains nothing.
         """
-        needs_amp = watcher != "doctor" or level is not None
-        job: dict[str, Any] = {
+        needs_amp = watcher == "compare" or level is not None
+        if watcher != "compare":
+            options = {**options, "needs_amp": needs_amp}
+        job = {
             "watcher": watcher,
             "options": options,
+            "arguments": self._arguments,
             "level": level,
             "seed": seed,
             "scale": None,
+            "injects": self.is_injected,
+            "needs_amp": needs_amp,
         }
-        job |= {"arguments": self._arguments, "injects": self.is_injected, "needs_amp": needs_amp}
         found = _seen(job)
         if needs_amp and not found["has_begun"] and not found["error"] and not self.is_injected:
             self.is_injected = job["injects"] = True
@@ -86,41 +89,44 @@ class Script:
 
 
 def _seen(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a job, and return what was seen.
+    """Run a job in a process of its own, end all processes that it started, and return what was seen.
+
+    What it writes goes to files without a name, because a process that it leaves behind would keep a
+    pipe open. If this process is killed, the child reads the end of `alive`, and ends too.
 
     Raises:
         AmpRuntimeError: the process ended without a result.
     """
-    with _signals_clean_up(), tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "seen.pt")
-        status, error = _run(job | {"result": str(result)}, job["seed"], Path(folder))
-        if not result.exists():
-            lines = error.strip().splitlines() or [f"exit status {status}"]
-            raise AmpRuntimeError(f"the script failed: {lines[-1]}")
-        found: dict[str, Any] = torch.load(result, map_location="cpu", weights_only=True)
-    return found
-
-
-def _run(job: dict[str, Any], seed: int | None, folder: Path) -> tuple[int, str]:
-    """Run a job, and end all processes that it started; return its exit status and stderr.
-
-    Its stderr goes to a file, because a process that it leaves behind would keep a pipe open.
-    """
-    stderr = folder / "stderr"
-    with stderr.open("wb") as file:
+    seed = job["seed"]
+    with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as stderr:
+        alive, ours = os.pipe()
+        given = json.dumps(job | {"result": result.fileno(), "alive": alive})
         process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(_ROOT), json.dumps(job)],
+            [sys.executable, "-c", _START, str(_ROOT), given],
             env=None if seed is None else {**os.environ, "PYTHONHASHSEED": str(seed % 2**32)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=file,
+            stderr=stderr,
+            pass_fds=(result.fileno(), alive),
             start_new_session=True,  # a process group of its own, without a terminal
         )
         try:
             status = process.wait()
         finally:
-            _kill(process)
-    return status, stderr.read_text(errors="replace")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            os.close(alive)
+            os.close(ours)
+        if not result.seek(0, os.SEEK_END):
+            stderr.seek(0)
+            lines = stderr.read().decode(errors="replace").strip().splitlines()
+            raise AmpRuntimeError(
+                f"the script failed: {lines[-1] if lines else f'exit status {status}'}"
+            )
+        result.seek(0)
+        found: dict[str, Any] = torch.load(result, map_location="cpu", weights_only=False)
+    return found
 
 
 _START = """import sys
@@ -129,46 +135,3 @@ from amp.trials.child import main
 main(sys.argv[2])
 """
 """The child's code. It sets `sys.path`, since other programs would read an environment variable too."""
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, and the rest of its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    process.wait()
-
-
-class _EndedError(BaseException):
-    """Raised for a signal that would have ended this process at once."""
-
-
-@contextlib.contextmanager
-def _signals_clean_up() -> Iterator[None]:
-    """Run the cleanup of the block if a signal ends this process."""
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    ours = [each for each in map(signal.Signals.__getitem__, names) if _ends_at_once(each)]
-
-    def end(number: int, frame: object) -> None:
-        for each in ours:
-            signal.signal(each, signal.SIG_IGN)  # ignore further signals during the cleanup
-        raise _EndedError(number)
-
-    for each in ours:
-        signal.signal(each, end)
-    try:
-        yield
-    except _EndedError as ended:
-        (number,) = ended.args
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-    finally:
-        for each in ours:
-            signal.signal(each, signal.SIG_DFL)
-
-
-def _ends_at_once(number: signal.Signals) -> bool:
-    in_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
-    return in_main and signal.getsignal(number) is signal.SIG_DFL

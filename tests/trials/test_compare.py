@@ -371,7 +371,7 @@ def test_looking_changes_no_bit_of_the_run(level: str, optimizer: str) -> None:
     plain = train()
     with RunObserver(Trial(level, 3)) as observer:
         watched = train()
-    record = observer.record()
+    record = observer.seen()
     assert all(map(torch.equal, plain, watched))
     assert observer.is_complete
     assert record.losses["loss"] == [of_a_step[0] for of_a_step in losses[3:]]

@@ -158,7 +158,10 @@ SCRIPT = """
     with torch.no_grad():
         net(torch.ones(2, 8))
     open("before", "w").close()
-    net(torch.ones(2, 8))
+    with amp.scale_loss(net(torch.ones(2, 8)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.step()
     open("after", "w").close()
 """
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from amp.casting import wrappers
+from amp.diagnosis.memories import Memories
 from amp.diagnosis.places import Place, file_of_caller
-from amp.diagnosis.records import CASTS
-from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import floats_in, identity_of
+from amp.diagnosis.records import CASTS, UNWRITTEN
+from amp.diagnosis.twins import floats_in
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "_slow_conv2d_forward")
 
@@ -66,52 +65,38 @@ class Call(NamedTuple):
     gives: tuple[torch.dtype, ...]
 
 
-@dataclass
-class Casts:
-    """Casts of activations from one floating dtype to another.
+class Ledger:
+    """What the first forward of each model costs.
+
+    Args:
+        memories: those of the shadow.
 
     Attributes:
-        count: how many casts there were.
-        bytes: how many bytes they read and wrote.
-        undone: how many casts undid the one before, by place.
-    """
-
-    count: int = 0
-    bytes: int = 0
-    undone: Counter[Place] = field(default_factory=Counter)
-
-
-class Ledger(Shadow):
-    """A shadow that records what a forward costs.
-
-    Attributes:
+        is_open: whether such a forward runs.
+        ops: how many ops there were.
         products: the matrix products, convolutions and attentions, in order.
         constants: the constants that are too large for their dtype, in order.
         calls: the calls of torch functions with a floating result, in order.
-        casts: the casts of activations.
+        casts: how many casts of activations from one floating dtype to another there were.
+        cast_bytes: how many bytes these read and wrote.
+        undone: how many of them undid the one before, by place.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        super().__init__(models)
+    def __init__(self, memories: Memories) -> None:
+        self.is_open = False
+        self.ops = self.casts = self.cast_bytes = 0
         self.products: list[Product] = []
         self.constants: list[Constant] = []
         self.calls: list[Call] = []
-        self.casts = Casts()
-        self._weights: set[int] = set()
+        self.undone = Counter[Place]()
+        self._memories = memories
         self._in_fp8: set[str] = set()
-        self._was: dict[int, torch.dtype] = {}  # for memory made by a cast, the dtype before the cast
         self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, dtypes before
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        for prefix, model in self._models.items():
-            self._weights |= {identity_of(x) for x in (*model.parameters(), *model.buffers())}
-            for name, module in model.named_modules():
-                if "_amp_fp8" in vars(module):
-                    self._in_fp8.add(prefix + name)
-                    hook = functools.partial(self._note_fp8, prefix + name)
-                    self._open.callback(module.register_forward_hook(hook).remove)
-        return self
+    def follow_fp8(self, name: str, module: nn.Module) -> Any:
+        """Count a module that amp runs in FP8 as one product; return a handle to stop."""
+        self._in_fp8.add(name)
+        return module.register_forward_hook(functools.partial(self._note_fp8, name))
 
     def op_begins(self, place: Place, func: Any, args: tuple[Any, ...]) -> None:
         """Record constants, before the op may raise because of them."""
@@ -127,15 +112,27 @@ class Ledger(Shadow):
         self, place: Place, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Record a product or a cast."""
-        flops = _flops(func, args, kwargs, result)
-        if flops:
-            multiplied = floats_in(args)[-1]
-            emulated = self._was.get(identity_of(multiplied))  # FP8 on hardware without FP8 products
-            dtype = emulated if emulated and _is_eighth(emulated) else multiplied.dtype
-            is_plain = func.overloadpacket.__name__ in ("mm", "addmm", "_scaled_mm")
-            self.products.append(Product(place, dtype, flops, tuple(_sizes(func, args)), is_plain))
-        if not func.is_view:
-            self._note_cast(place, func.overloadpacket.__name__, floats_in(args), floats_in(result))
+        inputs, outputs, aten = floats_in(args), floats_in(result), func.overloadpacket.__name__
+        if flops := _flops(func, args, kwargs, result):
+            emulated = self._memories[inputs[-1]].before  # FP8 on hardware without FP8 products
+            dtype = emulated if emulated and _is_eighth(emulated) else inputs[-1].dtype
+            is_plain = aten in ("mm", "addmm", "_scaled_mm")
+            self.products.append(Product(place, dtype, flops, tuple(_sizes(aten, args)), is_plain))
+        if not func.is_view and (inputs or outputs):
+            self.ops += aten not in UNWRITTEN
+            before = self._memories[inputs[-1]].before if inputs else None
+            for y in outputs:
+                self._memories[y].before = None
+            if aten in CASTS and inputs and outputs and inputs[-1].dtype is not outputs[0].dtype:
+                self._note_cast(place, inputs[-1], outputs[0], before)
+
+    def _note_cast(self, place: Place, x: Tensor, y: Tensor, before: torch.dtype | None) -> None:
+        self._memories[y].before = x.dtype
+        is_held = self._memories[x].owned.kind in ("weight", "buffer")
+        if not (is_held or _is_eighth(x.dtype) or _is_eighth(y.dtype)):
+            self.casts += 1
+            self.cast_bytes += x.nbytes + y.nbytes
+            self.undone[place] += before is y.dtype and place.module not in self._in_fp8
 
     def call_ends(
         self, place: Place, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -153,24 +150,9 @@ class Ledger(Shadow):
         if gives and place.op:
             self.calls.append(Call(place, function, tuple(dict.fromkeys(takes)), gives))
 
-    def _note_cast(self, place: Place, aten: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        before = self._was.get(identity_of(inputs[-1])) if inputs else None
-        for y in outputs:
-            self._was.pop(identity_of(y), None)
-        if aten not in CASTS or not inputs or not outputs or inputs[-1].dtype is outputs[0].dtype:
-            return
-        x, y = inputs[-1], outputs[0]
-        self._was[identity_of(y)] = x.dtype
-        if identity_of(x) in self._weights or _is_eighth(x.dtype) or _is_eighth(y.dtype):
-            return
-        self.casts.count += 1
-        self.casts.bytes += x.nbytes + y.nbytes
-        if before is y.dtype and place.module not in self._in_fp8:
-            self.casts.undone[place] += 1
-
     def _note_fp8(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         """Record the call of a layer that amp runs in FP8."""
-        if self.products and self.products[-1].place.module == name:
+        if self.is_open and self.products and self.products[-1].place.module == name:
             place = self.products[-1].place._replace(op="torch.nn.functional.linear")
             takes = (args[0].dtype, self.products[-1].dtype)
             self.calls.append(Call(place, nn.functional.linear, takes, (output.dtype,)))
@@ -194,11 +176,11 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return 0
 
 
-def _sizes(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
-    """Yield the sizes that tensor cores want aligned: of a product, or a convolution's channels."""
-    name = func.overloadpacket.__name__
-    if name in _CONVOLUTIONS:
-        yield from (args[0].shape[1], args[1].shape[0])
-    elif name in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"):
-        first, second = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-        yield from (first.shape[-2], first.shape[-1], second.shape[-1])
+def _sizes(aten: str, args: tuple[Any, ...]) -> Iterable[int]:
+    """Return the sizes that tensor cores want aligned: of a product, or a convolution's channels."""
+    if aten in _CONVOLUTIONS:
+        return args[0].shape[1], args[1].shape[0]
+    if aten in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"):
+        first, second = args[1:3] if "add" in aten else args[:2]
+        return *first.shape[-2:], second.shape[-1]
+    return ()

@@ -1,0 +1,140 @@
+"""Cheap looks at every step of a training: at dtypes, buffers that a cast has rounded, and calls."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp.diagnosis import advice
+from amp.diagnosis.attaching import Training
+from amp.diagnosis.findings import Finding, exact
+from amp.diagnosis.places import user_line
+from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.training.attachment import AttachedOptimizer
+
+
+class Looks(Training):
+    """Follows a training, and notes what can be seen without a shadow.
+
+    Attributes:
+        has_scaler: whether the script has a gradient scaler of torch's.
+        scaled_by: the scale that a gradient scaler has given the gradients, which they still have.
+        rounded: tensors that a cast has rounded, each with what it was before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_scaler = self._is_half = False
+        self.scaled_by: Tensor | None = None
+        self.rounded: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[tuple[weakref.ref[nn.Module], Finding]] = []
+        self._noted: dict[tuple[str, str], Finding] = {}  # by cause and advice
+        self._not_updated: set[int] = set()  # the ids of optimizers that a scaler has stepped
+
+    @property
+    def attached(self) -> list[AttachedOptimizer]:
+        """The optimizers that have been through `initialize`."""
+        return list(filter(None, map(AttachedOptimizer.of, self.optimizers)))
+
+    def looks(self, models: Iterable[nn.Module]) -> tuple[list[Finding], list[Finding]]:
+        """Return what was seen of the buffers of models, and all else."""
+        paths = {id(each): name for model in models for name, each in model.named_modules()}
+        known = [(paths.get(id(holder())), found) for holder, found in self._buffers]
+        buffers = [replace(found, module=name) for name, found in known if name is not None]
+        return buffers, sorted(self._noted.values(), key=lambda x: x.phase)
+
+    def _note(self, cause: str, phase: str, what: str, todo: str) -> None:
+        if (cause, todo) not in self._noted:
+            file, line = user_line(in_packages=False)
+            self._noted[cause, todo] = Finding(cause, what, todo, phase, file=file, line=line)
+
+    def root_called(self, model: nn.Module) -> None:
+        """Look whether autocast computes in float16."""
+        device = next((x.device.type for x in model.parameters()), "cpu")
+        if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
+            self._is_half |= torch.get_autocast_dtype(device) is torch.float16
+
+    def backward_begins(self, losses: list[Tensor]) -> None:
+        """Look at the dtype of what the backward starts from, and at autocast."""
+        for loss in losses:
+            if torch.is_autocast_enabled(loss.device.type):
+                what = (
+                    "backward() runs inside of autocast, which casts its ops by other rules than the "
+                )
+                todo = "Leave the autocast block before loss.backward()."
+                self._note("order", "backward", f"{what}forward's", todo)
+            is_half = loss.dtype in LOW_PRECISION and loss.numel() == 1 and not self.attached
+            if is_half and math.isfinite(float(loss)):
+                x = loss.detach().abs()
+                apart = torch.nextafter(x, torch.full_like(x, torch.inf)).double() - x.double()
+                what = f"backward() starts from a loss in {dtype_name(loss.dtype)}: {float(loss):.6g}"
+                todo = "Compute the loss in float32, as in loss_of(output.float(), target)."
+                what = f"{what} has neighbours {float(apart):g} apart"
+                self._note("loss dtype", "backward", what, todo)
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Look for a gradient scaler that is missing, or passed over."""
+        scale = 1.0 if self.scaled_by is None else float(self.scaled_by)
+        if scale != 1.0 and not self.is_in_scaler:
+            what = f"optimizer.step() takes gradients that are scaled by {exact(scale)}"
+            todo = "Call scaler.step(optimizer) in its place, and scaler.update() after it."
+            self._note("order", "step", what, todo)
+        params = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        dtypes = {p.grad.dtype for p in params if p.grad is not None}
+        is_half = torch.float16 in dtypes or (self._is_half and bool(dtypes))
+        if is_half and not self.has_scaler and not self.attached:
+            what = "gradients are computed in float16, and no GradScaler scales the loss: those below "
+            self._note("loss scale", "step", f"{what}6e-8 are 0", advice.scale_loss(None))
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Look at the dtypes of what the optimizer holds."""
+        held = Counter[tuple[str, torch.dtype]]()
+        for state in optimizer.state.values() if not self.attached else ():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and value.dtype in LOW_PRECISION:
+                    held[name, value.dtype] += 1
+        if held:
+            names = " and ".join(f"'{name}'" for name, _ in held)
+            (_, dtype), count = held.most_common(1)[0]
+            what = f"{type(optimizer).__name__} holds {names} of {count} parameters in "
+            what += f"{dtype_name(dtype)}, where small changes of a running mean are lost"
+            self._note("state", "step", what, advice.KEEP_MASTERS)
+
+    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
+        """Look at the order of a scaler's calls."""
+        self.has_scaler = True
+        self.scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
+        if name == "step":
+            if id(optimizer) in self._not_updated:
+                what = "GradScaler.step is called again, and update was not: the loss scale stays"
+                todo = "Call scaler.update() after the scaler.step of all optimizers."
+                self._note("order", "step", what, todo)
+            self._not_updated.add(id(optimizer))
+        elif name == "update":
+            self._not_updated.clear()
+
+    def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
+        """Look for buffers that a cast has rounded."""
+        for name, old in before.items():
+            new = module._buffers.get(name)
+            if new is None or new.dtype not in LOW_PRECISION or old.dtype.itemsize <= 2:
+                continue
+            there = old.to(new.device)
+            off = (new.to(old.dtype) - there).abs()
+            if bool(off.any()):
+                self.rounded.append((new, there))
+                most = float((off / there.abs().clamp_min(torch.finfo(torch.float32).tiny)).max())
+                what = f"a cast to {dtype_name(new.dtype)} has rounded the buffer '{name}' of "
+                what += f"{type(module).__name__}, by up to {most:.2%}"
+                todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in "
+                file, line = user_line(in_packages=False)
+                found = Finding("buffer", what, f"{todo}the forward.", file=file, line=line)
+                self._buffers.append((weakref.ref(module), found))
