@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_contained
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, warn
+from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, did_you_mean, warn
 from amp.lazy import kernels
 from amp.profiles.fp8_recipe import GRANULARITIES
 from amp.profiles.properties import Properties
@@ -34,13 +34,29 @@ def as_flag(name: str, value: Any) -> bool:
 def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:
     """Return the `AttachedOptimizer` of each optimizer of a `scale_loss`, at least one, each once."""
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    wrong = [type(value).__name__ for value in given if not is_optimizer(value)]
+    wrong = [value for value in given if not is_optimizer(value)]
     if wrong or not given:
+        got = f"{_named(wrong[0])}{_remedy(wrong[0])}" if wrong else "an empty list"
         raise AmpTypeError(
             "amp.scale_loss needs the optimizer, or the list of optimizers, whose parameters get "
-            f"gradients from the loss; got {wrong[0] if wrong else 'an empty list'}"
+            f"gradients from the loss; got {got}"
         )
     return list(dict.fromkeys(map(attached_to, given)))
+
+
+def check_loss(loss: Any) -> None:
+    """Raise AmpTypeError if a loss is no floating-point tensor."""
+    if isinstance(loss, Tensor) and loss.is_floating_point():
+        return
+    remedy = ""
+    if is_optimizer(loss):
+        remedy = ". The loss comes first: amp.scale_loss(loss, optimizer)"
+    elif isinstance(loss, (list, tuple)):
+        remedy = ". Pass their sum, or make a block for each, with a loss_id of its own"
+    elif isinstance(loss, (int, float)):
+        remedy = ". A number, as of loss.item(), has no graph: pass the tensor itself"
+    kind = loss.dtype if isinstance(loss, Tensor) else _named(loss)
+    raise AmpTypeError(f"amp.scale_loss needs a floating-point tensor as loss, and got {kind}{remedy}")
 
 
 def attached_to(optimizer: Any) -> AttachedOptimizer:
@@ -49,10 +65,19 @@ def attached_to(optimizer: Any) -> AttachedOptimizer:
     if attached is None:
         raise AmpRuntimeError(
             f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
-            "closed. Pass it through: "
+            f"closed{_of_parameters(optimizer)}. Pass it through: "
             "model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
         )
     return attached
+
+
+def _of_parameters(optimizer: Any) -> str:
+    """Return the parameters of an optimizer, which tell it from others of its class, for a message."""
+    groups = getattr(innermost(optimizer), "param_groups", ())
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    shapes = [str(tuple(each.shape)) for each in parameters[:2]]
+    more = ["..."] * (len(parameters) > 2)
+    return f"; its parameters have the shapes {', '.join(shapes + more)}" if shapes else ""
 
 
 def as_optimizers(optimizers: Any) -> list[Any]:
@@ -121,6 +146,21 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
             )
 
 
+def check_rules(rules: Sequence[Rule], models: Sequence[nn.Module]) -> None:
+    """Raise AmpValueError for a rule for modules that matches no module of the models."""
+    named = [each for model in models for each in model.named_modules()]
+    for rule in rules if models else ():
+        is_for_modules = rule.kind == "module" and not rule.optional
+        if is_for_modules and not any(rule.matches(name, module) for name, module in named):
+            known = {name for name, _ in named} | {type(module).__name__ for _, module in named}
+            hint = did_you_mean(rule.pattern, known)
+            raise AmpValueError(
+                f"{rule.source}: no module of the model is named '{rule.pattern}', and none has a "
+                f"class of that name{hint or '. model.named_modules() has the names'}. If the "
+                f"rule is for other models, write {{module: {rule.pattern}, ..., optional: true}}"
+            )
+
+
 def check_optimizers(
     optimizers: Sequence[Any],
     models: Sequence[nn.Module],
@@ -168,10 +208,11 @@ def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any], has_mast
     if not have or not groups or any(id(p) in have for group in groups for p in group["params"]):
         return
     if has_masters or any(is_sharded(p) or is_of_fsdp1(p) for p in parameters):
+        made_of = type(innermost(optimizers[0])).__name__
         raise AmpRuntimeError(
-            "no parameter of the optimizers belongs to the models, so nothing would be trained. "
-            "fully_shard, parallelize_module and similar functions replace a model's parameters: call "
-            "them first, then make the optimizer of model.parameters(), then call amp.initialize"
+            "no parameter of the optimizers belongs to the models, so nothing would be trained. Make "
+            f"the optimizer of this model: {made_of}(model.parameters(), ...). fully_shard, "
+            "parallelize_module and similar functions replace a model's parameters: call them before"
         )
     warn(
         "no parameter of the optimizers belongs to the models. Unless the model is called with them by "
@@ -200,11 +241,28 @@ def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -
     items = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
         if not accepts(item):
-            hint = f"; make it a list: list({name})" if isinstance(value, (tuple, set)) else ""
-            raise AmpTypeError(
-                f"{name} must be {kind} or a list of them, and got {type(item).__name__}{hint}"
-            )
+            is_series = isinstance(value, (tuple, set))
+            hint = f"; make it a list: list({name})" if is_series else _remedy(item, name)
+            raise AmpTypeError(f"{name} must be {kind} or a list of them, and got {_named(item)}{hint}")
     return items
+
+
+def _named(value: Any) -> str:
+    return f"type {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _remedy(value: Any, name: str = "optimizers") -> str:
+    """Return what to do about a value that is no model, or no optimizer, or an empty text."""
+    if isinstance(value, type):
+        takes = "..." if name == "models" else "model.parameters(), ..."
+        return f". Pass an object of it: {value.__name__}({takes})"
+    if is_optimizer(value) or isinstance(value, nn.Module):
+        return ". The model comes first: amp.initialize(model, optimizer, opt_level=...)"
+    if is_optimizer(getattr(value, "optimizer", None)):
+        return ". Pass the optimizer itself, scheduler.optimizer; schedulers go on as they are"
+    if isinstance(value, (Iterator, Tensor, dict)):
+        return ". Pass an optimizer of the parameters, such as torch.optim.AdamW(model.parameters())"
+    return ""
 
 
 # Advice about arguments that are allowed, and probably do not do what the user wants.
@@ -221,18 +279,6 @@ def advise_on_float64(models: Sequence[nn.Module], properties: Properties) -> It
                 f"all parameters of this {type(model).__name__} are float64"
                 f"{', the default dtype' if by_default else ''}. No level casts that: it trains in "
                 "float64. For mixed precision call model.float() before amp.initialize"
-            )
-
-
-def advise_on_rules(rules: Sequence[Rule], models: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield a message for each rule for modules that matches no module of the models."""
-    for rule in rules if models else ():
-        if rule.kind == "module" and not any(
-            rule.matches(name, module) for model in models for name, module in model.named_modules()
-        ):
-            yield (
-                f"{rule.source}: no module of the model is named '{rule.pattern}', and none has a "
-                "class of that name; the rule does nothing"
             )
 
 

@@ -7,14 +7,23 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 import amp
 from amp.compat.run import runner
-from amp.errors import AmpError
+from amp.errors import AmpError, did_you_mean
 
+GROUPS = {
+    "scripts that train": ("run", "compare", "doctor", "explain"),
+    "levels and memory": ("levels", "memory"),
+    "this machine": ("env", "selftest"),
+    "numbers": (*("bits", "ranges", "ulp", "simulate", "simulate-fp8", "survival", "crises", "lab"),),
+}
+"""The commands, in the order of `--help`."""
 _TAKE_A_SCRIPT = ("compare", "doctor", "explain")
 """The commands that leave what comes after `--` to a script."""
+_WIDTH = 80
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             is_for_a_script = "--" in given and given[0] in _TAKE_A_SCRIPT
             end = given.index("--") if is_for_a_script else len(given)
             after = argparse.Namespace(for_the_script=given[end + 1 :])
-            arguments = _parser().parse_args(given[:end], after)
+            arguments = _parser().parse(given[:end], after)
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")  # characters that it cannot show
             status = arguments.run(arguments) or 0
@@ -39,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (AmpError, OSError) as error:
+        for note in getattr(error, "__notes__", ()):  # as the traceback of a script
+            print(note, file=sys.stderr)
         print(f"reamp: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -48,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> "_Parser":
     from amp import about  # slow to load, and no script waits for it
     from amp.numerics import commands as of_numerics
     from amp.selftest import commands as of_selftest
@@ -56,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
     parser.add_argument("--version", action="version", version=f"reamp {amp.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.commands = commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser(
         "run",
         help="run a script that imports apex, unchanged",
@@ -66,16 +77,50 @@ def _parser() -> argparse.ArgumentParser:
     for command in (*of_numerics.COMMANDS, *about.COMMANDS):
         command.add_to(commands)
     of_selftest.add_to(commands)
+    parser.set_defaults(run=lambda _: parser.print_help())
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and to which -1e-8 is a number."""
+    """A parser whose errors are one line, and to which -1e-8 is a number.
+
+    Attributes:
+        commands: the parsers of the commands, if it is the one of the program.
+    """
+
+    commands: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+        self.description = fill(self.description or "", _WIDTH)
+
+    def parse(self, given: list[str], after: argparse.Namespace) -> argparse.Namespace:
+        """Parse a command line; a command or an option that does not exist is the first error."""
+        known: dict[str, _Parser] = self.commands.choices
+        name = next((word for word in given[:1] if not word.startswith("-")), None)
+        if name is not None and name not in known:
+            self.error(f"there is no command '{name}'{did_you_mean(name, known)}")
+        parser = self if name is None else known[name]
+        options = [option for action in parser._actions for option in action.option_strings]
+        for word, value in zip(given, [*given[1:], "-"], strict=False):
+            option = word.partition("=")[0]
+            if word.startswith("--") and not any(each.startswith(option) for each in options):
+                unknown = word if value.startswith("-") else f"{word} {value}"
+                parser.error(f"unrecognized arguments: {unknown}{did_you_mean(option, options)}")
+        return self.parse_args(given, after)
+
+    def format_help(self) -> str:
+        if self.commands is None:
+            return super().format_help()
+        helps = {each.dest: each.help for each in self.commands._choices_actions}
+        lines = [self.format_usage(), self.description or ""]
+        for title, names in GROUPS.items():
+            lines += ["", f"{title}:", *(f"  {name:14}{helps[name]}" for name in names)]
+        return "\n".join([*lines, "", "reamp COMMAND --help has the options of a command.", ""])
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        dot = " " if message.endswith("?") else "; "
+        see = f"{'See' if dot == ' ' else 'see'} {self.prog} --help"
+        print(f"{self.prog}: {message}{dot}{see}", file=sys.stderr)
         raise SystemExit(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any, Literal, TypeVar, Unpack, overload
@@ -15,7 +15,7 @@ from torch import Tensor
 from amp import checkpoint
 from amp.arguments import as_flag, attached_to
 from amp.distributed import ProcessGroup
-from amp.errors import AmpRuntimeError, AmpTypeError, brief, did_you_mean
+from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, did_you_mean
 from amp.interrupts import followed_by
 from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions
@@ -169,8 +169,13 @@ def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:
         del takes["others"]
         raise AmpTypeError(
             f"initialize() got an unexpected keyword argument '{name}'"
-            f"{did_you_mean(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
+            f"{_meant(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
         )
+
+
+def _meant(name: str, takes: Iterable[str]) -> str:
+    words = [{"bn": "batchnorm"}.get(word, word) for word in name.split("_")]
+    return did_you_mean("_".join(words), takes)
 
 
 def scale_loss(
@@ -256,10 +261,15 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     the device.
 
     Raises:
-        AttributeError: `optimizer` has no `param_groups`. It is raised when the first parameter is
+        AmpAttributeError: `optimizer` has no `param_groups`. It is raised when the first parameter is
             asked for, not by the call.
     """
-    groups = optimizer.param_groups
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise AmpAttributeError(
+            f"amp.master_params takes an optimizer, and got {type(optimizer).__name__}: pass the "
+            "optimizer that amp.initialize returned"
+        )
     if (attached := AttachedOptimizer.of(optimizer)) is not None:
         attached.agree()
     for group in groups:

@@ -24,7 +24,7 @@ from amp.casting.strategies import strategies_for
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, brief
+from amp.errors import AmpIndexError, AmpRuntimeError, brief
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
 from amp.observers import Observer, watching
@@ -227,9 +227,7 @@ class Session:
     ) -> AbstractContextManager[Tensor]:
         """Scale a loss for its backward, and unscale the gradients after it; see `amp.scale_loss`."""
         self._check_open()
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
-            raise AmpTypeError(f"amp.scale_loss needs a floating-point tensor as loss, and got {kind}")
+        arguments.check_loss(loss)
         if not self.properties.enabled:
             return nullcontext(loss)
         scaler = self._scaler(loss_id)

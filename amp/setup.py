@@ -53,6 +53,7 @@ class Setup:
             for strategy in session.strategies:
                 strategy.check_model(model)
         models = [*session.live_models(), *self._models]
+        arguments.check_rules(properties.rules, models if self._models else [])
         arguments.check_optimizers(self._optimizers, models, properties, session.process_groups)
         for message in arguments.advise_on_float64(self._models, properties):
             warn(message)
@@ -152,9 +153,8 @@ class Setup:
         for message in filter(None, [strategy.finish() for strategy in session.strategies]):
             session.log(logging.INFO, message)
         on_devices = arguments.advise_on_devices(session.properties, self._models)
-        on_rules = arguments.advise_on_rules(session.properties.rules, self._models)
         on_eps = [arguments.advise_on_eps(one.optimizer) for one in new]
-        for message in chain(on_devices, on_rules, *on_eps):
+        for message in chain(on_devices, *on_eps):
             session.log(logging.WARNING, message)
 
 

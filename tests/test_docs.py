@@ -37,7 +37,8 @@ PROFILES = [
 
 CODE = re.compile(
     r"^<!-- setup(?P<own> in a process of its own)?\n(?P<setup>.*?)^-->$"
-    r"|^(?:<!-- fragment:(?P<reason>.*?) -->\n)?```python\n(?P<snippet>.*?)^```$",
+    r"|^(?:<!-- fragment:(?P<reason>.*?) -->\n)?```python(?: hl_lines=[^\n]+)?\n"
+    r"(?P<snippet>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -95,7 +96,7 @@ def test_snippets_run(program: Program, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_is_fenced_and_fragments_have_reasons(page: Path) -> None:
     text = page.read_text()
-    fences = re.findall(r"^ *```(\w*)$", text, re.MULTILINE)
+    fences = re.findall(r"^ *```(\w*)(?: hl_lines=.*)?$", text, re.MULTILINE)
     assert all(language in LANGUAGES for language in fences[::2]), fences
     assert not re.search(r"^ +```python", text, re.MULTILINE), "indented snippets are not run"
     outside = re.sub(r"^( *)```.*?^\1```$|^<!--.*?-->$", "", text, flags=re.DOTALL | re.MULTILINE)

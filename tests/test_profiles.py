@@ -272,7 +272,8 @@ def test_a_file_extends_an_alias_and_a_file_beside_it(profile: Any) -> None:
 def test_a_file_may_extend_nothing(profile: Any) -> None:
     p = amp.load_profile(profile("cast_model_type: bfloat16\nmaster_weights: true\n"))
     assert (p.opt_level, p.cast_model_type, p.loss_scale) == (None, torch.bfloat16, 1.0)
-    assert amp.load_profile(profile("")).cast_model_type is None
+    with pytest.raises(amp.AmpError, match=r":1: the file has no keys; write 'extends: O2'"):
+        amp.load_profile(profile("# nothing yet\n"))
 
 
 @pytest.mark.parametrize(

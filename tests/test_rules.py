@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import pickle
 import sys
 from dataclasses import replace
@@ -415,10 +414,12 @@ def test_a_shared_weight_follows_the_rule() -> None:
     assert model(torch.arange(4)).dtype is WIDE
 
 
-def test_a_rule_for_no_module_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "amp"):
-        amp.initialize(Net(), opt_level="O2", rules=[{"module": "haed.*", "cast": "float32"}])
-    assert "no module of the model is named 'haed.*'" in caplog.text
+def test_a_rule_for_no_module_is_refused_unless_it_is_optional() -> None:
+    model, rule = Net(), {"module": "haed", "cast": "float32"}
+    with pytest.raises(amp.AmpError, match=r"rules\[0\]: no module .* 'haed'.*did you mean 'head'\?"):
+        amp.initialize(model, opt_level="O2", rules=[rule])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    amp.initialize(model, opt_level="O2", rules=[{**rule, "optional": True}])
 
 
 # Explain.

@@ -59,7 +59,8 @@ def _hint(error: RuntimeError, model: nn.Module) -> str | None:
     if hooks and own and hooks[0].dtype not in own:
         return (
             f"amp: {called} was {dtype_name(hooks[0].dtype)} at amp.initialize, and its weights are "
-            f"{_listed(own)} now. For torch.func.functional_call take dict(model.named_parameters()), "
+            f"{_listed(own)} now. If the model was cast after it, by .float(), .half() or .to(), leave "
+            "that out. For torch.func.functional_call take dict(model.named_parameters()), "
             "because model.state_dict() has FP32 values. Write FP32 values, as "
             "torch.nn.utils.vector_to_parameters does, to amp.master_params(optimizer)"
         )

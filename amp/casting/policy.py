@@ -144,6 +144,11 @@ def explain(op: str, properties: Properties) -> str:
     function = member(holder, name)
     if not callable(function):
         hint = did_you_mean(name, dir(holder)) if holder is not None else ""
+        if holder is None or "." not in op:
+            names = {rule.op for rule in load_policy(torch.float16).rules}
+            meant = [full for full in sorted(names) if full.rpartition(".")[2] == name]
+            close = did_you_mean(name, {full.rpartition(".")[2] for full in names})
+            hint = f"; did you mean '{meant[0]}'?" if meant else close
         raise AmpValueError(f"there is no function '{op}'; give a full name: torch.softmax{hint}")
     op = f"{place}.{name}"
     if isinstance(function, type):

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from amp import active
-from amp.diagnosis.findings import rule_for, short_path
+from amp.casting.policy import load_policy
+from amp.diagnosis.findings import rule_for, short_path, without_number
 from amp.diagnosis.places import Place
 from amp.profiles.properties import Properties
 
@@ -52,10 +53,12 @@ def keep_wide(
     has_range = overflowed is torch.float16
     if properties is None:
         either = ", or train in bfloat16, which has the range of float32" if has_range else ""
-        level = "O4" if has_range else "O1"
+        level, name = "O4" if has_range else "O1", without_number(place.module)
+        by_rule = f"\nWith amp: rules=[{{'module': '{name}', 'cast': 'float32'}}]" if name else ""
+        by_level = f"\nWith amp: opt_level='{level}' runs such functions in float32."
         return (
             f"Compute it in float32: {line}, in torch.autocast(..., enabled=False) if autocast is on"
-            f"{either}.\nWith amp: opt_level='{level}' runs such functions in float32."
+            f"{either}.{by_level if _runs_wide(place.op) else by_rule}"
         )
     rule, level = rule_for(place.module), with_range(properties)
     keep = f"Keep it in FP32:\nrules: [{rule}]\nor compute" if rule else "Compute"
@@ -63,6 +66,12 @@ def keep_wide(
         return f"Make the numbers smaller, or take {level}: bfloat16 has the range of FP32."
     either = f"\nor take {level}: bfloat16 has the range of FP32" if has_range and level else ""
     return f"{keep} it with {line}{either}."
+
+
+def _runs_wide(op: str) -> bool:
+    """Whether levels that cast by op run a function in FP32."""
+    name = f"torch.{op}" if op.startswith("Tensor.") else op
+    return any(x.op == name and x.category == "float" for x in load_policy(torch.float16).rules)
 
 
 def scale_loss(properties: Properties | None) -> str:

@@ -80,7 +80,8 @@ class Watch(Looks, Observer):
         if not self._parts:
             return "no optimizer was made"
         scaler = "a GradScaler" if self.has_scaler else "no GradScaler"
-        parts = [*self._parts, *self._names, scaler, f"{self.steps} steps"]
+        counted = f"{self.steps} step{'s' * (self.steps != 1)}"
+        parts = [*self._parts, *self._names, scaler, counted]
         lost = self._without_twin
         return ", ".join(dict.fromkeys(parts + [f"{lost} ops could not run in FP64"] * bool(lost)))
 

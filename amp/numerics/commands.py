@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from textwrap import indent
+from textwrap import fill, indent
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,19 @@ from amp.numerics import lab, plots
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, Format, as_format
 from amp.numerics.fp8 import fp8_losses, simulate_fp8
-from amp.numerics.memory import TERMS, footprints
+from amp.numerics.memory import TERMS
+from amp.numerics.planning import (
+    Transformer,
+    answer,
+    as_bytes,
+    as_gpu,
+    check_shape,
+    least_gpus,
+    rows_of,
+)
 from amp.numerics.rounding import Bits, bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import GRADIENT_FORMATS, gradient_survival, simulate_scaler
-from amp.numerics.text import Printer, gigabytes, plain
+from amp.numerics.text import WIDTH, Printer, gigabytes, plain
 
 COMMON = [FORMATS[name] for name in ("float32", *GRADIENT_FORMATS)]
 
@@ -296,8 +305,12 @@ def _simulate_fp8(arguments: argparse.Namespace, printer: Printer) -> Any:
     if arguments.plot is not None:
         plots.plot_fp8(tensors, history, arguments.plot, fmt)
     printer.line(f"{sum(x.numel() for x in tensors):,} numbers in {fmt.name}")
-    rows = [(each.scaling, *(f"{part:.2%}" for part in each[2:])) for each in losses]
-    printer.table(("scale for", "become 0", "subnormal", "saturate", "error"), rows)
+    rows = []
+    for each in losses:
+        shares = [f"{part:.2%}" for part in (each.zero, each.subnormal, each.saturated, each.median)]
+        rows.append((each.scaling, *shares, f"{each.decibels:.1f}"))
+    printer.table(("scale for", "become 0", "subnormal", "saturate", "median error", "dB"), rows)
+    printer.line("dB: numbers above their errors, without the largest of each 50")
     printer.line(f"\ndelayed: {arguments.amax_algo} of the last {arguments.amax_history}")
     steps = []
     for step in history:
@@ -381,43 +394,95 @@ def _load(path: Path) -> list[Tensor]:
 @command(
     "memory",
     _PLOT,
-    _argument("--params", "parameters, such as 350M, 7B or 7e9", type=_count, required=True),
-    _argument("--optimizer", "adamw, sgd-momentum, FusedAdam, ...", default="adamw"),
-    _argument("--activations", "numbers kept for backward", type=_count),
+    _argument("--params", "parameters, such as 350M, 7B or 7e9", type=_count),
+    _argument("--optimizer", "adamw, sgd-momentum, FusedAdam, ... (adamw)", default="adamw"),
+    _argument("--gpu", "T4, A100, H100, ...: what fits there", type=as_gpu),
+    _argument("--gpu-memory", "such as 80GB: what fits there", type=as_bytes),
+    _argument("--model", "gpt: count its activations, with the sizes below", choices=["gpt"]),
+    _argument("--layers", "blocks of the model", type=int),
+    _argument("--width", "numbers for each token", type=int),
+    _argument("--sequence", "tokens of a sequence", type=int),
+    _argument("--batch", "sequences of a batch", type=int),
+    _argument("--checkpointing", "blocks keep their inputs alone", action="store_true"),
+    _argument("--no-flash", "attention keeps its scores", action="store_true"),
+    _argument("--script", "count the parameters and activations of a script's first step"),
+    _argument("--activations", "numbers kept for backward, instead", type=_count),
     _argument("--linear-inputs", "more of them, which linear layers keep", type=_count),
     _argument("--world-size", "processes (1)", type=int),
     _argument("--sharding", "none, zero1, zero2, zero3, fsdp2"),
-    _argument("--gpu-memory", "GB of 10**9 bytes: say what fits", type=_number),
 )
 def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
-    """Say what training keeps in memory at each level.
+    """Say what training keeps in memory at each level, and what fits.
 
-    reamp memory --params 7B --optimizer adamw
-    reamp memory --params 175B --world-size 64 --sharding zero3 --gpu-memory 80
+    reamp memory --params 7B --gpu-memory 80GB
+    reamp memory --params 7B --gpu H100 --world-size 8 --sharding fsdp2
+    reamp memory --gpu A100 --model gpt --layers 24 --width 2048 --sequence 2048 --batch 4
+    reamp memory --gpu T4 --script train.py
     """
     options = _given(arguments, "activations", "linear_inputs", "world_size", "sharding")
-    found = footprints(arguments.params, arguments.optimizer, **options)
-    limit = arguments.gpu_memory
-    if limit is not None and not limit > 0:
-        raise AmpValueError(f"--gpu-memory {limit:g}: give the GB of one GPU, such as 80")
+    limit, gpu, model = arguments.gpu_memory, arguments.gpu, None
+    limit = gpu.memory if limit is None and gpu is not None else limit
+    if limit is not None and not 0 < limit < math.inf:
+        raise AmpValueError(f"--gpu-memory {limit / 1e9:g}: give the GB of one GPU, such as 80GB")
+    params = arguments.params
+    if arguments.model is not None:
+        check_shape(vars(arguments))
+        sizes = (arguments.layers, arguments.width, arguments.sequence, arguments.batch)
+        model = Transformer(*sizes, checkpointing=arguments.checkpointing, flash=not arguments.no_flash)
+        options["linear_inputs"], options["activations"] = model.activations
+        params = model.parameters if params is None else params
+    elif arguments.script is not None:
+        from amp.trials.scripts import memory_of
+
+        params, options["activations"] = memory_of(arguments.script)
+    if params is None:
+        raise AmpValueError("give --params, as in --params 7B, or --model gpt, or --script train.py")
+    found = list(rows_of(params, arguments.optimizer, gpu, **options))
     if arguments.plot is not None:
-        plots.plot_memory(found, arguments.plot, limit)
-    header = ["level", "masters", *(term.removesuffix("_state") for term in TERMS), "total"]
-    header += [] if limit is None else [f"in {limit:g} GB"]
+        plots.plot_memory([row.footprint for row in found], arguments.plot, limit and limit / 1e9)
+    terms = [x for x in TERMS if any(getattr(row.footprint, x) for row in found)]
+    header = ["level", "optimizer", *(_SHORT.get(term, term) for term in terms), "total"]
+    header += [] if limit is None else ["fits"]
+    digits = 1 if max(row.footprint.total for row in found) >= 1e11 else 2
     data, rows = [], []
-    for footprint in found:
-        entry = dataclasses.asdict(footprint) | {"total": footprint.total}
-        sizes = (gigabytes(entry[term]) for term in (*TERMS, "total"))
-        row = [footprint.opt_level, footprint.masters_kept, *sizes]
-        if limit is not None:
-            fits = footprint.total <= limit * 1e9
-            entry |= {"fits": fits, "gpu_memory": limit * 1e9}
-            row.append("fits" if fits else "too large")
-        data.append(entry)
-        rows.append(row)
-    printer.line(f"{arguments.params:,.0f} parameters, {arguments.optimizer}, GB of one process")
+    for levels, optimizer, footprint in found:
+        sizes_of = [f"{getattr(footprint, x) / 1e9:,.{digits}f}" for x in (*terms, "total")]
+        row = [", ".join(levels), optimizer, *sizes_of]
+        for level in levels:
+            entry = dataclasses.asdict(footprint) | {"opt_level": level, "total": footprint.total}
+            if limit is not None:
+                entry |= {"fits": footprint.total <= limit, "gpu_memory": limit}
+            data.append(entry)
+        rows.append(row if limit is None else [*row, "fits" if footprint.total <= limit else "-"])
+    printer.line(f"{params:,.0f} parameters, {arguments.optimizer}, GB of one process")
     printer.table(header, rows)
+    printer.line()
+    has_activations = any(options.get(name) for name in ("activations", "linear_inputs"))
+    if model is not None:
+        caches = (f"{gigabytes(model.cache(size))} GB in {8 * size} bits" for size in (2, 1))
+        printer.line(f"inference: weights of {gigabytes(2 * params)} GB in 16 bits, and a KV cache of")
+        printer.line(" or ".join(caches))
+    said = [] if limit is None else list(answer(found, limit, has_activations))
+    if limit is not None and all(row.footprint.total > limit for row in found):
+        if model is not None and not model.checkpointing:
+            inputs, others = dataclasses.replace(model, checkpointing=True).activations
+            said.append(f"With --checkpointing they take about {gigabytes(2 * (inputs + others))} GB.")
+        count = least_gpus(params, arguments.optimizer, limit, options)
+        if count is not None and arguments.world_size is None:
+            said.append(f"O5 fits on {count} such GPUs: --world-size {count} --sharding fsdp2.")
+    if not has_activations:
+        said.append("Activations are not counted: give --model, --script or --activations.")
+    printer.line(fill(" ".join(said), WIDTH))
     return data
+
+
+_SHORT = {
+    "optimizer_state": "moments",
+    "gradients": "grads",
+    "activations": "kept",
+    "transient": "peak",
+}
+"""Heads of the table of `memory`: kept for backward, and for a moment."""
 
 
 @command("crises")

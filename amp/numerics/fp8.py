@@ -34,7 +34,10 @@ class Fp8Loss(NamedTuple):
         zero: the fraction of the numbers other than 0 that become 0.
         subnormal: the fraction of them that become subnormal numbers, which have fewer digits.
         saturated: the fraction of them that are too large, and become the largest number.
-        error: the norm of the error, divided by the norm of the tensors.
+        error: the norm of the error, divided by the norm of the tensors. A few outliers decide it.
+        median: the median of |error| / |number|, of the numbers other than 0.
+        decibels: by how many dB the other numbers are above their errors, if the largest of each 50
+            are left out; inf if they have no errors.
     """
 
     format: str
@@ -43,6 +46,8 @@ class Fp8Loss(NamedTuple):
     subnormal: float
     saturated: float
     error: float
+    median: float
+    decibels: float
 
 
 def fp8_losses(
@@ -73,13 +78,30 @@ def fp8_losses(
     found = []
     for fmt in map(as_fp8_format, formats):
         for scaling in scalings:
-            sums = [(0.0,) * 6, *(_sums(x, fmt, scaling) for x in matrices)]
-            count, zero, subnormal, saturated, error, norm = map(sum, zip(*sums, strict=True))
-            count = max(count, 1)
-            relative = math.sqrt(error / norm) if norm else 0.0
-            parts = (zero / count, subnormal / count, saturated / count, relative)
-            found.append(Fp8Loss(fmt.name, scaling, *parts))
+            each = [_errors(x, fmt, scaling) for x in matrices]
+            sums = [(0,) * 4, *(counts for counts, _, _ in each)]
+            count, *fates = map(sum, zip(*sums, strict=True))
+            nothing = torch.zeros(0, dtype=torch.float64)
+            numbers = torch.cat([nothing, *(x.flatten().cpu() for _, x, _ in each)])
+            errors = torch.cat([nothing, *(x.flatten().cpu() for _, _, x in each)])
+            zero, subnormal, saturated = (fate / max(count, 1) for fate in fates)
+            sizes = _sizes(numbers, errors)
+            found.append(Fp8Loss(fmt.name, scaling, zero, subnormal, saturated, *sizes))
     return found
+
+
+def _sizes(numbers: Tensor, errors: Tensor) -> tuple[float, float, float]:
+    """Return the last three fields of a `Fp8Loss`."""
+    is_there = numbers != 0
+    numbers, errors = numbers[is_there].abs(), errors[is_there].abs()
+    if not len(numbers):
+        return 0.0, 0.0, math.inf
+    error = float(errors.norm() / numbers.norm())
+    median = float((errors / numbers).sort().values[(len(numbers) - 1) // 2])
+    usual = numbers.sort(stable=True).indices[: len(numbers) - len(numbers) // 50]
+    noise = float(errors[usual].norm())
+    decibels = 20 * math.log10(float(numbers[usual].norm()) / noise) if noise else math.inf
+    return error, median, decibels
 
 
 def fp8_scaled(x: Tensor, fmt: FormatLike, scaling: str) -> tuple[Tensor, Tensor]:
@@ -146,15 +168,14 @@ def _scaled(x: Tensor, fmt: Format, scaling: str) -> tuple[Tensor, Tensor, Tenso
     return scaled, kept, inverse
 
 
-def _sums(x: Tensor, fmt: Format, scaling: str) -> tuple[float, ...]:
-    """Return counts (not 0, become 0, subnormal, saturated), and sums of squares (errors, numbers)."""
+def _errors(x: Tensor, fmt: Format, scaling: str) -> tuple[list[int], Tensor, Tensor]:
+    """Return counts (not 0, become 0, subnormal, saturated), the numbers, and their errors."""
     scaled, kept, inverse = _scaled(x, fmt, scaling)
     magnitude = kept.abs()
     fates = (x != 0, (x != 0) & (kept == 0), (kept != 0) & (magnitude < fmt.min_normal))
     counts = [int(fate.sum()) for fate in (*fates, scaled.abs() > fmt.max)]
     wide = x.double()
-    error = kept.double() * inverse.double() - wide
-    return (*counts, float(error.square().sum()), float(wide.square().sum()))
+    return counts, wide, kept.double() * inverse.double() - wide
 
 
 class Fp8Step(NamedTuple):

@@ -110,7 +110,8 @@ def server(port: int = 0) -> http.server.ThreadingHTTPServer:
                 self.send_error(403, "the lab is for this machine alone")
                 return
             is_page = self.path == "/"
-            self.send_response(200 if is_page else 404)
+            has_no_icon = self.path == "/favicon.ico"  # which browsers ask for
+            self.send_response(200 if is_page else 204 if has_no_icon else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
             self.wfile.write(content if is_page else b"")

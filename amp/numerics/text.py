@@ -1,11 +1,17 @@
 """Tables and bars for a terminal, and conversion of values for JSON."""
 
+import itertools
 import math
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+WIDTH = 80
+"""How many columns are written where the width of the terminal is not known."""
+_LEAST = 12
 _RED, _BOLD, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[0m"
 
 
@@ -18,7 +24,9 @@ class Printer:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = sys.stdout if stream is None else stream
-        self.colours = self.stream.isatty() and not os.environ.get("NO_COLOR")
+        self.is_terminal = self.stream.isatty()
+        self.colours = self.is_terminal and not os.environ.get("NO_COLOR")
+        self.width = shutil.get_terminal_size((WIDTH, 24)).columns if self.is_terminal else WIDTH
         self.block = "█"
         try:
             self.block.encode(getattr(self.stream, "encoding", None) or "ascii")
@@ -26,33 +34,64 @@ class Printer:
             self.block = "#"
 
     def line(self, text: str = "") -> None:
-        """Write a line."""
-        print(text, file=self.stream)
+        """Write lines; on a terminal those that are wider than it go on in the next one, indented."""
+        for each in text.split("\n"):
+            print(self._folded(each), file=self.stream)
+
+    def _folded(self, line: str) -> str:
+        if len(line) <= self.width or not self.is_terminal or "{" in line:  # YAML to be pasted
+            return line
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        parts = textwrap.wrap(line, self.width, subsequent_indent=indent, break_long_words=False)
+        return "\n".join(parts)
 
     def alarm(self, text: str) -> str:
         """Return a text in red, if there are colours."""
         return f"{_RED}{text}{_OFF}" if self.colours and text.strip() else text
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Any]], alarming: int = -1) -> None:
-        """Write rows under a header, numbers right-aligned, and the column `alarming` in red."""
+        """Write rows under a header, numbers right-aligned, and the column `alarming` in red.
+
+        A table that is too wide has heads and texts in several lines.
+        """
         cells = [[_shown(cell) for cell in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
         columns = list(zip(*cells, strict=True)) or [()] * len(header)
         right = [all(_is_numeric(cell) for cell in column) for column in columns]
+        widths = self._widths(header, columns, right)
 
-        def put(row: Sequence[str]) -> list[str]:
-            return [
-                text.rjust(width) if to_right else text.ljust(width)
-                for text, width, to_right in zip(row, widths, right, strict=True)
-            ]
+        def put(row: Sequence[str], is_head: bool = False) -> None:
+            folded = [textwrap.wrap(x, width) or [""] for x, width in zip(row, widths, strict=True)]
+            for parts in itertools.zip_longest(*folded, fillvalue=""):
+                shown = [
+                    text.rjust(width) if to_right else text.ljust(width)
+                    for text, width, to_right in zip(parts, widths, right, strict=True)
+                ]
+                if alarming >= 0 and not is_head:
+                    shown[alarming] = self.alarm(shown[alarming])
+                line = "  ".join(shown).rstrip()
+                print(f"{_BOLD}{line}{_OFF}" if is_head and self.colours else line, file=self.stream)
 
-        head = "  ".join(put(header)).rstrip()
-        self.line(f"{_BOLD}{head}{_OFF}" if self.colours else head)
+        put(header, is_head=True)
         for row in cells:
-            shown = put(row)
-            if alarming >= 0:
-                shown[alarming] = self.alarm(shown[alarming])
-            self.line("  ".join(shown).rstrip())
+            put(row)
+
+    def _widths(
+        self, header: Sequence[str], columns: Sequence[Sequence[str]], right: Sequence[bool]
+    ) -> list[int]:
+        """Return the widths of columns: heads, and then the longest texts, are folded if need be."""
+        held = [max(map(len, column), default=0) for column in columns]
+        widths = [max(len(title), 1, width) for title, width in zip(header, held, strict=True)]
+        room = self.width - 2 * (len(widths) - 1)
+        if sum(widths) > room:
+            words = [max(map(len, title.split()), default=0) for title in header]
+            widths = [max(word, 1, width) for word, width in zip(words, held, strict=True)]
+        while sum(widths) > room:
+            texts = [(width, i) for i, width in enumerate(widths) if not right[i] and width > _LEAST]
+            if not texts:
+                break
+            width, i = max(texts)
+            widths[i] = max(_LEAST, width - (sum(widths) - room))
+        return widths
 
     def bar(self, fraction: float, width: int = 40) -> str:
         """Return a bar of `fraction` of a width; at least one character above 0."""

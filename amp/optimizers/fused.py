@@ -76,6 +76,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise AmpTypeError(
+                f"{type(self).__name__} takes parameters, and got the model itself, a "
+                f"{type(params).__name__}: pass model.parameters()"
+            )
         if max_grad_norm is not None:
             check_range("max_grad_norm", max_grad_norm)
         self._check_state_dtype(state_dtype)

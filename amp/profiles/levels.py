@@ -119,6 +119,14 @@ def _locate(name_or_path: object, what: str, beside: Path | None = None) -> Path
                 where = path.absolute() if len(str(path)) < 1000 else "of so long a name"
                 raise ProfileNotFoundError(f"{what}={brief(text)}: there is no file {where}")
             return path
+    if isinstance(name_or_path, Mapping):
+        level = name_or_path.get("extends", "O1")
+        others = [f"{key}={value!r}" for key, value in name_or_path.items() if key != "extends"]
+        given = shortened(", ".join([f"opt_level={level!r}", *others]))
+        raise AmpTypeError(
+            f"{what} takes a level, or the path of a YAML file, and got {brief(name_or_path)}. Write "
+            f"the keys into a file, or pass them as keywords: {given}"
+        )
     raise AmpRuntimeError(
         f"{what}={brief(name_or_path)} is not one of {', '.join(LEVELS)}{_hint(name_or_path)}"
     )
@@ -161,6 +169,9 @@ def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
     """Read `path`; `outer` holds the files that extend it, outermost first."""
     outer = (*outer, path.resolve())
     values, lines = read_mapping(path)
+    if not values:
+        what = "the file has no keys; write 'extends: O2', or another level, and what is to change"
+        raise AmpValueError(f"{path}:1: {what}")
     base = Properties()
     if "extends" in values:
         with _errors_at(path, lines, "extends"):

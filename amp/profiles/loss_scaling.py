@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, did_you_mean
 from amp.profiles import keys
 from amp.profiles.keys import SMALLEST_SCALE, OneOf, key, or_none, parse_count, parse_positive
 
@@ -102,7 +102,8 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
     try:
         return LossScaling(mode="static", init=parse_positive(name, value))
     except AmpValueError as error:
-        raise AmpValueError(f"{error}; {allowed}") from None
+        hint = did_you_mean(value, ["dynamic"]) if isinstance(value, str) else ""
+        raise AmpValueError(f"{error}; {allowed}{hint}") from None
 
 
 def _from_mapping(mapping: Mapping[Any, Any]) -> LossScaling:

@@ -21,7 +21,9 @@ from amp.profiles.keys import Key, OneOf, find_key, parse_glob, shown, wrong_typ
 Kind = Literal["op", "module"]
 _parse_kind = OneOf(*get_args(Kind))
 _parse_cast = OneOf(torch.float16, torch.bfloat16, torch.float32, None)
-_KEYS = {**{kind: Key(parse_glob, kind) for kind in get_args(Kind)}, "cast": Key(_parse_cast, "cast")}
+_parse_optional = OneOf(True, False)
+_KEYS = {kind: Key(parse_glob, kind) for kind in get_args(Kind)}
+_KEYS |= {"cast": Key(_parse_cast, "cast"), "optional": Key(_parse_optional, "optional")}
 
 MOST_RULES = 1000
 """The most rules in one list. A rule takes time for each function that it matches, and each module."""
@@ -37,6 +39,7 @@ class Rule:
             over their names in the model, or the name of a class, dotted or not.
         dtype: the dtype that they run in; None lets an op follow its input.
         source: where the rule was written, for messages.
+        optional: whether a rule for modules may match none.
 
     Raises:
         AmpValueError: a value that is not allowed.
@@ -47,6 +50,7 @@ class Rule:
     pattern: str
     dtype: torch.dtype | None
     source: str = "rules"
+    optional: bool = False
 
     def __post_init__(self) -> None:
         kind = _parse_kind("kind", self.kind)
@@ -58,6 +62,7 @@ class Rule:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "pattern", pattern)
         object.__setattr__(self, "dtype", _parse_cast("cast", self.dtype))
+        object.__setattr__(self, "optional", _parse_optional("optional", self.optional))
 
     def __str__(self) -> str:
         return f"{self.kind} {self.pattern}: {shown(self.dtype).lower()}"
@@ -113,4 +118,4 @@ def _from_mapping(item: Any, source: str) -> Rule:
             f"{brief(dict(item))} must have 'cast' and one of 'op' and 'module', "
             "such as {op: torch.fft.*, cast: float32}"
         )
-    return Rule(kinds[0], item[kinds[0]], item["cast"], source)
+    return Rule(kinds[0], item[kinds[0]], item["cast"], source, item.get("optional", False))

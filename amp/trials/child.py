@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -13,7 +14,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from amp.compat import run as running
 from amp.compat.run import runner
 from amp.diagnosis.attaching import Training
 from amp.observers import Observer, observing
@@ -42,7 +45,7 @@ def main(job: str) -> None:
     """
     given = json.loads(job)
     threading.Thread(target=_end_with, args=[given["alive"]], daemon=True).start()
-    found: dict[str, Any] = {"error": "", "notes": [], "scale": None}
+    found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "scale": None}
     injected: Injected | None = None
 
     def save() -> None:
@@ -52,6 +55,9 @@ def main(job: str) -> None:
         with open(given["result"], "wb", closefd=False) as file:
             file.seek(0)
             torch.save(found, file)
+
+    def tell(steps: int) -> None:
+        os.write(given["steps"], f"{steps} ".encode())
 
     def end() -> None:
         save()
@@ -68,7 +74,8 @@ def main(job: str) -> None:
                 stack.enter_context(observing(AtLevel(given["level"])))
             if given["needs_amp"]:
                 stack.enter_context(_Guard(watcher, end))
-        found["error"] = _error_of(run)
+        register_optimizer_step_post_hook(lambda *_: tell(watcher.steps))
+        found["error"], found["traceback"] = _error_of(run)
         if not watcher.is_complete:
             save()
     # Do not wait for threads that the script has left running, such as a logger's.
@@ -83,19 +90,26 @@ def _end_with(alive: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _error_of(run: Callable[[], object]) -> str:
-    """Run a script, and return its error in one line, or an empty string."""
+def _error_of(run: Callable[[], object]) -> tuple[str, str]:
+    """Run a script, and return its error in one line, and its traceback; or empty texts."""
     try:
         run()
     except _EnoughError:
-        return ""
+        return "", ""
     except SystemExit as end:
-        return f"it ended with exit status {end.code}" if end.code else ""
+        return f"it ended with exit status {end.code}" if end.code else "", ""
     except BaseException as error:
-        traceback.print_exc()
+        frame = error.__traceback__
+        while frame is not None and not _is_users(frame.tb_frame.f_code.co_filename):
+            frame = frame.tb_next
+        text = "".join(traceback.format_exception(error.with_traceback(frame))).rstrip()
         line = str(error).partition("\n")[0]
-        return f"{type(error).__name__}: {line}".removesuffix(": ")
-    return ""
+        return f"{type(error).__name__}: {line}".removesuffix(": "), text
+    return "", ""
+
+
+def _is_users(file: str) -> bool:
+    return not (file.startswith("<") or file in (__file__, running.__file__, runpy.__file__))
 
 
 class _Guard(Training):

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from amp.casting.policy import explain
-from amp.errors import AmpRuntimeError, AmpValueError
+from amp.errors import AmpValueError
 from amp.numerics.text import Printer
 from amp.outputs import check_output
 from amp.profiles.levels import load_profile
 from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
 from amp.trials.explaining import chosen
 from amp.trials.injecting import AS_IS
+from amp.trials.progress import Progress
 from amp.trials.scripts import Script
 
 _COMPARE = """examples:
   reamp compare train.py
-  reamp compare train.py --levels O0,O2,O5 --steps 50 --out compare.html -- --epochs 1
+  reamp compare train.py --levels O2,O5 --out compare.html -- --epochs 1
   reamp compare -m package.train --json
 
 exit status: 0 all levels are healthy, 1 one is not, 2 an error"""
@@ -28,7 +30,7 @@ exit status: 0 all levels are healthy, 1 one is not, 2 an error"""
 _DOCTOR = """examples:
   reamp doctor train.py
   reamp doctor train.py --at 1,100
-  reamp doctor train.py --level O2 --steps 5 -- --epochs 1
+  reamp doctor train.py --opt-level O2 --steps 5 -- --epochs 1
   reamp doctor -m package.train --json
 
 exit status: 0 healthy, 1 something was found, 2 an error"""
@@ -71,7 +73,7 @@ def _script_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def _add_compare(commands: Any) -> None:
-    text = "train a script at several levels, and say which are as good as FP32"
+    text = "train a script at several levels, and say which match FP32"
     parser = _add(commands, "compare", text, _COMPARE)
     _add_script(parser)
     parser.add_argument("--levels", default=",".join(LEVELS), help=f"({','.join(LEVELS)})")
@@ -88,7 +90,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     check_request(levels, arguments.steps, arguments.reference)  # before minutes are spent
     if arguments.out:
         check_output(Path(arguments.out), ".html")
-    script = Script(what)
+    script = Script(what, Progress(arguments.json, len({*levels, "O0"}) + 1, arguments.steps))
     chosen = levels, arguments.steps, arguments.seed, arguments.reference
     found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected)
     found = replace(found, notes=(*found.notes, *script.notes))
@@ -108,7 +110,8 @@ def _add_doctor(commands: Any) -> None:
     parser = _add(commands, "doctor", text, _DOCTOR)
     _add_script(parser)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to look at (3)")
-    parser.add_argument("--level", help="in place of the script's own opt_level, or of no amp")
+    parser.add_argument("--opt-level", help="in place of the script's own, or of no amp")
+    parser.add_argument("--level", dest="opt_level", help=argparse.SUPPRESS)  # its name once
     parser.add_argument(
         "--at", default="1,4,20", help="steps to look at in a script without amp (1,4,20)"
     )
@@ -119,29 +122,34 @@ def _doctor(arguments: argparse.Namespace) -> int:
     what = _script_of(arguments)
     if arguments.steps < 1:
         raise AmpValueError(f"--steps {arguments.steps} must be at least 1")
-    if arguments.level is not None:
-        load_profile(arguments.level)
+    if arguments.opt_level is not None:
+        load_profile(arguments.opt_level)
     try:
         at = sorted({int(step) for step in arguments.at.split(",")})
     except ValueError:
         at = [0]
     if at[0] < 1:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
-    options, script = {"steps": arguments.steps, "at": at}, Script(what)
-    found, error = script.watched_by("doctor", options, arguments.level)
+    options = {"steps": arguments.steps, "at": at}
+    script = Script(what, Progress(arguments.json))
+    found, error = script.watched_by("doctor", options, arguments.opt_level)
     if (
         any(x.cause == "fails" for x in found.findings)
         and script.watched_by("doctor", options, "O0")[1]
     ):
         found.findings = [x for x in found.findings if x.cause != "fails"]  # at any level
     if error and found.is_healthy:
-        raise AmpRuntimeError(f"the script failed: {error}")
+        raise script.failure(error)
+    if script.traceback:
+        print(script.traceback, file=sys.stderr)
     if arguments.json:
         print(json.dumps({**found.to_json(), "error": error}, indent=2))
     else:
-        print(*filter(None, [getattr(found, "about", "")]), found, sep="\n")
+        printer = Printer()
+        for text in filter(None, [getattr(found, "about", ""), str(found)]):
+            printer.line(text)
         if error:
-            print(f"the script failed: {error}")
+            printer.line(f"the script failed: {error}")
     return 0 if found.is_healthy else 1
 
 
@@ -165,9 +173,9 @@ def _explain(arguments: argparse.Namespace) -> None:
         return
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
-    script = Script([arguments.script, *arguments.for_the_script])
+    script = Script([arguments.script, *arguments.for_the_script], Progress(arguments.json))
     seen, error = script.watched_by("explain", {}, arguments.opt_level)
     if seen is None:
-        raise AmpRuntimeError(f"the script ran no forward of a model: {error or 'it ended before'}")
+        raise script.failure(error or "it ended before", "the script ran no forward of a model")
     found = chosen(seen, arguments.op, arguments.module)
     print(json.dumps(found.to_json(), indent=2) if arguments.json else found)

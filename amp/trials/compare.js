@@ -100,7 +100,13 @@ function linesOf(name, kind) {
 function scaleOf(values, log) {
   const at = (x) => (log ? Math.log10(x) : x);
   let [low, high] = [Math.min(...values.map(at)), Math.max(...values.map(at))];
+  if (log) [low, high] = [Math.floor(low), Math.ceil(high)];
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const decades = Math.ceil((high - low) / 6);
+  if (log && decades) {
+    const powers = Array.from({ length: Math.floor((high - low) / decades) + 1 }, (_, i) => low + i * decades);
+    return { y: (x) => 275 - (255 * (at(x) - low)) / (high - low), ticks: powers.map((power) => 10 ** power) };
+  }
   const ticks = Array.from({ length: 5 }, (_, i) => low + ((high - low) * i) / 4);
   return { y: (x) => 275 - (255 * (at(x) - low)) / (high - low), ticks: ticks.map((t) => (log ? 10 ** t : t)) };
 }
@@ -187,7 +193,8 @@ function drawModules() {
       }),
     ]),
   );
-  byId("modules-hint").textContent = hints[kind];
+  const range = kind.endsWith("cosine") ? "an angle of 0.0001 to 1" : "0.0001 to 1";
+  byId("modules-hint").textContent = `${hints[kind]} Colours run from clear to full for ${range}.`;
 }
 
 byId("modules-kind").addEventListener("change", drawModules);
@@ -199,16 +206,18 @@ drawModules();
 const elsewhere = data.device === "cpu" ? " On a GPU they differ: half precision is usually faster there." : "";
 byId("cost-about").textContent = `Measured on ${data.device}.${elsewhere}`;
 
-const megabytes = (size) => (size === undefined ? "–" : (size / 1e6).toFixed(1));
 const parts = ["weights", "gradients", "optimizer_state", "activations", "peak", "total"]
   .filter((part) => run.some((level) => level.memory[part]));
+const largest = Math.max(...run.flatMap((level) => parts.map((part) => level.memory[part] ?? 0)));
+const [unit, bytes] = largest < 1e6 ? ["KB", 1e3] : ["MB", 1e6];
+const inUnits = (size) => (size === undefined ? "–" : (size / bytes).toFixed(1));
 table(
   byId("cost-table"),
-  ["level", "ms a step", ...parts.map((part) => `${part.replace("_", " ")}, MB`)],
+  ["level", "ms a step", ...parts.map((part) => `${part.replace("_", " ")}, ${unit}`)],
   run.map((level) => [
     level.level,
     level.seconds === null ? "–" : (1e3 * level.seconds).toFixed(1),
-    ...parts.map((part) => megabytes(level.memory[part])),
+    ...parts.map((part) => inUnits(level.memory[part])),
   ]),
 );
 

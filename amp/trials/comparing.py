@@ -182,7 +182,7 @@ class InScript:
         record: Record
         record, error = self._script.watched_by("compare", options, trial.level, trial.seed)
         if error:
-            raise AmpRuntimeError(f"the script failed: {error}")
+            raise self._script.failure(error)
         if not record.skipped:
             raise AmpRuntimeError("the script ended before its first optimizer.step()")
         return record

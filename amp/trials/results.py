@@ -191,8 +191,7 @@ class Comparison:
 
 
 _HEADER = (
-    *("level", "loss gap", "allowed", "gradient error", "worst module", "its error"),
-    *("skipped", "still", "ms/step", "MB", ""),
+    *("level", "loss gap", "error", "worst module", "its error", "skips", "still", "ms", "MB", ""),
 )
 
 
@@ -204,14 +203,13 @@ def _row(level: LevelResult) -> tuple[str, ...]:
     return (
         level.level,
         _number(level.loss_gap),
-        _number(level.loss_gap_allowed),
         _number(level.gradient_error),
         worst.module if worst else "-",
         _number(worst.error if worst else None),
         skipped,
         "-" if level.still is None else f"{level.still:.1%}",
         "-" if level.seconds is None else f"{1e3 * level.seconds:.1f}",
-        f"{level.memory.get('total', 0) / 1e6:.1f}",
+        f"{level.memory.get('total', 0) / 1e6:.3g}",
         "" if level.is_healthy else "worse",
     )
 

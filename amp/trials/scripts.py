@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.trials.injecting import AS_IS
+from amp.trials.progress import Progress
 
 _ROOT = Path(amp.__file__).parents[1]
 
@@ -27,17 +29,20 @@ class Script:
 
     Args:
         arguments: the arguments of `python`: `script.py ...` or `-m package.module ...`.
+        progress: is told of each run and its steps.
 
     Attributes:
         is_injected: whether it was found not to use amp, so that amp is injected.
         notes: remarks for the user.
+        traceback: that of the error which ended the last run, or an empty text.
 
     Raises:
         AmpValueError: there is no such file.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.is_injected = False
+    def __init__(self, arguments: Sequence[str], progress: Progress | None = None) -> None:
+        self.is_injected, self.traceback = False, ""
+        self._progress = progress
         self.notes: list[str] = []
         self._arguments = list(arguments)
         if self._arguments[0] != "-m" and not Path(self._arguments[0]).exists():
@@ -73,12 +78,13 @@ class Script:
             "injects": self.is_injected,
             "needs_amp": needs_amp,
         }
-        found = _seen(job)
+        found = self._seen(job)
         if needs_amp and not found["has_begun"] and not found["error"] and not self.is_injected:
             self.is_injected = job["injects"] = True
-            found = _seen(job)
+            found = self._seen(job)
         if found["scale"] is not None and level == AS_IS:
-            found = _seen(job | {"scale": found["scale"]})
+            found = self._seen(job | {"scale": found["scale"]})
+        self.traceback = found["traceback"]
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
         if not found["has_begun"] and not found["error"]:
             raise AmpRuntimeError(
@@ -87,37 +93,72 @@ class Script:
             )
         return found["seen"], found["error"]
 
+    def failure(self, error: str, what: str = "the script failed") -> AmpRuntimeError:
+        """Return an error with what the script has raised, and with its traceback as a note."""
+        raised = AmpRuntimeError(f"{what}: {error}")
+        if self.traceback:
+            raised.add_note(self.traceback)
+        return raised
 
-def _seen(job: dict[str, Any]) -> dict[str, Any]:
+    def _seen(self, job: dict[str, Any]) -> dict[str, Any]:
+        if self._progress is None:
+            return _seen(job, lambda steps: None)
+        what = "FP64" if job["options"].get("in_float64") else job["level"] or "the script"
+        with self._progress.of_run(what) as tell:
+            return _seen(job, tell)
+
+
+def memory_of(path: str) -> tuple[int, float]:
+    """Return how many parameters a script trains, and how many numbers its first step keeps at O0.
+
+    Raises:
+        AmpRuntimeError: the script failed, or trains nothing.
+    """
+    script = Script([path])
+    options = {"level": "O0", "steps": 1}
+    record, error = script.watched_by("compare", options, "O0", 0)
+    if error:
+        raise script.failure(error)
+    return record.memory["weights"] // 4, record.memory.get("activations", 0) / 4
+
+
+def _seen(job: dict[str, Any], tell: Callable[[int], None]) -> dict[str, Any]:
     """Run a job in a process of its own, end all processes that it started, and return what was seen.
 
     What it writes goes to files without a name, because a process that it leaves behind would keep a
-    pipe open. If this process is killed, the child reads the end of `alive`, and ends too.
+    pipe open. If this process is killed, the child reads the end of `alive`, and ends too. `tell` is
+    called with the number of steps that were made.
 
     Raises:
         AmpRuntimeError: the process ended without a result.
     """
     seed = job["seed"]
     with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as stderr:
-        alive, ours = os.pipe()
-        given = json.dumps(job | {"result": result.fileno(), "alive": alive})
+        (alive, ours), (steps, theirs) = os.pipe(), os.pipe()
+        given = json.dumps(job | {"result": result.fileno(), "alive": alive, "steps": theirs})
         process = subprocess.Popen(
             [sys.executable, "-c", _START, str(_ROOT), given],
             env=None if seed is None else {**os.environ, "PYTHONHASHSEED": str(seed % 2**32)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            pass_fds=(result.fileno(), alive),
+            pass_fds=(result.fileno(), alive, theirs),
             start_new_session=True,  # a process group of its own, without a terminal
         )
+        os.close(theirs)
         try:
+            while process.poll() is None:
+                if select.select([steps], [], [], 0.2)[0]:
+                    if not (said := os.read(steps, 4096)):
+                        break
+                    tell(int(said.split()[-1]))
             status = process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            os.close(alive)
-            os.close(ours)
+            for each in (alive, ours, steps):
+                os.close(each)
         if not result.seek(0, os.SEEK_END):
             stderr.seek(0)
             lines = stderr.read().decode(errors="replace").strip().splitlines()

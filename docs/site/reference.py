@@ -53,7 +53,7 @@ def _arguments_of(command: argparse.ArgumentParser) -> Iterator[str]:
     """Yield the table of a command's arguments, if it has any."""
     rows = []
     for action in command._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
             continue
         name = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.dest}`"
         if action.option_strings and action.nargs != 0:

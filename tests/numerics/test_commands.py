@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from amp.cli import main
 from amp.numerics import commands
+from amp.numerics.planning import Transformer
 from amp.numerics.text import Printer
+from amp.trials.memory import Activations
 from tests.covering import covering
 
 
@@ -95,8 +98,10 @@ def test_memory(capsys: Any) -> None:
     assert rows[0]["total"] == pytest.approx(2.8e12)
     shown = run(capsys, "memory", "--params", "7e9", "--optimizer", "FusedAdam", "--gpu-memory", "100")
     assert "7,000,000,000 parameters" in shown
-    fits = [line.endswith(" fits") for line in shown.splitlines()[2:]]
-    assert fits == [False, False, False, True, True, False, False, True, False, False, True]
+    fits = [line.startswith("O") and line.endswith(" fits") for line in shown.splitlines()]
+    assert sum(fits) == 3  # split16, with bfloat16 moments too, and O3
+    said = "With 100 GB: O5 with FusedAdam, split16 fits, with 2.00 GB for activations. Activations "
+    assert said + "are not counted:" in shown.replace("\n", " ")
     sharded = ["--world-size", "8", "--sharding", "zero3", "--activations", "1e9"]
     rows = json.loads(run(capsys, "memory", "--params", "8e9", *sharded, "--json"))
     assert rows[0]["weights"] == 4e9
@@ -164,10 +169,14 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
         (["memory", "--params", "-7e9"], "parameters: give a whole number of at least 1"),
         (["memory", "--params", "7e9", "--optimizer", "adamv"], "optimizer 'adamv' is not known"),
         (["memory", "--params", "7e9", "--gpu-memory", "-1"], "--gpu-memory -1: give the GB"),
+        (["memory", "--params", "7e9", "--gpu-memory", "80XB"], "'80XB' is no size, such as 80GB"),
+        (["memory", "--params", "7e9", "--gpu", "H10"], "'H10' is not known; give --gpu-memory; did"),
+        (["memory"], "give --params, as in --params 7B, or --model gpt"),
+        (["memory", "--model", "gpt", "--layers", "2"], "--model gpt needs --width too, as in"),
         (["memory", "--params", "7e9", "--sharding", "all"], "sharding='all' is not one of none"),
         (["ranges", "--plot", "ranges.gif"], "a picture is a .png or .svg file"),
         (["ranges", "--plot", "no/where/ranges.png"], "there is no folder"),
-        (["bitz", "1"], "invalid choice: 'bitz'"),
+        (["bitz", "1"], "there is no command 'bitz'; did you mean 'bits'?"),
     ],
 )
 def test_errors_are_one_line(capsys: Any, arguments: list[str], message: str) -> None:
@@ -203,3 +212,64 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     assert Printer(ascii_only).bar(0.5, 4) == "##"
     assert math.isclose(len(Printer(io.StringIO()).bar(0.001)), 1)
+
+
+@pytest.mark.parametrize(("size", "count"), [("80GB", 80e9), ("80", 80e9), ("40GiB", 40 * 2**30)])
+def test_sizes_are_written_as_people_write_them(capsys: Any, size: str, count: float) -> None:
+    rows = json.loads(run(capsys, "memory", "--params", "1B", "--gpu-memory", size, "--json"))
+    assert rows[0]["gpu_memory"] == count
+
+
+def test_a_gpu_knows_its_memory_and_hides_what_it_emulates(capsys: Any) -> None:
+    rows = json.loads(run(capsys, "memory", "--params", "1B", "--gpu", "t4", "--json"))
+    assert {row["opt_level"] for row in rows} == {"O0", "O1", "O2", "O3"}
+    assert rows[0]["gpu_memory"] == 16e9
+    rows = json.loads(run(capsys, "memory", "--params", "1B", "--gpu", "A100", "--json"))
+    assert {row["opt_level"] for row in rows} == {"O0", "O1", "O2", "O3", "O4", "O5"}
+
+
+def test_what_does_not_fit_says_what_would(capsys: Any) -> None:
+    shape = ("--model", "gpt", "--layers", "32", "--width", "4096", "--sequence", "4096")
+    told = run(capsys, "memory", *shape, "--batch", "4", "--gpu", "H100")
+    assert max(map(len, told.splitlines())) <= 80
+    shown = told.replace("\n", " ")
+    assert "With 80 GB: nothing fits." in shown
+    assert "With --checkpointing they take about" in shown
+    assert "a KV cache of 8.59 GB in 16 bits or 4.29 GB in 8 bits" in shown
+    shown = run(capsys, "memory", "--params", "7B", "--gpu", "A100").replace("\n", " ")
+    assert "With 80 GB: O5 with FusedAdam, split16, BF16 moments fits, with 10.00 GB for act" in shown
+    shown = run(capsys, "memory", "--params", "70B", "--gpu", "H100").replace("\n", " ")
+    assert "O5 fits on 16 such GPUs: --world-size 16 --sharding fsdp2" in shown
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_the_activations_of_a_gpt_are_those_that_autograd_keeps(flash: bool) -> None:
+    width, sequence, batch, vocabulary = 256, 128, 2, 1000
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            shape = (batch, sequence, width // 64, 64)
+            q, k, v = (
+                y.reshape(shape).mT.mT.transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, -1)
+            )
+            if flash:
+                y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                y = torch.softmax(q @ k.mT / 8, -1) @ v
+            x = x + self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+            return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+    model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(width, vocabulary))
+    counted = Activations(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(counted.pack, counted.unpack):
+        y = model(torch.randn(batch, sequence, width))
+        loss = nn.functional.cross_entropy(y.flatten(0, 1), torch.zeros(batch * sequence).long())
+    assert loss.requires_grad
+    told = Transformer(4, width, sequence, batch, vocabulary, flash=flash)
+    assert counted.most / 4 == pytest.approx(sum(told.activations), rel=0.15)

@@ -17,6 +17,7 @@ from amp.cli import main
 from amp.errors import AmpTypeError, AmpValueError
 from amp.numerics import FORMATS, fp8_losses, fp8_scaled, round_to, simulate_fp8
 from amp.numerics.fp8 import SCALINGS
+from amp.numerics.text import plain
 from amp.numerics.watching import Histogram
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -26,7 +27,7 @@ def by_hand(x: torch.Tensor, name: str, part: tuple[int, int]) -> tuple[float, .
     """Return what `fp8_losses` does, number by number, from the definition of a scale."""
     fmt, down, across = FORMATS[name], *part
     zero = subnormal = saturated = count = 0
-    error = norm = 0.0
+    pairs: list[tuple[float, float]] = []
     for i in range(0, x.shape[0], down):
         for j in range(0, x.shape[1], across):
             block = x[i : i + down, j : j + across].flatten().tolist()
@@ -39,9 +40,15 @@ def by_hand(x: torch.Tensor, name: str, part: tuple[int, int]) -> tuple[float, .
                 zero += kept == 0
                 subnormal += 0 < abs(kept) < fmt.min_normal
                 saturated += abs(scaled) > fmt.max
-                error += (kept / factor - value) ** 2
-                norm += value**2
-    return (*(part / count for part in (zero, subnormal, saturated)), math.sqrt(error / norm))
+                pairs.append((abs(value), abs(kept / factor - value)))
+
+    def ratio(pairs: list[tuple[float, float]]) -> float:
+        return math.sqrt(sum(error**2 for _, error in pairs) / sum(x**2 for x, _ in pairs))
+
+    median = sorted(error / x for x, error in pairs)[(count - 1) // 2]
+    decibels = -20 * math.log10(ratio(sorted(pairs)[: count - count // 50]))
+    shares = (part / count for part in (zero, subnormal, saturated))
+    return (*shares, ratio(pairs), median, decibels)
 
 
 PARTS = {
@@ -80,7 +87,7 @@ def test_losses_of_several_tensors_are_counted_together() -> None:
     assert alone.zero == 4 / 8
     assert [x.zero for x in fp8_losses(tensors, ["e5m2"])[1:]] == [0.0] * 5
     assert [x[:2] for x in fp8_losses(tensors)] == [(name, how) for name in FP8 for how in SCALINGS]
-    assert fp8_losses([])[0][2:] == (0.0,) * 4
+    assert fp8_losses([])[0][2:] == (0.0,) * 5 + (math.inf,)
 
 
 def test_scaled_numbers_have_the_shape_they_had() -> None:
@@ -177,7 +184,7 @@ def test_the_command_says_the_same(capsys: Any, tmp_path: Path) -> None:
     options = ["--amaxes", "1,1,40,0x1p0", "--amax-history", "1", "--format", "e5m2"]
     assert main(["simulate-fp8", str(file), *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["losses"] == [loss._asdict() for loss in fp8_losses(x, ["e5m2"])]
+    assert found["losses"] == [plain(loss._asdict()) for loss in fp8_losses(x, ["e5m2"])]
     trace = simulate_fp8([1, 1, 40, 1], "e5m2", amax_history=1)
     assert found["history"] == [step._asdict() for step in trace]
     assert main(["simulate-fp8", str(file), *options]) == 0

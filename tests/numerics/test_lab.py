@@ -46,7 +46,7 @@ def test_it_is_served_on_this_machine_alone() -> None:
         host, port = running.server_address[:2]
         assert host == "127.0.0.1"
         threading.Thread(target=running.serve_forever, daemon=True).start()
-        for path, status in (("/", 200), ("/other", 404)):
+        for path, status in (("/", 200), ("/favicon.ico", 204), ("/other", 404)):
             connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
             connection.request("GET", path)
             response = connection.getresponse()

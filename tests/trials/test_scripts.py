@@ -80,4 +80,7 @@ def test_a_command_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
 def test_a_script_that_leaves_a_process_behind_ends(tmp_path: Path) -> None:
     ended = run(tmp_path, "raise ValueError('no data')", "explain", "relu", "--script", "train.py")
     assert ended.returncode == 2
-    assert ended.stderr == "reamp: the script ran no forward of a model: ValueError: no data\n"
+    first, *_, last = ended.stderr.splitlines()  # its own traceback, and one line
+    assert first == "Traceback (most recent call last):"
+    assert f'File "{tmp_path / "train.py"}", line 11' in ended.stderr.splitlines()[1]
+    assert last == "reamp: the script ran no forward of a model: ValueError: no data"

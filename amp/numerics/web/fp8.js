@@ -33,10 +33,11 @@ function showFp8() {
   const rows = fp8Rows(values.mean, values.spread, values.outlier);
   const counts = exponents(quantize(rows, fmt, values.scaling).map(({ scaled }) => scaled));
   drawExponents("fp8-chart", fmt, counts, [-40, 30], { title: "number times its scale" });
-  const head = tableRow("th", ["a scale for", "become 0, %", "subnormal, %", "saturate, %", "error, %"]);
+  const head = tableRow("th", ["a scale for", "become 0, %", "saturate, %", "median error, %", "dB"]);
   fillTable("fp8-table", head, data.scalings.map((scaling) => {
-    const { zero, subnormal, saturated, error } = fp8Loss(rows, fmt, scaling);
-    const row = tableRow("td", [scaling, ...[zero, subnormal, saturated, error].map((part) => percent(part))]);
+    const { zero, saturated, median, decibels } = fp8Loss(rows, fmt, scaling);
+    const shares = [zero, saturated, median].map((part) => percent(part));
+    const row = tableRow("td", [scaling, ...shares, decibels.toFixed(1)]);
     row.className = scaling === values.scaling ? "chosen" : "";
     return row;
   }));

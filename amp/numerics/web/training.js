@@ -108,11 +108,18 @@ function fp8Loss(rows, fmt, scaling) {
   const counted = found.filter(({ x }) => x !== 0);
   const part = (isLost) => counted.filter(isLost).length / Math.max(counted.length, 1);
   const norm = found.reduce((sum, { x }) => sum + x * x, 0);
+  const errors = counted.map(({ x, value }) => Math.abs(value - x) / Math.abs(x)).sort((a, b) => a - b);
+  const usual = [...counted].sort((a, b) => Math.abs(a.x) - Math.abs(b.x))
+    .slice(0, counted.length - Math.floor(counted.length / 50));
+  const power = usual.reduce((sum, { x }) => sum + x * x, 0);
+  const noise = usual.reduce((sum, { x, value }) => sum + (value - x) ** 2, 0);
   return {
     zero: part(({ kept }) => kept === 0),
     subnormal: part(({ kept }) => kept !== 0 && Math.abs(kept) < fmt.min_normal),
     saturated: part(({ scaled }) => Math.abs(scaled) > fmt.max),
     error: norm ? Math.sqrt(found.reduce((sum, { x, value }) => sum + (value - x) ** 2, 0) / norm) : 0,
+    median: errors.length ? errors[Math.floor((errors.length - 1) / 2)] : 0,
+    decibels: noise ? 10 * Math.log10(power / noise) : Infinity,
   };
 }
 

@@ -1,0 +1,232 @@
+"""What fits a GPU: rows of memory to compare, activations of a transformer, and an answer in words."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from amp.errors import AmpValueError, did_you_mean
+from amp.numerics.memory import Footprint, footprint
+from amp.numerics.text import gigabytes
+from amp.profiles.levels import LEVELS, compute_dtype, load_profile
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU.
+
+    Attributes:
+        memory: its bytes.
+        has_bfloat16: whether it computes in bfloat16.
+        has_fp8: whether it has FP8 tensor cores.
+    """
+
+    memory: float
+    has_bfloat16: bool = True
+    has_fp8: bool = False
+
+    def runs(self, level: str) -> bool:
+        """Whether it computes in the formats of a level, without emulation."""
+        profile = load_profile(level)
+        if profile.fp8 is not None:
+            return self.has_fp8
+        return self.has_bfloat16 or compute_dtype(profile) is not torch.bfloat16
+
+
+GPUS = {
+    "V100": Gpu(32e9, has_bfloat16=False),
+    "T4": Gpu(16e9, has_bfloat16=False),
+    "A10": Gpu(24e9),
+    "A100": Gpu(80e9),
+    "A100-40GB": Gpu(40e9),
+    "RTX3090": Gpu(24e9),
+    "L4": Gpu(24e9, has_fp8=True),
+    "L40S": Gpu(48e9, has_fp8=True),
+    "RTX4090": Gpu(24e9, has_fp8=True),
+    "H100": Gpu(80e9, has_fp8=True),
+    "H200": Gpu(141e9, has_fp8=True),
+    "B200": Gpu(180e9, has_fp8=True),
+    "MI250X": Gpu(64e9),  # each of its two devices
+    "MI300X": Gpu(192e9, has_fp8=True),
+}
+"""Kinds of GPU, with the memory of the largest version unless the name says another one."""
+
+
+def as_gpu(name: str) -> Gpu:
+    """Return the GPU of a name, in upper or lower case.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not known.
+    """
+    known = {each.lower(): gpu for each, gpu in GPUS.items()}
+    if name.lower() not in known:
+        hint = did_you_mean(name.upper(), GPUS) or f"; known are {', '.join(GPUS)}"
+        raise argparse.ArgumentTypeError(f"{name!r} is not known; give --gpu-memory{hint}")
+    return known[name.lower()]
+
+
+_UNITS = {"": 1e9, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_UNITS |= {"mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def as_bytes(text: str) -> float:
+    """Return the bytes of a size such as 80GB, 40GiB or 80, which is GB.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such size.
+    """
+    bare = text.strip().lower()
+    digits = bare.rstrip("bgikmt ")
+    try:
+        return float(digits) * _UNITS[bare.removeprefix(digits).strip()]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 80GB, 40GiB or 80") from None
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The shape of a GPT: blocks of attention and of an MLP four times as wide, and an embedding.
+
+    Attributes:
+        layers: how many blocks.
+        width: numbers for each token.
+        sequence: tokens of a sequence.
+        batch: sequences of a batch.
+        vocabulary: different tokens.
+        heads: heads of attention; 0 takes one for 64 numbers.
+        checkpointing: whether blocks keep their inputs alone, and run again in the backward.
+        flash: whether attention keeps no scores.
+    """
+
+    layers: int
+    width: int
+    sequence: int
+    batch: int
+    vocabulary: int = 50304
+    heads: int = 0
+    checkpointing: bool = False
+    flash: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters it has, with tied embeddings."""
+        blocks = self.layers * (12 * self.width**2 + 13 * self.width)
+        return blocks + (self.vocabulary + self.sequence + 2) * self.width
+
+    @property
+    def activations(self) -> tuple[float, float]:
+        """How many elements are kept for backward: by linear layers of their inputs, and by others.
+
+        A block keeps for each token and hidden unit the inputs of its linear layers (1 of q, k and v
+        together, 1 of the output, 1 and 4 of the MLP), those of two norms, q, k and v, and 4 of the
+        GELU. The loss keeps the logarithms of probabilities, in FP32.
+        """
+        tokens = self.sequence * self.batch
+        unit, heads = tokens * self.width, self.heads or max(1, self.width // 64)
+        scores = 0 if self.flash else 2 * heads * self.sequence * tokens
+        blocks = 1 if self.checkpointing else self.layers
+        inputs = self.layers * unit if self.checkpointing else 0
+        return blocks * 7 * unit, blocks * (9 * unit + scores) + inputs + 2 * tokens * self.vocabulary
+
+    def cache(self, size: int) -> int:
+        """Return the bytes of keys and values of inference, in numbers of so many bytes."""
+        return 2 * self.layers * self.width * self.sequence * self.batch * size
+
+
+class Row(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        levels: the levels that need the same memory.
+        optimizer: the optimizer, and how it keeps masters and moments.
+        footprint: the memory.
+    """
+
+    levels: tuple[str, ...]
+    optimizer: str
+    footprint: Footprint
+
+    def __str__(self) -> str:
+        return f"{' or '.join(self.levels)} with {self.optimizer}"
+
+
+def rows_of(parameters: float, optimizer: str, gpu: Gpu | None = None, **options: Any) -> Iterator[Row]:
+    """Yield ways to train, those of equal memory as one; for an Adam also with lean masters.
+
+    Args:
+        parameters: how many.
+        optimizer: its name, as in `footprint`.
+        gpu: leaves out levels that it emulates.
+        **options: `activations`, `linear_inputs`, `world_size`, `sharding`.
+    """
+    ways: list[tuple[str, str, dict[str, Any]]] = [(optimizer, optimizer, {})]
+    name = optimizer.lower().replace("_", "")
+    if name in ("adam", "adamw", "fusedadam"):
+        fused = [] if name == "fusedadam" else [("FusedAdam", "FusedAdam", dict[str, Any]())]
+        lean = {"master_weights": "split16"}
+        small = {**lean, "state_dtype": "bfloat16"}
+        ways += [*fused, ("FusedAdam, split16", "FusedAdam", lean)]
+        ways += [("FusedAdam, split16, BF16 moments", "FusedAdam", small)]
+    elif name.startswith("fused"):
+        ways += [(f"{optimizer}, split16", optimizer, {"master_weights": "split16"})]
+    found: dict[Any, Row] = {}
+    for level in LEVELS:
+        has_masters = bool(load_profile(level).master_weights)
+        for text, which, more in ways if gpu is None or gpu.runs(level) else ():
+            if has_masters or (which == optimizer and not more):
+                one = footprint(parameters, level, which, **options, **more)
+                key = (text, *(getattr(one, term) for term in _COMPARED))
+                same = found.get(key)
+                levels = (*(same.levels if same else ()), level)
+                found[key] = Row(levels, text, same.footprint if same else one)
+    yield from found.values()
+
+
+_COMPARED = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
+_FIRST = ("O5", "O2", "O4", "O1", "O0")
+"""The levels to take, the first one that fits."""
+
+
+def answer(rows: Sequence[Row], limit: float, has_activations: bool) -> Iterator[str]:
+    """Yield sentences that say what fits in so many bytes."""
+    size = f"With {limit / 1e9:.4g} GB:"
+    order = [level for level in _FIRST if any(level in row.levels for row in rows)]
+    fitting = [row for row in rows if row.footprint.total <= limit]
+    for level, row in ((level, row) for level in order for row in fitting if level in row.levels):
+        rest = gigabytes(limit - row.footprint.total)
+        if has_activations:
+            yield f"{size} {level} with {row.optimizer} fits, with {rest} GB to spare."
+            yield f"Activations take {gigabytes(row.footprint.activations)} GB of it."
+        else:
+            yield f"{size} {level} with {row.optimizer} fits, with {rest} GB for activations."
+        return
+    least = min(rows, key=lambda row: row.footprint.total)
+    total = gigabytes(least.footprint.total)
+    yield f"{size} nothing fits. {least.levels[0]} with {least.optimizer} is the smallest, and needs"
+    yield f"{total} GB, of which activations take {gigabytes(least.footprint.activations)} GB."
+
+
+def least_gpus(parameters: float, optimizer: str, limit: float, options: dict[str, Any]) -> int | None:
+    """Return how many GPUs hold it at O5 by FSDP2, a power of 2, or None if 1024 do not."""
+    for count in (2**i for i in range(1, 11)):
+        sharded = {**options, "world_size": count, "sharding": "fsdp2"}
+        if footprint(parameters, "O5", optimizer, **sharded).total <= limit:
+            return int(count)
+    return None
+
+
+def check_shape(shape: dict[str, Any]) -> None:
+    """Raise AmpValueError if a part of a transformer's shape is missing or no positive number."""
+    for name in ("layers", "width", "sequence", "batch"):
+        value = shape.get(name)
+        if value is None:
+            raise AmpValueError(
+                f"--model gpt needs --{name} too, as in --model gpt --layers 32 --width 4096 "
+                "--sequence 4096 --batch 4"
+            )
+        if not 1 <= value < math.inf:
+            raise AmpValueError(f"--{name} {value}: give a whole number of at least 1")

@@ -1,0 +1,246 @@
+"""Mistakes of somebody in a hurry: each error says what was passed, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp
+from amp.cli import main
+from amp.numerics.text import Printer
+from amp.trials.progress import Progress
+from docs.site import terminal
+
+X = torch.ones(3, 4)
+
+
+def fresh() -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def initialized(**options: Any) -> tuple[Any, Any]:
+    given: dict[str, Any] = {"opt_level": "O2", "verbosity": 0, **options}
+    return amp.initialize(*fresh(), **given)
+
+
+def initializing(model: Any = None, optimizer: Any = None, **options: Any) -> None:
+    made = fresh()
+    models = made[0] if model is None else model(*made)
+    optimizers = made[1] if optimizer is None else optimizer(*made)
+    given: dict[str, Any] = {"opt_level": "O2", "verbosity": 0, **options}
+    amp.initialize(models, optimizers, **given)
+
+
+def scaling(loss: Any = None, optimizer: Any = None) -> None:
+    model, own = initialized()
+    value = model(X).sum()
+    with amp.scale_loss(
+        value if loss is None else loss(value, own), own if optimizer is None else optimizer(own)
+    ) as scaled_loss:
+        scaled_loss.backward()
+
+
+def schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (
+            lambda: initializing(lambda m, o: o, lambda m, o: m),
+            "models must be a torch.nn.Module or a list of them, and got AdamW. The model comes first: "
+            "amp.initialize(model, optimizer, opt_level=...)",
+        ),
+        (
+            lambda: initializing(lambda m, o: nn.Linear),
+            "and got type Linear. Pass an object of it: Linear(...)",
+        ),
+        (
+            lambda: initializing(None, lambda m, o: torch.optim.SGD),
+            "and got type SGD. Pass an object of it: SGD(model.parameters(), ...)",
+        ),
+        (
+            lambda: initializing(None, lambda m, o: m.parameters()),
+            "and got generator. Pass an optimizer of the parameters, such as torch.optim.AdamW(",
+        ),
+        (
+            lambda: initializing(None, lambda m, o: schedule(o)),
+            "and got StepLR. Pass the optimizer itself, scheduler.optimizer",
+        ),
+        (
+            lambda: initializing(None, lambda m, o: fresh()[1]),
+            "nothing would be trained. Make the optimizer of this model: AdamW(model.parameters(), "
+            "...). fully_shard",
+        ),
+        (
+            lambda: scaling(lambda loss, o: o, lambda o: X.sum()),
+            "needs a floating-point tensor as loss, and got AdamW. The loss comes first: "
+            "amp.scale_loss(loss, optimizer)",
+        ),
+        (
+            lambda: scaling(lambda loss, o: [loss, loss]),
+            "and got list. Pass their sum, or make a block for each, with a loss_id of its own",
+        ),
+        (
+            lambda: scaling(lambda loss, o: loss.item()),
+            "and got float. A number, as of loss.item(), has no graph: pass the tensor itself",
+        ),
+        (
+            lambda: scaling(None, schedule),
+            "gradients from the loss; got StepLR. Pass the optimizer itself, scheduler.optimizer",
+        ),
+        (
+            lambda: scaling(None, lambda o: [o, fresh()[1]]),
+            "this AdamW did not come out of amp.initialize, or its session was closed; its parameters "
+            "have the shapes (8, 4), (8,), .... Pass it through:",
+        ),
+        (
+            lambda: list(amp.master_params(initialized()[0])),
+            "amp.master_params takes an optimizer, and got Sequential: pass the optimizer that",
+        ),
+        (
+            lambda: amp.optimizers.FusedAdam(fresh()[0]),
+            "takes parameters, and got the model itself, a Sequential: pass model.parameters()",
+        ),
+        (
+            lambda: initializing(keep_bn_fp32=True),
+            "unexpected keyword argument 'keep_bn_fp32'; did you mean 'keep_batchnorm_fp32'?",
+        ),
+        (
+            lambda: initializing(cast_model_type="float8"),
+            "FP8 is a property of linear layers: take opt_level='O6' or 'O7', or fp8='current'",
+        ),
+        (
+            lambda: initializing(cast_model_type=torch.float8_e4m3fn),
+            "take opt_level='O6' or 'O7', or fp8='current'",
+        ),
+        (
+            lambda: initializing(loss_scale="dynmaic"),
+            "loss_scale='dynmaic' is not a number; allowed: 'dynamic', a number, or a mapping; did you "
+            "mean 'dynamic'?",
+        ),
+        (
+            lambda: initializing(opt_level={"extends": "O2", "loss_scale": 128}),
+            "opt_level takes a level, or the path of a YAML file, and got {'extends': 'O2', "
+            "'loss_scale': 128}. Write the keys into a file, or pass them as keywords: opt_level='O2', "
+            "loss_scale=128",
+        ),
+    ],
+)
+def test_what_is_said(mistake: Callable[[], None], text: str) -> None:
+    with pytest.raises(amp.AmpError, match=re.escape(text)):
+        mistake()
+
+
+def test_a_model_that_is_cast_afterwards() -> None:
+    model, _ = initialized(opt_level="O5")
+    model.float()
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    (note,) = caught.value.__notes__
+    assert note.startswith(
+        "amp: '0' (Linear) was bfloat16 at amp.initialize, and its weights are float32"
+    )
+    assert "If the model was cast after it, by .float(), .half() or .to(), leave that out" in note
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    try:
+        status = main(list(arguments))
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return status, out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["explain", "sofmax"],
+            "there is no function 'sofmax'; give a full name: torch.softmax; did you ",
+        ),
+        (["explain", "torch.sofmax"], "; did you mean 'softmax'?"),
+        (
+            ["docter", "x.py"],
+            "reamp: there is no command 'docter'; did you mean 'doctor'? See reamp --help",
+        ),
+        (
+            ["compare", "x.py", "--levls", "O2"],
+            "unrecognized arguments: --levls O2; did you mean '--lev",
+        ),
+        (
+            ["doctor", "x.py", "--opt-levle", "O2"],
+            "did you mean '--opt-level'? See reamp doctor --help",
+        ),
+        (["memory", "--parms", "7B"], "did you mean '--params'? See reamp memory --help"),
+    ],
+)
+def test_a_command_that_is_misspelt(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], text: str
+) -> None:
+    status, said = run(capsys, *arguments)
+    assert status == 2
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = run(capsys)
+    assert status == 0
+    assert said == run(capsys, "--help")[1]
+    assert "scripts that train:\n" in said
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for stream, is_quiet in ((Terminal(), False), (Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        progress = Progress(is_quiet, 2, 3)
+        for what in ("O0", "O2"):
+            with progress.of_run(what) as tell:
+                tell(1)
+                tell(3)
+        said.append(stream.getvalue())
+    assert "O0, run 1 of 2" in said[0]
+    assert re.search(r"O2, run 2 of 2, about \d+ s left:", said[0]), said[0]
+    assert said[1:] == ["", ""]
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys, "stderr", plain := Terminal())
+    with Progress(False, 2, 3).of_run("O0") as tell:
+        tell(3)
+    assert plain.getvalue() == "O0, run 1 of 2\n"
+
+
+def test_a_line_is_folded_on_a_terminal_and_yaml_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    rule = "  rules: [{module: a.name.of.some.length, cast: float32}]"
+    for stream, lines in ((Terminal(), 3), (io.StringIO(), 1)):
+        Printer(stream).line("  word" * 15)
+        Printer(stream).line(rule)
+        *folded, last = stream.getvalue().splitlines()
+        assert last == rule
+        assert len(folded) == lines
+        assert lines == 1 or max(map(len, folded)) <= 40
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_doctor_is_what_it_prints() -> None:
+    """`python docs/site/terminal.py` draws it anew. Digits depend on the machine's products."""
+    shown = re.sub(r"[\d.]+", "0", terminal.drawn(terminal.printed()))
+    assert re.sub(r"[\d.]+", "0", terminal.PICTURE.read_text()) == shown
