@@ -14,15 +14,16 @@ class Normalize(nn.Module):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 64), Normalize(), nn.GELU(), nn.Linear(64, 1)).bfloat16()
+first = nn.Linear(16, 64)
+nn.init.constant_(first.bias, 40.0)
+model = nn.Sequential(first, Normalize(), nn.GELU(), nn.Linear(64, 1)).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 x = torch.randn(256, 16).bfloat16()
 y = x.sum(1, keepdim=True)
-nn.init.constant_(model[0].bias, 40.0)
 
 for _ in range(20):
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x).float(), y.float())
     loss.backward()
     optimizer.step()
-print(f"loss {loss.item():.3f}")
+    print(f"loss {loss.item():.3f}")
