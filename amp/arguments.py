@@ -251,15 +251,24 @@ def _named(value: Any) -> str:
     return f"type {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def _remedy(value: Any, name: str = "optimizers") -> str:
-    """Return what to do about a value that is no model, or no optimizer, or an empty text."""
+def _remedy(value: Any, name: str = "") -> str:
+    """Return what to do about a value that is no model, or no optimizer, or an empty text.
+
+    Args:
+        value: the value.
+        name: the argument of `initialize` that it is; empty for the optimizers of `scale_loss`.
+    """
     if isinstance(value, type):
         takes = "..." if name == "models" else "model.parameters(), ..."
         return f". Pass an object of it: {value.__name__}({takes})"
-    if is_optimizer(value) or isinstance(value, nn.Module):
+    if name and (is_optimizer(value) or isinstance(value, nn.Module)):
         return ". The model comes first: amp.initialize(model, optimizer, opt_level=...)"
+    if name == "models":
+        return ". Pass the model itself" if isinstance(value, (Iterator, Tensor, dict)) else ""
     if is_optimizer(getattr(value, "optimizer", None)):
         return ". Pass the optimizer itself, scheduler.optimizer; schedulers go on as they are"
+    if not name:
+        return ". Pass what amp.initialize returned as optimizer"
     if isinstance(value, (Iterator, Tensor, dict)):
         return ". Pass an optimizer of the parameters, such as torch.optim.AdamW(model.parameters())"
     return ""

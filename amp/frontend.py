@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any, Literal, TypeVar, Unpack, overload
@@ -327,10 +327,16 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
     Raises:
         AmpRuntimeError: `initialize` has not been called.
+        AmpTypeError: `destination` is no dict.
     """
     state = _default("amp.state_dict").state_dict()
     if destination is None:
         return state
+    if not isinstance(destination, MutableMapping):
+        raise AmpTypeError(
+            f"amp.state_dict takes no {type(destination).__name__}: it has the loss scalers. Save "
+            "model.state_dict() and optimizer.state_dict() beside it"
+        )
     destination.update(state)
     return destination
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
@@ -103,6 +104,18 @@ def schedule(optimizer: Any) -> Any:
             lambda: scaling(None, lambda o: [o, fresh()[1]]),
             "this AdamW did not come out of amp.initialize, or its session was closed; its parameters "
             "have the shapes (8, 4), (8,), .... Pass it through:",
+        ),
+        (
+            lambda: scaling(None, lambda o: fresh()[0]),
+            "gradients from the loss; got Sequential. Pass what amp.initialize returned as optimizer",
+        ),
+        (
+            lambda: initializing(lambda m, o: m.state_dict()),
+            "and got OrderedDict. Pass the model itself",
+        ),
+        (
+            lambda: amp.state_dict(initialized()[0]),
+            "amp.state_dict takes no Sequential: it has the loss scalers. Save model.state_dict() and",
         ),
         (
             lambda: list(amp.master_params(initialized()[0])),
@@ -237,6 +250,35 @@ def test_a_line_is_folded_on_a_terminal_and_yaml_is_not(monkeypatch: pytest.Monk
         assert last == rule
         assert len(folded) == lines
         assert lines == 1 or max(map(len, folded)) <= 40
+
+
+COMMANDS = (
+    "bits 3.14159",
+    "ranges",
+    "ulp 1.0 --update 5e-5",
+    "simulate --steps 20 --overflows 10",
+    "simulate-fp8",
+    "survival --count 1000",
+    "memory --model gpt --layers 32 --width 4096 --sequence 4096 --batch 4 --gpu H100",
+    "memory --params 175B --world-size 64 --sharding zero3 --gpu-memory 80",
+    "env",
+    "levels",
+    "explain torch.softmax --opt-level O4",
+    "--help",
+    *(f"{name} --help" for name in ("compare", "doctor", "explain", "memory", "lab", "selftest")),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_is_wider_than_a_terminal(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", shown := Terminal())
+    with contextlib.suppress(SystemExit):
+        main(command.split())
+    lines = [line for line in shown.getvalue().splitlines() if "{" not in line]
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
 
 
 @pytest.mark.slow

@@ -416,7 +416,7 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
 
     reamp memory --params 7B --gpu-memory 80GB
     reamp memory --params 7B --gpu H100 --world-size 8 --sharding fsdp2
-    reamp memory --gpu A100 --model gpt --layers 24 --width 2048 --sequence 2048 --batch 4
+    reamp memory --model gpt --layers 24 --width 2048 --sequence 2048 --batch 4
     reamp memory --gpu T4 --script train.py
     """
     options = _given(arguments, "activations", "linear_inputs", "world_size", "sharding")

@@ -42,6 +42,19 @@ def _picture(path: str | Path, rows: int = 1) -> Iterator[Any]:
         raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
 
 
+def _legend(axes: Any) -> None:
+    """Put the legend beside what is drawn."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+
+
+def _powers(axes: Any, name: str) -> None:
+    """Give an axis a logarithmic scale with whole powers of 2, or of 16 and the like, at its ticks."""
+    from matplotlib.ticker import LogLocator
+
+    getattr(axes, f"set_{name}scale")("log", base=2)
+    getattr(axes, f"{name}axis").set_major_locator(LogLocator(base=2, numticks=9))
+
+
 def plot_ranges(path: str | Path) -> None:
     """Draw the range of each format on a logarithmic axis, with paler subnormal numbers."""
     with _picture(path) as axes:
@@ -49,7 +62,7 @@ def plot_ranges(path: str | Path) -> None:
             low, normal, high = fmt.min_subnormal, fmt.min_normal, fmt.max
             axes.plot([low, normal], [i, i], lw=8, alpha=0.35, color="C0", solid_capstyle="butt")
             axes.plot([normal, high], [i, i], lw=8, color="C0", solid_capstyle="butt")
-        axes.set_xscale("log", base=2)
+        _powers(axes, "x")
         axes.set_yticks(range(len(FORMATS)), [fmt.name for fmt in reversed(FORMATS.values())])
         axes.set_xlabel("representable magnitudes; subnormal numbers paler")
 
@@ -60,9 +73,9 @@ def plot_trace(trace: Sequence[ScalerStep], path: str | Path) -> None:
         axes.step([s.step for s in trace], [s.next_scale for s in trace], where="mid", label="scale")
         bad = [s for s in trace if s.overflow]
         axes.plot([s.step for s in bad], [s.next_scale for s in bad], "x", color="C3", label="overflow")
-        axes.set_yscale("log", base=2)
+        _powers(axes, "y")
         axes.set(xlabel="iteration", ylabel="loss scale after it")
-        axes.legend()
+        _legend(axes)
 
 
 def plot_survival(survival: GradientSurvival, path: str | Path, fmt: Any = "float16") -> None:
@@ -75,9 +88,9 @@ def plot_survival(survival: GradientSurvival, path: str | Path, fmt: Any = "floa
         axes.plot(survival.scales, found.overflow, label="overflows")
         if found.recommended is not None:
             axes.axvline(found.recommended, color="0.6", ls="--", label=f"{found.recommended:g}")
-        axes.set_xscale("log", base=2)
+        _powers(axes, "x")
         axes.set(xlabel="loss scale", ylabel=f"fraction of gradients, {name}")
-        axes.legend()
+        _legend(axes)
 
 
 def plot_memory(rows: Sequence[Footprint], path: str | Path, limit: float | None = None) -> None:
@@ -92,7 +105,7 @@ def plot_memory(rows: Sequence[Footprint], path: str | Path, limit: float | None
         if limit is not None:
             axes.axhline(limit, color="0.3", ls="--")
         axes.set_ylabel("GB")
-        axes.legend()
+        _legend(axes)
 
 
 def plot_report(
@@ -112,7 +125,7 @@ def plot_report(
         _draw_exponents(axes, gradients, fmt, math.frexp(scale)[1] - 1)
         axes.set_xlabel("log2 of the gradient" + (f" times {scale:g}" if scale != 1 else ""))
         axes.set_ylabel(f"fraction; {gradients.zeros / max(gradients.total, 1):.1%} are 0")
-        axes.legend()
+        _legend(axes)
 
 
 def plot_fp8(
@@ -141,19 +154,21 @@ def plot_fp8(
         limits = [axes.get_xlim() for axes in upper]
         for axes in upper:
             axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-        rows[0].legend()
+        _legend(rows[0])
         rows[-2].set_xlabel("log2 of the numbers times their scales")
         steps, bad = [s.step for s in history], [s for s in history if s.saturated]
         last.step(steps, [fmt.max / s.factor for s in history], where="mid", label="what fits")
         last.plot(steps, [s.amax for s in history], ".", label="amax")
         last.plot([s.step for s in bad], [s.amax for s in bad], "x", color="C3", label="saturates")
-        last.set_yscale("log", base=2)
+        _powers(last, "y")
         last.set(xlabel="iteration", ylabel="delayed")
-        last.legend()
+        _legend(last)
 
 
 def _draw_exponents(axes: Any, histogram: Histogram, fmt: Format, shift: int) -> None:
     """Draw a histogram, shifted by a power of 2, with the range that a format loses shaded."""
+    from matplotlib.ticker import MultipleLocator
+
     total = max(histogram.total, 1)
     exponents = [e + shift for e in histogram.counts]
     axes.bar(exponents, [n / total for n in histogram.counts.values()], width=1.0, align="edge")
@@ -164,3 +179,4 @@ def _draw_exponents(axes: Any, histogram: Histogram, fmt: Format, shift: int) ->
     if high > fmt.max_exponent:
         axes.axvspan(fmt.max_exponent + 1, 1000, color="C4", alpha=0.25, label="too large")
     axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(MultipleLocator(8))

@@ -26,7 +26,7 @@ class Printer:
         self.stream = sys.stdout if stream is None else stream
         self.is_terminal = self.stream.isatty()
         self.colours = self.is_terminal and not os.environ.get("NO_COLOR")
-        self.width = shutil.get_terminal_size((WIDTH, 24)).columns if self.is_terminal else WIDTH
+        self.width = shutil.get_terminal_size((WIDTH, 24)).columns if self.is_terminal else sys.maxsize
         self.block = "█"
         try:
             self.block.encode(getattr(self.stream, "encoding", None) or "ascii")
@@ -39,7 +39,7 @@ class Printer:
             print(self._folded(each), file=self.stream)
 
     def _folded(self, line: str) -> str:
-        if len(line) <= self.width or not self.is_terminal or "{" in line:  # YAML to be pasted
+        if len(line) <= self.width or "{" in line:  # YAML to be pasted
             return line
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         parts = textwrap.wrap(line, self.width, subsequent_indent=indent, break_long_words=False)
@@ -52,12 +52,16 @@ class Printer:
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Any]], alarming: int = -1) -> None:
         """Write rows under a header, numbers right-aligned, and the column `alarming` in red.
 
-        A table that is too wide has heads and texts in several lines.
+        A table that is wider than the terminal has heads and texts in several lines.
         """
-        cells = [[_shown(cell) for cell in row] for row in rows]
-        columns = list(zip(*cells, strict=True)) or [()] * len(header)
-        right = [all(_is_numeric(cell) for cell in column) for column in columns]
-        widths = self._widths(header, columns, right)
+        given = list(rows)
+        for digits in (9, 6, 4, 3):  # as many as there is room for
+            cells = [[_shown(cell, digits) for cell in row] for row in given]
+            columns = list(zip(*cells, strict=True)) or [()] * len(header)
+            right = [all(_is_numeric(cell) for cell in column) for column in columns]
+            widths = self._widths(header, columns, right)
+            if sum(widths) + 2 * (len(widths) - 1) <= self.width:
+                break
 
         def put(row: Sequence[str], is_head: bool = False) -> None:
             folded = [textwrap.wrap(x, width) or [""] for x, width in zip(row, widths, strict=True)]
@@ -99,10 +103,10 @@ class Printer:
         return self.block * max(cells, 1 if fraction > 0 else 0)
 
 
-def _shown(cell: Any) -> str:
+def _shown(cell: Any, digits: int) -> str:
     if isinstance(cell, bool) or cell is None:
         return {True: "yes", False: "", None: "-"}[cell]
-    return f"{cell:.9g}" if isinstance(cell, float) else str(cell)
+    return f"{cell:.{digits}g}" if isinstance(cell, float) else str(cell)
 
 
 def _is_numeric(cell: str) -> bool:

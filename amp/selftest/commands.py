@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
         help="check that this machine computes what it should",
         description="Check that this machine computes what it should.",
         epilog="examples:\n  reamp selftest\n  reamp selftest --device cpu --json\n"
-        "  TRITON_INTERPRET=1 reamp selftest --device cpu  # Triton's kernels, in some minutes",
+        "  TRITON_INTERPRET=1 reamp selftest --device cpu  # Triton's kernels: minutes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -106,7 +106,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: Any) -> None:
-    text = "look for what precision does wrong in the first steps of a script"
+    text = "find what precision does wrong in the first steps of a script"
     parser = _add(commands, "doctor", text, _DOCTOR)
     _add_script(parser)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to look at (3)")
@@ -169,7 +169,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     if arguments.script is None:
         if arguments.module is not None or arguments.json:
             raise AmpValueError("--module and --json say what happens in a script: give --script too")
-        print(explain(arguments.op, load_profile(arguments.opt_level or "O1")))
+        Printer().line(explain(arguments.op, load_profile(arguments.opt_level or "O1")))
         return
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)

@@ -12,6 +12,10 @@ if (table) {
       ? `${left} of ${rows.length} rows`
       : `No rule names ${wanted}: it follows its input, and runs in the dtype of its arguments.`;
   };
+  for (const cell of table.querySelectorAll("tbody td:not(:first-child)")) {
+    const [dtype] = cell.textContent.trim().split(" ");
+    if (/^(float32|float16|bfloat16|raises)$/.test(dtype)) cell.classList.add("dtype", `dtype-${dtype}`);
+  }
   Object.assign(box, { type: "search", placeholder: "softmax", className: "ops-filter" });
   box.setAttribute("aria-label", "Show the functions with this in their names");
   found.setAttribute("role", "status");

@@ -231,7 +231,6 @@ def test_a_gpu_knows_its_memory_and_hides_what_it_emulates(capsys: Any) -> None:
 def test_what_does_not_fit_says_what_would(capsys: Any) -> None:
     shape = ("--model", "gpt", "--layers", "32", "--width", "4096", "--sequence", "4096")
     told = run(capsys, "memory", *shape, "--batch", "4", "--gpu", "H100")
-    assert max(map(len, told.splitlines())) <= 80
     shown = told.replace("\n", " ")
     assert "With 80 GB: nothing fits." in shown
     assert "With --checkpointing they take about" in shown
