@@ -190,7 +190,7 @@ def _ranges(arguments: argparse.Namespace, printer: Printer) -> Any:
     for f in FORMATS.values():
         row = {"format": f.name} | {name: getattr(f, name) for name in names}
         rows.append(row | {"decimal_digits": round(f.decimal_digits, 2), "overflow": f.overflow})
-    header = ("format", *(name.replace("_", " ") for name in names), "digits", "overflow")
+    header = ("format", *(name.replace("_", " ") for name in names), "digits", "above")
     printer.table(header, [tuple(row.values()) for row in rows])
     printer.line()
     for f in FORMATS.values():
