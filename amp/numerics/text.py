@@ -62,6 +62,7 @@ class Printer:
             widths = self._widths(header, columns, right)
             if sum(widths) + 2 * (len(widths) - 1) <= self.width:
                 break
+        gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= self.width else " "
 
         def put(row: Sequence[str], is_head: bool = False) -> None:
             folded = [textwrap.wrap(x, width) or [""] for x, width in zip(row, widths, strict=True)]
@@ -72,7 +73,7 @@ class Printer:
                 ]
                 if alarming >= 0 and not is_head:
                     shown[alarming] = self.alarm(shown[alarming])
-                line = "  ".join(shown).rstrip()
+                line = gap.join(shown).rstrip()
                 print(f"{_BOLD}{line}{_OFF}" if is_head and self.colours else line, file=self.stream)
 
         put(header, is_head=True)
