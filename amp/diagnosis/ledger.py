@@ -93,6 +93,11 @@ class Ledger:
         self._in_fp8: set[str] = set()
         self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, dtypes before
 
+    def close(self) -> None:
+        """Record nothing more, and keep no tensor of the forward, whose graph would live on."""
+        self.is_open = False
+        self._cast_by_amp.clear()
+
     def follow_fp8(self, name: str, module: nn.Module) -> Any:
         """Count a module that amp runs in FP8 as one product; return a handle to stop."""
         self._in_fp8.add(name)

@@ -159,7 +159,7 @@ class Shadow(Observer):
                 self.ledger.is_open = True
 
     def _root_left(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.ledger.is_open = False
+        self.ledger.close()
 
     def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Record the names of the arguments that a model's tensors come in by."""

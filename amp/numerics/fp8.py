@@ -81,7 +81,7 @@ def fp8_losses(
             each = [_errors(x, fmt, scaling) for x in matrices]
             sums = [(0,) * 4, *(counts for counts, _, _ in each)]
             count, *fates = map(sum, zip(*sums, strict=True))
-            nothing = torch.zeros(0, dtype=torch.float64)
+            nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
             numbers = torch.cat([nothing, *(x.flatten().cpu() for _, x, _ in each)])
             errors = torch.cat([nothing, *(x.flatten().cpu() for _, _, x in each)])
             zero, subnormal, saturated = (fate / max(count, 1) for fate in fates)

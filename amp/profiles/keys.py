@@ -161,7 +161,7 @@ class OneOf:
         error = self._error or (AmpValueError if is_typed else AmpTypeError)
         names = [shown(each) for each in self._allowed]
         hint = did_you_mean(word, names)
-        if takes_dtypes and any(x in str(value) for x in ("float8", "fp8", "e4m3", "e5m2")):
+        if takes_dtypes and any(x in brief(value) for x in ("float8", "fp8", "e4m3", "e5m2")):
             hint = "; FP8 is a property of linear layers: take opt_level='O6' or 'O7', or fp8='current'"
         raise error(f"{name}={brief(value)} is not one of {', '.join(names)}{hint}")
 

@@ -8,12 +8,14 @@ scales, amax history, and the random number generators. `optimizer.step` does no
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from amp.casting.by_model import CastModel
@@ -102,7 +104,7 @@ class Replay:
     def _unchanged(self) -> Iterator[None]:
         """Restore all state that the block changes, and disable `optimizer.step` in it."""
         with ExitStack() as stack:
-            for ddp in self.owner.synchronization.own_ddps():  # each rank runs as often as it needs
+            for ddp in _ddps_around(list(self.models.values())):  # each rank runs as often as it needs
                 stack.enter_context(ddp.no_sync())
             stack.callback(keep_random_numbers())
             for model in self.models.values():
@@ -177,6 +179,12 @@ class Replay:
             for inner in module.modules():
                 stack.callback(cast_inputs_to(inner, torch.float32))
             yield
+
+
+def _ddps_around(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """Return the DDPs around models, which a session does not know where ranks need not agree."""
+    found = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    return [ddp for ddp in found if any(ddp.module is model for model in models)]
 
 
 def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
