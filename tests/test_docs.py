@@ -109,6 +109,15 @@ def test_code_is_fenced_and_fragments_have_reasons(page: Path) -> None:
             compile(found["snippet"], page, "exec")
 
 
+RECIPES = [page for page in PAGES if page.parent.name == "howto" and page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_recipes_have_the_same_parts(page: Path) -> None:
+    parts = re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)
+    assert parts == ["The code", "At each level", "What to watch for"]
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_profiles_load(profile: str, tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").write_text(profile)
