@@ -18,7 +18,7 @@ GROUPS = {
     "scripts that train": ("run", "compare", "doctor", "explain"),
     "levels and memory": ("levels", "memory"),
     "this machine": ("env", "selftest"),
-    "numbers": (*("bits", "ranges", "ulp", "simulate", "simulate-fp8", "survival", "crises", "lab"),),
+    "numbers": ("bits", "ranges", "ulp", "simulate", "simulate-fp8", "survival", "crises", "lab"),
 }
 """The commands, in the order of `--help`."""
 _TAKE_A_SCRIPT = ("compare", "doctor", "explain")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amp.errors import AmpValueError, did_you_mean
-from amp.numerics.memory import Footprint, footprint
+from amp.numerics.memory import TERMS, Footprint, footprint
 from amp.numerics.text import gigabytes
 from amp.profiles.levels import LEVELS, compute_dtype, load_profile
 
@@ -150,9 +150,6 @@ class Row(NamedTuple):
     optimizer: str
     footprint: Footprint
 
-    def __str__(self) -> str:
-        return f"{' or '.join(self.levels)} with {self.optimizer}"
-
 
 def rows_of(parameters: float, optimizer: str, gpu: Gpu | None = None, **options: Any) -> Iterator[Row]:
     """Yield ways to train, those of equal memory as one; for an Adam also with lean masters.
@@ -179,14 +176,13 @@ def rows_of(parameters: float, optimizer: str, gpu: Gpu | None = None, **options
         for text, which, more in ways if gpu is None or gpu.runs(level) else ():
             if has_masters or (which == optimizer and not more):
                 one = footprint(parameters, level, which, **options, **more)
-                key = (text, *(getattr(one, term) for term in _COMPARED))
+                key = (text, *(getattr(one, term) for term in TERMS))
                 same = found.get(key)
                 levels = (*(same.levels if same else ()), level)
                 found[key] = Row(levels, text, same.footprint if same else one)
     yield from found.values()
 
 
-_COMPARED = ("weights", "gradients", "masters", "optimizer_state", "activations", "transient")
 _FIRST = ("O5", "O2", "O4", "O1", "O0")
 """The levels to take, the first one that fits."""
 

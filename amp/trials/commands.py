@@ -135,7 +135,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     found, error = script.watched_by("doctor", options, arguments.opt_level)
     if (
         any(x.cause == "fails" for x in found.findings)
-        and script.watched_by("doctor", options, "O0")[1]
+        and Script(what).watched_by("doctor", options, "O0")[1]
     ):
         found.findings = [x for x in found.findings if x.cause != "fails"]  # at any level
     if error and found.is_healthy:

@@ -24,7 +24,7 @@ from amp.casting.cast_hooks import ModelInputs, cast_inputs_to
 from amp.casting.module_rules import run_in_float32
 from amp.casting.regions import disable_casts
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import module_named, open_scale
+from amp.diagnosis.diagnose import module_named, open_scale, unwrapped
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
@@ -184,7 +184,7 @@ class Replay:
 def _ddps_around(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Return the DDPs around models, which a session does not know where ranks need not agree."""
     found = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
-    return [ddp for ddp in found if any(ddp.module is model for model in models)]
+    return [ddp for ddp in found if any(unwrapped(ddp) is model for model in models)]
 
 
 def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
