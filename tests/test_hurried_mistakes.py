@@ -224,19 +224,20 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
     said = []
     for stream, is_quiet in ((Terminal(), False), (Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        progress = Progress(is_quiet, 2, 3)
+        progress = Progress(is_quiet, 2)
         for what in ("O0", "O2"):
             with progress.of_run(what) as tell:
-                tell(1)
-                tell(3)
+                tell(1, 3)
+                tell(3, 3)
         said.append(stream.getvalue())
-    assert "O0, run 1 of 2" in said[0]
+    assert "O0, run 1 of 2:  33%|" in said[0]
+    assert "| 1/3 [" in said[0]
     assert re.search(r"O2, run 2 of 2, about \d+ s left:", said[0]), said[0]
     assert said[1:] == ["", ""]
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", plain := Terminal())
-    with Progress(False, 2, 3).of_run("O0") as tell:
-        tell(3)
+    with Progress(False, 2).of_run("O0") as tell:
+        tell(3, 3)
     assert plain.getvalue() == "O0, run 1 of 2\n"
 
 

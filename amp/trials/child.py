@@ -30,7 +30,8 @@ WATCHERS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Any]] = {
     "doctor": lambda options, end: ScriptWatch(**options, when_complete=end),
     "explain": lambda options, end: CallExplainer(**options, when_complete=end),
 }
-"""What watches a script: a context manager with `has_begun`, `is_complete` and `seen(error)`."""
+"""What watches a script: a context manager with `steps`, `last_step`, `has_begun`,
+`is_complete` and `seen(error)`."""
 
 
 class _EnoughError(BaseException):
@@ -56,8 +57,8 @@ def main(job: str) -> None:
             file.seek(0)
             torch.save(found, file)
 
-    def tell(steps: int) -> None:
-        os.write(given["steps"], f"{steps} ".encode())
+    def tell(*_: Any) -> None:
+        os.write(given["steps"], f"{watcher.steps} {watcher.last_step}\n".encode())
 
     def end() -> None:
         save()
@@ -74,7 +75,7 @@ def main(job: str) -> None:
                 stack.enter_context(observing(AtLevel(given["level"])))
             if given["needs_amp"]:
                 stack.enter_context(_Guard(watcher, end))
-        register_optimizer_step_post_hook(lambda *_: tell(watcher.steps))
+        register_optimizer_step_post_hook(tell)
         found["error"], found["traceback"] = _error_of(run)
         if not watcher.is_complete:
             save()

@@ -90,7 +90,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     check_request(levels, arguments.steps, arguments.reference)  # before minutes are spent
     if arguments.out:
         check_output(Path(arguments.out), ".html")
-    script = Script(what, Progress(arguments.json, len({*levels, "O0"}) + 1, arguments.steps))
+    script = Script(what, Progress(arguments.json, len({*levels, "O0"}) + 1))
     chosen = levels, arguments.steps, arguments.seed, arguments.reference
     found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected)
     found = replace(found, notes=(*found.notes, *script.notes))

@@ -118,7 +118,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
     """
 
     def __init__(self, trial: Trial, when_complete: Callable[[], None] = lambda: None) -> None:
-        self.trial = trial
+        self.trial, self.last_step = trial, trial.steps
         self.is_complete = False
         self._when_complete = when_complete
         self._open, self._measuring = ExitStack(), ExitStack()

@@ -16,20 +16,18 @@ class Progress:
     Args:
         is_quiet: whether nothing is shown on a terminal either.
         runs: how many runs are expected; 0 if that is not known.
-        steps: how many steps each has; 0 if that is not known.
     """
 
-    def __init__(self, is_quiet: bool, runs: int = 0, steps: int = 0) -> None:
+    def __init__(self, is_quiet: bool, runs: int = 0) -> None:
         self._is_quiet = is_quiet or not sys.stderr.isatty()
-        self._runs, self._steps = runs, steps
-        self._made, self._began = 0, time.monotonic()
+        self._runs, self._made, self._began = runs, 0, time.monotonic()
 
     @contextmanager
-    def of_run(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Show a run during the block; yield a function that is told the number of its steps."""
+    def of_run(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Show a run during the block; yield what is told how many steps were made, and of how many."""
         self._made += 1
         if self._is_quiet:
-            yield lambda steps: None
+            yield lambda steps, of: None
             return
         number = f", run {self._made} of {max(self._runs, self._made)}" if self._runs else ""
         left = ""
@@ -41,11 +39,12 @@ class Progress:
             from tqdm import tqdm
         except ImportError:
             print(title, file=sys.stderr)
-            yield lambda steps: None
+            yield lambda steps, of: None
             return
-        with tqdm(desc=title, total=self._steps or None, unit="step", leave=False, ncols=80) as bar:
+        with tqdm(desc=title, unit="step", leave=False, ncols=80, mininterval=0) as bar:
 
-            def tell(steps: int) -> None:
+            def tell(steps: int, of: int) -> None:
+                bar.total = of
                 bar.update(steps - bar.n)
 
             yield tell

@@ -30,13 +30,14 @@ class ScriptWatch(Watch):
 
     Attributes:
         is_complete: whether enough was seen.
+        last_step: the number of the last step to be seen.
     """
 
     def __init__(
         self, at: Sequence[int], steps: int, needs_amp: bool, when_complete: Callable[[], None]
     ) -> None:
         super().__init__(at)
-        self.is_complete = False
+        self.is_complete, self.last_step = False, max(at)
         self._limit, self._needs_amp, self._when_complete = steps, needs_amp, when_complete
         self._session: Session | None = None
         self._found: list[Finding] = []
@@ -58,7 +59,7 @@ class ScriptWatch(Watch):
         """Check the profile, and watch other steps than those of a script without amp."""
         attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
         if attached or self._session is not None:
-            self._session = session
+            self._session, self.last_step = session, self._limit
             for model in models:
                 self._found += hazards.of_properties(session.properties, model, is_checked(attached))
             for known in [each for each in session.observers if isinstance(each, Armed)]:

@@ -102,7 +102,7 @@ class Script:
 
     def _seen(self, job: dict[str, Any]) -> dict[str, Any]:
         if self._progress is None:
-            return _seen(job, lambda steps: None)
+            return _seen(job, lambda steps, of: None)
         what = "FP64" if job["options"].get("in_float64") else job["level"] or "the script"
         with self._progress.of_run(what) as tell:
             return _seen(job, tell)
@@ -122,12 +122,12 @@ def memory_of(path: str) -> tuple[int, float]:
     return record.memory["weights"] // 4, record.memory.get("activations", 0) / 4
 
 
-def _seen(job: dict[str, Any], tell: Callable[[int], None]) -> dict[str, Any]:
+def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, Any]:
     """Run a job in a process of its own, end all processes that it started, and return what was seen.
 
     What it writes goes to files without a name, because a process that it leaves behind would keep a
     pipe open. If this process is killed, the child reads the end of `alive`, and ends too. `tell` is
-    called with the number of steps that were made.
+    called with the number of steps that were made, and with that of all.
 
     Raises:
         AmpRuntimeError: the process ended without a result.
@@ -151,7 +151,7 @@ def _seen(job: dict[str, Any], tell: Callable[[int], None]) -> dict[str, Any]:
                 if select.select([steps], [], [], 0.2)[0]:
                     if not (said := os.read(steps, 4096)):
                         break
-                    tell(int(said.split()[-1]))
+                    tell(*map(int, said.rpartition(b"\n")[0].splitlines()[-1].split()))
             status = process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -427,9 +427,11 @@ def test_a_script_that_fails_at_its_level_only(capsys: Any, tmp_path: Path) -> N
     text = text.replace("for i in", "mask = torch.zeros(8, 16, 16).double()\nfor i in")
     text = text.replace("net = Net()", "net = Net()\nnet.head.forward = lambda x: x @ torch.eye(32)")
     Path(script).write_text(text)
-    shown = run(capsys, script, status=1)
+    assert main(["doctor", script]) == 1
+    shown, traceback = capsys.readouterr()
     assert "fails: forward Tensor.matmul" in shown
     assert "the script failed: RuntimeError: " in shown
+    assert f'Traceback (most recent call last):\n  File "{script}", line ' in traceback
 
 
 @pytest.mark.parametrize(
