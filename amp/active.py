@@ -31,6 +31,9 @@ class Caster(Protocol):
     is_inherited: bool
     device_types: set[str]
 
+    def check_region(self) -> None:
+        """See `amp.casting.strategy.Strategy.check_region`."""
+
 
 class NoCasts:
     """Takes the place of a caster in a session whose functions do not cast.

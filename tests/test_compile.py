@@ -342,6 +342,21 @@ def test_script_says_what_to_do_instead(opt_level: str) -> None:
     assert torch.jit.script(model)(batch())[0].dtype is torch.float32
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, batch())])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(("opt_level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+def test_a_scripted_or_traced_model(
+    make: Any, called: bool, opt_level: str, dtype: torch.dtype
+) -> None:
+    model = make(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    if called:
+        model(batch())
+    amp.initialize(model, opt_level=opt_level, verbosity=0)
+    assert [model(batch()).dtype for _ in range(3)] == [dtype] * 3
+    amp.get_session().close()
+    assert model(batch()).dtype is torch.float32
+
+
 def scaling(by: float) -> nn.Module:
     """Return a model of a class of its own."""
     namespace: dict[str, Any] = {}

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import amp
 from amp.cli import main
 from amp.numerics.text import Printer
+from amp.training.unattached import Unattached
 from amp.trials.progress import Progress
 from docs.site import terminal
 
@@ -287,3 +289,90 @@ def test_the_picture_of_the_doctor_is_what_it_prints() -> None:
     """`python docs/site/terminal.py` draws it anew. Digits depend on the machine's products."""
     shown = re.sub(r"[\d.]+", "0", terminal.drawn(terminal.printed()))
     assert re.sub(r"[\d.]+", "0", terminal.PICTURE.read_text()) == shown
+
+
+def test_an_optimizer_that_initialize_was_not_given() -> None:
+    model = amp.initialize(fresh()[0], opt_level="O5", verbosity=0)
+    late = torch.optim.AdamW(model.parameters(), 1e-3)
+    model(X).sum().backward()
+    with pytest.warns(amp.AmpWarning, match="AdamW has 16-bit weights of a model of amp.initialize"):
+        late.step()
+    late.step()
+    amp.get_session().initialize([], late)
+    late.step()
+    amp.get_session().close()
+    assert not any(isinstance(x, Unattached) for x in _global_optimizer_pre_hooks.values())
+
+
+@pytest.mark.parametrize(
+    ("level", "options"), [("O3", {}), ("O2", {"master_weights": False}), ("O4", {})]
+)
+def test_an_optimizer_that_needs_no_masters(level: str, options: dict[str, Any]) -> None:
+    model = amp.initialize(fresh()[0], opt_level=level, verbosity=0, **options)
+    model(X).sum().backward()
+    torch.optim.SGD(model.parameters(), 1e-3).step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_closure_whose_loss_is_not_scaled(level: str) -> None:
+    model, optimizer = initialized(opt_level=level)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(X).sum()
+        loss.backward()
+        return loss
+
+    with pytest.warns(amp.AmpWarning, match="its gradients came from no amp.scale_loss block"):
+        optimizer.step(closure)
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_float16_region_at_a_level_of_bfloat16(level: str) -> None:
+    model, _ = initialized(opt_level=level)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X)
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        model(X)
+    with torch.autocast("cpu", torch.float16):
+        with pytest.warns(amp.AmpWarning, match=f"at opt_level='{level}' was called in a region"):
+            model(X)
+        model(X)
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_a_block_that_finds_no_gradient(level: str) -> None:
+    model, optimizer = initialized(opt_level=level)
+    model[0].requires_grad_(False)
+    with (
+        pytest.warns(amp.AmpWarning, match="no parameter of its optimizers has a gradient: no back"),
+        amp.scale_loss(model(X).sum(), optimizer),
+    ):
+        pass
+    with amp.scale_loss(model(X).sum(), optimizer):
+        pass
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_blocks_that_find_a_gradient(level: str) -> None:
+    model, optimizer = initialized(opt_level=level)
+    model[0].requires_grad_(False)
+    for delay in (True, False):
+        with amp.scale_loss(model(X).sum(), optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).sum(), optimizer):
+        pass  # a phase without this loss
+
+
+def test_a_loss_in_the_block_of_another_session() -> None:
+    (_, first), (model, second) = initialized(), initialized()
+    with (
+        pytest.warns(amp.AmpWarning, match="no parameter of its optimizers has a gradient"),
+        amp.scale_loss(model(X).sum(), first) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    with pytest.warns(amp.AmpWarning, match="block that does not name its optimizer"):
+        second.step()

@@ -339,7 +339,7 @@ def test_a_good_step_resets_the_patience() -> None:
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:the loss is in float16")
+@pytest.mark.filterwarnings("ignore:the loss is in float16", "ignore:an amp.scale_loss block has ended")
 def test_loss_dtypes() -> None:
     model = linear()
     model, optimizer = initialize(model, sgd(model), "O2")

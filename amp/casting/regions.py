@@ -249,6 +249,7 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         def call() -> Any:
             active.activate(caster)
             caster.is_inherited = False
+            caster.check_region()
             first = itertools.islice(self.parameters(), 1)
             caster.device_types |= {parameter.device.type for parameter in first}
             _enter_forward(self, caster.dtype)

@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from amp.casting.cast_cache import forwards
+from amp.casting.regions import DEVICE_TYPES
+from amp.errors import warn
+from amp.profiles.levels import compute_dtype
 from amp.profiles.properties import Properties
 from amp.state_checks import StateChecks
 from amp.undo import Undo
@@ -24,6 +29,8 @@ class Strategy:
     Args:
         properties: the session's resolved profile.
     """
+
+    _has_warned_of_region = False
 
     state_key = ""
     """The key of the strategy's state in `amp.state_dict()`; empty for a strategy without state."""
@@ -53,6 +60,22 @@ class Strategy:
     def casts_ops(self) -> bool:
         """Whether functions cast their arguments at this point, in this thread."""
         return False
+
+    def check_region(self) -> None:
+        """Warn once if a forward begins in the user's float16 region, and losses are not scaled."""
+        p, is_off = self.properties, self._has_warned_of_region or not torch.is_grad_enabled()
+        is_scaled = p.loss_scaling.dynamic or p.loss_scaling.init != 1
+        if is_off or is_scaled or compute_dtype(p) is not torch.bfloat16 or forwards.is_in_one():
+            return
+        for kind in DEVICE_TYPES:
+            if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+                self._has_warned_of_region = True
+                warn(
+                    f"a model at opt_level={p.opt_level!r} was called in a region "
+                    f"torch.autocast('{kind}', torch.float16), and its losses are not scaled: float16 "
+                    "gradients below 6e-8 are 0 without it. Leave out the region, or take "
+                    "opt_level='O1' or 'O2', which scale losses"
+                )
 
     def check_loss(self, loss: Tensor) -> None:
         """Warn if a loss, before it is scaled, cannot come from the models as they were prepared."""

@@ -65,8 +65,12 @@ class _OfAmp:
             for name, value in list(vars(self).items()):
                 if _is_own(name) and name not in vars(copied):
                     vars(copied)[name] = copy.deepcopy(value, memo)
-            copied.__class__ = cls
+            _set_class(copied, cls)
         return copied
+
+
+def _set_class(module: Any, cls: Any) -> None:
+    object.__setattr__(module, "__class__", cls)  # a traced module would set that of the one inside it
 
 
 def _is_own(name: Any) -> bool:
@@ -129,7 +133,7 @@ def swap_classes(modules: Collection[nn.Module], make: Callable[[Any], Any]) -> 
 
     classes = {cls: _replacement(cls, make_and_note) for cls in dict.fromkeys(map(type, modules))}
     for module in modules:
-        module.__class__ = classes[type(module)]
+        _set_class(module, classes[type(module)])
 
     def undo() -> None:
         for cls in (*made, *classes.values()):
@@ -159,11 +163,11 @@ def restore_classes(modules: Collection[nn.Module]) -> None:
     """Undo the last `swap_classes` of each module where it replaced `forward`."""
     for module in modules:
         if "forward" in vars(type(module)) and has_forward_of_ours(module):
-            module.__class__ = vars(type(module))["_amp_base"]
+            _set_class(module, vars(type(module))["_amp_base"])
     _take_off(modules)
 
 
 def _take_off(modules: Collection[nn.Module]) -> None:
     for module in modules:
         while vars(type(module)).get("_amp_is_over"):
-            module.__class__ = vars(type(module))["_amp_base"]
+            _set_class(module, vars(type(module))["_amp_base"])

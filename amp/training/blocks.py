@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from amp.active import open_sessions
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
@@ -81,11 +82,11 @@ class Block:
                 for observer in watching(session.observers):
                     observer.block_entered(session, self, loss, attached)
                 session.learn(self.scaler)
-                others: list[Gradients] = []
+                others: list[Any] = []
                 if not self.scaler.is_identity and not all(each.step.has_stepped for each in attached):
                     self._watch_backward(scaled_loss)
-                    others = [each.gradients for each in session.attached if each not in attached]
-                before = [others_of.grads_and_versions() for others_of in others]
+                    others = _others(session, attached)
+                before = [each.gradients.grads_and_versions() for each in others]
                 try:
                     yield scaled_loss
                 except RuntimeError as error:
@@ -101,9 +102,11 @@ class Block:
                     self.delay()
                 else:
                     self.leave(update)
+                    self._warn_if_empty(attached)
                 self._warn_if_not_run()
-                for gradients, grads in zip(others, before, strict=True):
-                    gradients.note_scaled(grads, self._gradients)
+                for each, grads in zip(others, before, strict=True):
+                    if each.owner is session or not each.gradients.were_scaled:
+                        each.gradients.note_scaled(grads, self._gradients)
                 session.running_stats.repair()
                 for observer in watching(session.observers):
                     observer.block_left(session, self)
@@ -141,6 +144,19 @@ class Block:
                 "are divided by the loss scale all the same, so the weights hardly move. Call "
                 "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
                 "loss.backward()"
+            )
+
+    def _warn_if_empty(self, attached: Sequence[Any]) -> None:
+        """Warn once if the first block of some optimizers has found no gradient at all."""
+        if any(each.gradients.has_ever_found or each.step.has_stepped for each in attached):
+            return
+        if any(p.requires_grad for each in attached for p in each.gradients.lists.stepped):
+            for each in attached:
+                each.gradients.has_ever_found = True
+            warn(
+                "an amp.scale_loss block has ended, and no parameter of its optimizers has a gradient: "
+                "no backward was run in it, or the loss does not depend on them, as after .detach(). "
+                "Call scaled_loss.backward() inside of the block"
             )
 
     @property
@@ -272,6 +288,20 @@ class _ToEnter(_GeneratorContextManager[Tensor]):
             f"amp.scale_loss(...) was used without `with`, and has no attribute '{name}'. Write `with "
             "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
         )
+
+
+def _others(session: Any, attached: Sequence[Any]) -> list[Any]:
+    """Return the optimizers whose gradients should not come from this block, as far as that shows.
+
+    Other threads may train those of other sessions meanwhile, with blocks of their own, or at a level
+    that scales no loss.
+    """
+    of_all = chain.from_iterable(each.attached for each in open_sessions())
+    return [
+        each
+        for each in of_all
+        if each not in attached and (each.owner is session or not each.owner.scalers[0].is_identity)
+    ]
 
 
 def _agree(

@@ -304,6 +304,7 @@ class Gradients(StepGradients):
     Attributes:
         were_reduced: whether delayed gradients were reduced over the ranks.
         has_found: whether the last block that was left has made gradients.
+        has_ever_found: whether any block has, or there was a warning that none has.
         skips_on_device: returns whether the optimizer itself skips a step on the device.
     """
 
@@ -317,7 +318,7 @@ class Gradients(StepGradients):
         self._synchronization = synchronization
         self.skips_on_device = skips_on_device
         self.were_reduced = True
-        self.has_found = False
+        self.has_found = self.has_ever_found = False
 
     def prepare_to_enter(self) -> None:
         """Take over what other code has done to gradients since the last block."""
@@ -404,6 +405,7 @@ class Gradients(StepGradients):
             place_gradients(self._of_model)
         new = NewGradients.of(lists, self.check, claimed)
         self.has_found = bool(new.grads or new.own_grads)
+        self.has_ever_found |= self.has_found
         new = new._replace(will_be_deferred=self.of_masters.can_defer(new))
         if not scale.scaler.is_identity:
             new.check(self.check)

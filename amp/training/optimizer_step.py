@@ -113,10 +113,14 @@ class OptimizerStep:
         way = ClosureStep(*self._parts, closure=closure, learn=self._learn)
         result = way.run(lambda evaluate: step(evaluate, *args, **kwargs))
         self._gradients.check.names()
+        is_first = not (self.has_stepped or self._gradients.are_none())
+        self.has_stepped |= is_first
         self.verdicts = []
         self._tell_end()
         self._gradients.end_step()
         self._end_iteration()
+        if is_first:
+            self._warn_if_unscaled()
         return result
 
     def _run(self, step: Callable[[], Any]) -> Any:
@@ -247,7 +251,8 @@ class OptimizerStep:
     def _warn_if_unscaled(self) -> None:
         """Warn if a step uses gradients of a loss that should have been scaled, and was not."""
         owner = self._owner
-        if self._gradients.were_scaled or all(scaler.is_identity for scaler in owner.scalers):
+        was_scaled = self._gradients.were_scaled or self._gradients.of_others
+        if was_scaled or all(scaler.is_identity for scaler in owner.scalers):
             return
         warn(
             f"{type(self._optimizer).__name__}.step() was called, and its gradients came from no "

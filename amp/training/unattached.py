@@ -1,0 +1,41 @@
+"""A hook before the steps of all optimizers, which finds one that `initialize` was not given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from amp.dtypes import LOW_PRECISION
+from amp.errors import warn
+from amp.training.optimizer_wrappers import innermost
+
+
+class Unattached:
+    """Warns once of each optimizer that steps 16-bit weights of the models, which should have masters.
+
+    Optimizers of a session hold the masters instead. Of a wrapper, the one inside it is looked at.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._models = list(map(weakref.ref, models))
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __call__(self, optimizer: Any, *_: object) -> None:
+        """Look at an optimizer that is about to step for the first time."""
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        models = [model for reference in self._models if (model := reference()) is not None]
+        half = (p for model in models for p in model.parameters() if p.dtype in LOW_PRECISION)
+        if innermost(optimizer) is optimizer and any(id(parameter) in stepped for parameter in half):
+            warn(
+                f"{type(optimizer).__name__} has 16-bit weights of a model of amp.initialize and no "
+                "FP32 masters: small updates are lost, and its gradients are not unscaled. Pass it to "
+                "amp.initialize together with the model, or now to "
+                "amp.get_session().initialize([], optimizer). To step 16-bit weights, pass "
+                "master_weights=False"
+            )
