@@ -21,16 +21,6 @@ from amp.training.optimizer_step import declares
 from amp.training.optimizer_wrappers import innermost, is_optimizer
 
 
-def as_flag(name: str, value: Any) -> bool:
-    """Return a flag as a bool: None is False, and so is the number 0."""
-    is_number = isinstance(value, (bool, int, float)) or (
-        getattr(value, "ndim", None) == 0 and not isinstance(value, Tensor)  # of NumPy
-    )
-    if value is not None and not is_number:
-        raise AmpTypeError(f"{name}={brief(value)} is neither True nor False")
-    return bool(value)
-
-
 def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:
     """Return the `AttachedOptimizer` of each optimizer of a `scale_loss`, at least one, each once."""
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -62,6 +52,11 @@ def check_loss(loss: Any) -> None:
 def attached_to(optimizer: Any) -> AttachedOptimizer:
     """Return the `AttachedOptimizer` of an optimizer; raise AmpRuntimeError if no session has it."""
     attached = AttachedOptimizer.of(optimizer)
+    if attached is None and not is_optimizer(optimizer):
+        raise AmpRuntimeError(
+            f"an optimizer is needed here, and this is {_named(optimizer)}: pass the optimizer that "
+            "amp.initialize returned"
+        )
     if attached is None:
         raise AmpRuntimeError(
             f"this {type(optimizer).__name__} did not come out of amp.initialize, or its session was "
@@ -265,6 +260,9 @@ def _remedy(value: Any, name: str = "") -> str:
         return ". The model comes first: amp.initialize(model, optimizer, opt_level=...)"
     if name == "models":
         return ". Pass the model itself" if isinstance(value, (Iterator, Tensor, dict)) else ""
+    if name == "optimizers" and isinstance(value, str):
+        level = f"opt_level={brief(value)}"
+        return f". Pass the level by its name: amp.initialize(model, optimizer, {level})"
     if is_optimizer(getattr(value, "optimizer", None)):
         return ". Pass the optimizer itself, scheduler.optimizer; schedulers go on as they are"
     if not name:

@@ -140,8 +140,14 @@ def first_few(values: Iterable[Any], show: Callable[[Any], str] = name_of, most:
 
 
 def truth_of(name: str, value: Any) -> bool:
-    """Return a value as a bool; raise AmpTypeError if it is neither true nor false."""
-    try:
-        return bool(value)
-    except Exception:  # a tensor of several elements, or on the device meta
-        raise AmpTypeError(f"{name}={brief(value)} is neither True nor False") from None
+    """Return a flag as a bool: None is False, and 0 and 1 are flags, also as a tensor or NumPy's.
+
+    Raises:
+        AmpTypeError: it is anything else, such as the text "False".
+    """
+    with contextlib.suppress(Exception):  # of a tensor of several elements, or on the device meta
+        if value is None or value == 0 or value == 1:
+            return bool(value)
+    is_betas = name == "bias_correction" and isinstance(value, (list, tuple))
+    hint = f"; did you mean betas={brief(value)}?" if is_betas else "; pass one of them"
+    raise AmpTypeError(f"{name}={brief(value)} is neither True nor False{hint}")

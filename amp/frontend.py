@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any, Literal, TypeVar, Unpack, overload
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from amp import checkpoint
-from amp.arguments import as_flag, attached_to
+from amp.arguments import attached_to
 from amp.distributed import ProcessGroup
-from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, did_you_mean
+from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.interrupts import followed_by
 from amp.profiles.loss_scaling import LossScaling
-from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions
+from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions, hint_at
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.training.recorder import Transition
@@ -129,7 +129,7 @@ def initialize(
         AmpValueError: a property has a value that is not allowed.
     """
     _check_arguments(enabled, others)
-    enabled = as_flag("enabled", enabled)
+    enabled = truth_of("enabled", enabled)
     if isinstance(min_loss_scale, (int, float)) and not min_loss_scale:
         min_loss_scale = None
     given: dict[str, Any] = {key: value for key, value in locals().items() if key in OVERRIDE_KEYS}
@@ -163,19 +163,16 @@ def _make_default(session: Session) -> None:
 def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:
     if isinstance(enabled, str):  # the third position, where users often put a level
         shown = brief(enabled)
-        raise AmpTypeError(f"enabled={shown} is not a bool; did you mean opt_level={shown}?")
+        is_flag = enabled.lower() in ("true", "false")
+        meant = f"enabled={enabled.title()}, without quotes" if is_flag else f"opt_level={shown}"
+        raise AmpTypeError(f"enabled={shown} is not a bool; did you mean {meant}?")
     for name in others.keys() - OVERRIDE_KEYS.keys():
         takes = dict.fromkeys([*inspect.signature(initialize).parameters, *OVERRIDE_KEYS])
         del takes["others"]
         raise AmpTypeError(
             f"initialize() got an unexpected keyword argument '{name}'"
-            f"{_meant(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
+            f"{hint_at(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
         )
-
-
-def _meant(name: str, takes: Iterable[str]) -> str:
-    words = [{"bn": "batchnorm"}.get(word, word) for word in name.split("_")]
-    return did_you_mean("_".join(words), takes)
 
 
 def scale_loss(

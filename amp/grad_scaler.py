@@ -38,6 +38,7 @@ from amp.observers import watching
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks, as_dict
+from amp.training.attachment import AttachedOptimizer
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
 
@@ -304,9 +305,16 @@ class GradScaler(_TorchInternals):
         _check_optimizer("step", optimizer)
         self._check_scale_growth_tracker("step")
         if all(p.grad is None for p in _parameters(optimizer)) and not _groups(optimizer):
+            remedy = "First call backward on a loss that depends on them, or leave out the step"
+            if AttachedOptimizer.of(optimizer) is not None:
+                remedy = (
+                    "Its FP32 masters get gradients by `with amp.scale_loss(loss, optimizer) as "
+                    "scaled_loss: scaled_loss.backward()`. Leave the GradScaler out, and call "
+                    "optimizer.step()"
+                )
             raise AmpAssertionError(
                 f"{type(optimizer).__name__} was stepped, and none of its parameters has a gradient. "
-                "First call backward on a loss that depends on them, or leave out the step"
+                f"{remedy}"
             )
         result = super().step(optimizer, *args, **kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):

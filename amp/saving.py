@@ -7,6 +7,7 @@ writing stays.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -64,6 +65,9 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
             f"amp.save writes a file, and {str(path)!r} is a folder, a pipe or a device: give the path "
             "of a file, or a new path"
         )
+    if not target.parent.is_dir():
+        what = "amp.save found no such folder; make it first"
+        raise FileNotFoundError(errno.ENOENT, what, str(target.parent))
     beginning = _beginning(target.name)
     _remove_abandoned(target.parent, beginning)
     beside = target.with_name(f"{beginning}.{os.urandom(8).hex()}.tmp")

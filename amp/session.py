@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -24,7 +25,7 @@ from amp.casting.strategies import strategies_for
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
-from amp.errors import AmpIndexError, AmpRuntimeError, brief
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
 from amp.observers import Observer, watching
@@ -33,8 +34,10 @@ from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Overrides, Properties
 from amp.setup import Setup
+from amp.state_checks import as_float
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
+from amp.training.optimizer_wrappers import is_optimizer
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
@@ -102,7 +105,8 @@ class Session:
         for observer in watching():
             opt_level = observer.session_begins(opt_level, options)
         self.properties = Properties(enabled=False) if enabled is False else resolve(opt_level, options)
-        arguments.as_flag("verbosity", verbosity)
+        if not isinstance(verbosity, (bool, NoneType)) and as_float(verbosity) is None:
+            raise AmpTypeError(f"verbosity={brief(verbosity)} is neither 0, which logs nothing, nor 1")
         self.verbosity = verbosity
         self.closed = False
         arguments.check_environment()
@@ -127,9 +131,7 @@ class Session:
         if self.properties.diagnose == "on_overflow":
             self.observers.insert(0, Armed(self))
         self.undo = Undo()
-        if self.properties.enabled:
-            text = self.properties.describe()
-            self.log(logging.INFO, "opt_level %s resolves to\n%s", opt_level, text)
+        self._called = opt_level
 
     # Set up and tear down.
 
@@ -154,7 +156,7 @@ class Session:
             The objects that were passed: models alone if `optimizers` is None, else both.
         """
         self._check_open()
-        allow = arguments.as_flag("allow_incoming_model_not_fp32", allow_incoming_model_not_fp32)
+        allow = truth_of("allow_incoming_model_not_fp32", allow_incoming_model_not_fp32)
         if self.properties.enabled:
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
@@ -165,6 +167,9 @@ class Session:
                 allow |= observer.takes_half_models
             setup = Setup(self, model_list, optimizer_list)
             setup.check(allow)
+            if not self.is_in_use:
+                text = self.properties.describe()
+                self.log(logging.INFO, "opt_level %s resolves to\n%s", self._called, text)
             setup.run()
             for observer in told:
                 observer.initialize_ends(self, model_list, optimizer_list)
@@ -255,9 +260,15 @@ class Session:
         except Exception:  # a tensor or an array may raise any error
             number = -1
         if not 0 <= number < len(self.scalers):
+            is_object = isinstance(loss_id, nn.Module) or is_optimizer(loss_id)
+            remedy = (
+                "It is a number; leave it out for a single loss"
+                if is_object
+                else ("For more, pass num_losses=... to amp.initialize.")
+            )
             raise AmpIndexError(
-                f"loss_id={brief(loss_id)} is not one of 0 to {len(self.scalers) - 1}: num_losses was "
-                f"{len(self.scalers)}. For more, pass num_losses=... to amp.initialize."
+                f"loss_id={type(loss_id).__name__ if is_object else brief(loss_id)} is not one of 0 to "
+                f"{len(self.scalers) - 1}: num_losses was {len(self.scalers)}. {remedy}"
             )
         return self.scalers[number]
 

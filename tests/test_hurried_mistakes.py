@@ -52,6 +52,42 @@ def scaling(loss: Any = None, optimizer: Any = None) -> None:
         scaled_loss.backward()
 
 
+def scaling_by_a_grad_scaler() -> None:
+    model, optimizer = initialized()
+    scaler = amp.GradScaler("cpu")
+    scaler.scale(model(X).sum()).backward()
+    scaler.step(optimizer)
+
+
+def entering_twice() -> None:
+    model, optimizer = initialized()
+    block = amp.scale_loss(model(X).sum(), optimizer)
+    for _ in range(2):
+        with block as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+
+
+def deleting_a_layer() -> None:
+    model, optimizer = initialized()
+    del model[1]
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def of_other_shapes() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(4, 9), nn.LayerNorm(9), nn.Linear(9, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def loading(state: Callable[[Any, Any], Any]) -> None:
+    model, optimizer = initialized()
+    optimizer.load_state_dict(state(model, optimizer))
+
+
 def schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -149,6 +185,106 @@ def schedule(optimizer: Any) -> Any:
             "opt_level takes a level, or the path of a YAML file, and got {'extends': 'O2', "
             "'loss_scale': 128}. Write the keys into a file, or pass them as keywords: opt_level='O2', "
             "loss_scale=128",
+        ),
+        (
+            lambda: initializing(loss_scale=True),
+            "loss_scale=True is not a number; allowed: 'dynamic', a number, or a mapping; did you mean "
+            "'dynamic'?",
+        ),
+        (
+            lambda: initializing(loss_scale=128, max_loss_scale=64),
+            "loss_scale=128 is a fixed scale, and not between min_loss_scale=0 and max_loss_scale=64; "
+            "leave these out, or pass loss_scale='dynamic'",
+        ),
+        (
+            lambda: initializing(init_scale=1024),
+            "argument 'init_scale'; it belongs under loss_scale, which takes a mapping such as "
+            "{'init_scale': ...}",
+        ),
+        (lambda: initializing(init=1024), "such as {'init': ...}"),
+        (
+            lambda: initializing(dtype=torch.bfloat16),
+            "argument 'dtype'; opt_level says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16",
+        ),
+        (
+            lambda: initializing(enabled="False"),
+            "enabled='False' is not a bool; did you mean enabled=False, without quotes?",
+        ),
+        (
+            lambda: amp.get_session(initialized()[0]),
+            "an optimizer is needed here, and this is Sequential: pass the optimizer that",
+        ),
+        (lambda: amp.step_was_skipped(initialized()[0]), "and this is Sequential: pass the opt"),
+        (
+            lambda: amp.Session("O2", num_loss=2),
+            "there is no property 'num_loss'; allowed: num_losses, verbosity, process_group, enabled, ",
+        ),
+        (lambda: amp.Session("O2", num_loss=2), "; did you mean 'num_losses'?"),
+        (
+            lambda: amp.initialize(fresh()[0], "O2"),
+            "and got str. Pass the level by its name: amp.initialize(model, optimizer, opt_level='O2')",
+        ),
+        (
+            lambda: initializing(verbosity="info"),
+            "verbosity='info' is neither 0, which logs nothing, nor 1",
+        ),
+        (
+            lambda: amp.optimizers.FusedAdam(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
+            "bias_correction=(0.5, 0.9) is neither True nor False; did you mean betas=(0.5, 0.9)?",
+        ),
+        (
+            lambda: amp.optimizers.FusedLAMB(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
+            "did you mean betas=(0.5, 0.9)?",
+        ),
+        (
+            lambda: amp.optimizers.FusedNovoGrad(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
+            "did you mean betas=(0.5, 0.9)?",
+        ),
+        (
+            lambda: amp.optimizers.FusedAdam(fresh()[0].parameters(), maximize="False"),
+            "maximize='False' is neither True nor False; pass one of them",
+        ),
+        (
+            lambda: amp.optimizers.FusedSGD(fresh()[0].parameters(), 0.1, 0.9, nesterov="False"),
+            "nesterov='False' is neither True nor False",
+        ),
+        (lambda: amp.GradScaler("cpu", enabled="False"), "enabled='False' is neither True nor False"),
+        (
+            lambda: initializing(rules=[{"module": 0, "cast": "float32"}]),
+            "module=0 is not a name or a glob; write it in quotes",
+        ),
+        (
+            lambda: amp.scale_loss(X.sum(), *reversed(initialized())),
+            "loss_id=Sequential is not one of 0 to 0: num_losses was 1. It is a number; leave it out",
+        ),
+        (
+            lambda: amp.loss_scale(initialized()[1]),
+            "loss_id=AdamW is not one of 0 to 0: num_losses was 1. It is a",
+        ),
+        (
+            scaling_by_a_grad_scaler,
+            "none of its parameters has a gradient. Its FP32 masters get gradients by `with amp.scale_",
+        ),
+        (
+            entering_twice,
+            "what amp.scale_loss returned was entered a second time. Make a new one for each backward",
+        ),
+        (
+            deleting_a_layer,
+            "and where a layer was replaced or deleted. Change the model first, then make the opt",
+        ),
+        (
+            lambda: loading(lambda m, o: {"model": m.state_dict(), "optim": o.state_dict()}),
+            "it is missing, and checkpoint['optim'] has it: pass that; expected a list of 1 groups",
+        ),
+        (
+            lambda: loading(lambda m, o: torch.optim.SGD(m.parameters(), 0.1).state_dict()),
+            "has no usable 'betas': it is missing; expected a setting that this optimizer has; perhaps",
+        ),
+        (
+            lambda: loading(lambda m, o: of_other_shapes()),
+            "has no usable 'exp_avg': a float32 tensor of shape (9, 4); expected a dense floating-"
+            "point tensor of shape (8, 4)",
         ),
     ],
 )
@@ -376,3 +512,51 @@ def test_a_loss_in_the_block_of_another_session() -> None:
         scaled_loss.backward()
     with pytest.warns(amp.AmpWarning, match="block that does not name its optimizer"):
         second.step()
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ("loss_scale: true", ":2: loss_scale=True is not a number"),
+        ("growth_interval: 100", ":2: there is no property 'growth_interval'; allowed: "),
+        (
+            "growth_interval: 100",
+            "; it belongs under loss_scale, which takes a mapping such as {'gr",
+        ),
+        ("keep_bn_fp32: true", "; did you mean 'keep_batchnorm_fp32'?"),
+        ("precision: bf16", "; opt_level says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16"),
+        ("rules: [{module: 0, cast: float32}]", ":2: module=0 is not a name or a glob; write it in"),
+    ],
+)
+def test_what_is_said_of_a_profile(tmp_path: Path, lines: str, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: O2\n{lines}\n")
+    with pytest.raises(amp.AmpError, match=re.escape(text)):
+        amp.load_profile(path)
+
+
+def test_a_fixed_scale_may_have_bounds_around_it() -> None:
+    initialized(loss_scale=128, min_loss_scale=1, max_loss_scale=2.0**24)
+    assert amp.loss_scale() == 128
+
+
+def test_nothing_is_logged_before_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "amp")
+    with pytest.raises(amp.AmpError):
+        initializing(lambda m, o: o, verbosity=1)
+    assert not caplog.records
+    initialized(verbosity=1)
+    assert caplog.records[0].getMessage().startswith("opt_level O2 resolves to")
+
+
+def test_a_layer_of_a_list_that_is_put_in_afterwards() -> None:
+    model, _ = initialized()
+    model[2] = nn.Linear(8, 2)
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    assert caught.value.__notes__[0].endswith("amp.get_session().initialize(model[2])")
+
+
+def test_saving_into_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"found no such folder; make it first: .*none'"):
+        amp.save(tmp_path / "none" / "x.pt", {})

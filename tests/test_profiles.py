@@ -134,7 +134,6 @@ def test_unknown_levels_are_refused_with_what_is_allowed(wrong: Any) -> None:
     [
         ("O2", {"loss_scale": "128.0"}, {"loss_scale": 128.0}),
         ("O2", {"loss_scale": 128}, {"loss_scale": 128.0}),
-        ("O2", {"loss_scale": True}, {"loss_scale": 1.0}),
         ("O0", {"loss_scale": "dynamic"}, {"loss_scale": "dynamic"}),
         ("O2", {"keep_batchnorm_fp32": "False"}, {"keep_batchnorm_fp32": False}),
         ("O3", {"keep_batchnorm_fp32": "True"}, {"keep_batchnorm_fp32": True}),

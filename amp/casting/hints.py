@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -51,10 +52,11 @@ def _hint(error: RuntimeError, model: nn.Module) -> str | None:
     own = {p.dtype for p in layer.parameters(recurse=False) if p.is_floating_point()}
     own |= {p.dtype for p in vars(layer).values() if isinstance(p, torch.Tensor)}
     if layer is not model and not hooks and own and not own & LOW_PRECISION:
+        path = re.sub(r"[.](\d+)", r"[\1]", f"model.{names[layer]}")
         return (
             f"amp: {called} is {_listed(own)}, and the model that holds it was cast: perhaps it was "
             "put in after amp.initialize. Put layers in before, or prepare the new one too: "
-            f"amp.get_session().initialize(model.{names[layer]})"
+            f"amp.get_session().initialize({path})"
         )
     if hooks and own and hooks[0].dtype not in own:
         return (

@@ -6,7 +6,7 @@ overrides, the parsing of values and the error messages come from there.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat
 
@@ -53,14 +53,20 @@ def parse_fields(made: Any, keys: Mapping[str, Key]) -> None:
         object.__setattr__(made, key.field, key.parse(key.name, getattr(made, key.field)))
 
 
-def find_key(name: Any, keys: Mapping[str, Key], what: str, others: Sequence[str] = ()) -> Key:
+def find_key(
+    name: Any,
+    keys: Mapping[str, Key],
+    what: str,
+    others: Sequence[str] = (),
+    hint_at: Callable[[str, Iterable[str]], str] = did_you_mean,
+) -> Key:
     """Return the key whose name or alias is `name`, or raise an AmpTypeError that begins with `what`.
 
     The error lists the keys, and `others`, which the caller allows as well.
     """
     spelled = {spelling: key for key in keys.values() for spelling in (key.name, *key.aliases)}
     if name not in spelled:
-        hint = did_you_mean(name_of(name), [*others, *spelled])
+        hint = hint_at(name_of(name), [*others, *spelled])
         raise AmpTypeError(f"{what} {brief(name)}; allowed: {', '.join([*others, *keys])}{hint}")
     return spelled[name]
 
@@ -178,6 +184,8 @@ def or_none(parse: Parser) -> Parser:
 
 def parse_number(name: str, value: object) -> float:
     """Return a float; strings such as `"128.0"` are read."""
+    if isinstance(value, bool):
+        raise AmpValueError(f"{name}={value} is not a number")
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and (value.numel() != 1 or value.is_meta or value.is_complex()):  # type: ignore[attr-defined]
         raise AmpValueError(f"{name} is {brief(value)}; give a number, or a tensor of one element")
@@ -202,8 +210,8 @@ def parse_positive(name: str, value: object) -> float:
 
 def parse_count(name: str, value: object, least: int = 1, most: int = 2**63 - 1) -> int:
     """Return an integer from `least` to `most`."""
-    number = parse_number(name, value)
-    if isinstance(value, bool) or not number.is_integer() or number < least:
+    number = math.nan if isinstance(value, bool) else parse_number(name, value)
+    if not number.is_integer() or number < least:
         raise AmpValueError(f"{name}={brief(value)} must be an integer of at least {least}")
     count = value if isinstance(value, int) else int(number)
     if count > most:
@@ -219,7 +227,8 @@ MOST_GLOBS = 1000
 def parse_glob(name: str, value: object) -> str:
     """Return a name or a glob without the spaces around it."""
     if not isinstance(value, str) or not value.strip():
-        raise AmpTypeError(f"{name}={brief(value)} is not a name or a glob")
+        hint = "; write it in quotes" if isinstance(value, (int, float)) else ""
+        raise AmpTypeError(f"{name}={brief(value)} is not a name or a glob{hint}")
     if len(value) > LONGEST_GLOB:
         raise AmpValueError(
             f"{name}={brief(value)} is too long; a name or glob has at most {LONGEST_GLOB} characters"

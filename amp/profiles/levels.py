@@ -6,6 +6,7 @@ combination does not depend on the order in which its parts are given.
 """
 
 import functools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from amp.errors import (
     did_you_mean,
 )
 from amp.profiles.keys import find_key, shortened, shown, wrong_type
-from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, SCALE_BOUNDS, Properties
+from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, SCALE_BOUNDS, Properties, hint_at
 from amp.profiles.rules import parse_rules
 from amp.profiles.yamlfile import Lines, read_mapping
 
@@ -36,6 +37,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 LEVELS = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
 """The files of the levels, by name."""
 _LONGEST_CHAIN = 20
+_OF_SESSIONS = ("num_losses", "verbosity", "process_group")
+"""The arguments of a session that are no properties."""
 
 
 @functools.cache
@@ -87,14 +90,19 @@ def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> 
     properties = load_profile(opt_level)
     changes: dict[str, Any] = {}
     for name, value in overrides.items():
-        key = find_key(name, OVERRIDE_KEYS, "there is no property")
+        key = find_key(name, OVERRIDE_KEYS, "there is no property", _OF_SESSIONS, hint_at)
         if value is not None:
             changes[key.field] = key.parse(key.name, value)
     if "rules" in changes:
         changes["rules"] = properties.rules + changes["rules"]
     bounds = {SCALE_BOUNDS[name]: changes.pop(name) for name in SCALE_BOUNDS if name in changes}
-    scaling = changes.get("loss_scaling", properties.loss_scaling)
-    changes["loss_scaling"] = replace(scaling, **bounds)
+    own, low, high = changes.get("loss_scaling"), bounds.get("min") or 0.0, bounds.get("max", math.inf)
+    if own is not None and not own.dynamic and not low <= own.init <= high:
+        raise AmpValueError(
+            f"loss_scale={own.init:g} is a fixed scale, and not between min_loss_scale={low:g} and "
+            f"max_loss_scale={high:g}; leave these out, or pass loss_scale='dynamic'"
+        )
+    changes["loss_scaling"] = replace(own or properties.loss_scaling, **bounds)
     return _changed(properties, changes)
 
 
@@ -233,7 +241,7 @@ def _field(name: str, value: Any) -> dict[str, Any]:
         return {name: str(value)}
     if name == "opt_level":
         raise AmpTypeError("there is no property 'opt_level'; did you mean 'extends'?")
-    key = find_key(name, PROPERTY_KEYS, "there is no property", ("extends", "brief"))
+    key = find_key(name, PROPERTY_KEYS, "there is no property", ("extends", "brief"), hint_at)
     return {key.field: key.parse(key.name, value)}
 
 

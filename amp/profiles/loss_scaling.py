@@ -103,6 +103,7 @@ def parse_loss_scale(name: str, value: object) -> LossScaling:
         return LossScaling(mode="static", init=parse_positive(name, value))
     except AmpValueError as error:
         hint = did_you_mean(value, ["dynamic"]) if isinstance(value, str) else ""
+        hint = "; did you mean 'dynamic'?" if value is True else hint
         raise AmpValueError(f"{error}; {allowed}{hint}") from None
 
 

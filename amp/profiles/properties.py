@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
 import torch
 
 from amp.distributed import ProcessGroup
-from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief
+from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief, did_you_mean
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
 from amp.profiles.keys import Key, OneOf, key, keys_of, parse_globs, shown
 from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scale
@@ -131,6 +131,17 @@ OVERRIDE_KEYS = {
     **{name: replace(SCALING_KEYS[key], name=name, field=name) for name, key in SCALE_BOUNDS.items()},
 }
 """The overrides that a caller may pass, by name."""
+
+
+def hint_at(name: str, takes: Iterable[str]) -> str:
+    """Return what a key or keyword that does not exist may mean, or an empty text."""
+    if name in ("dtype", "precision"):
+        return "; opt_level says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16"
+    if any(name in (key.name, *key.aliases) for key in SCALING_KEYS.values()):
+        return f"; it belongs under loss_scale, which takes a mapping such as {{'{name}': ...}}"
+    words = [{"bn": "batchnorm"}.get(word, word) for word in name.split("_")]
+    return did_you_mean("_".join(words), takes)
+
 
 # The types of the overrides, for type checkers.
 

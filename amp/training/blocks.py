@@ -283,6 +283,15 @@ class _ToEnter(_GeneratorContextManager[Tensor]):
     own would leave the block open.
     """
 
+    def __delattr__(self, name: str) -> None:
+        """Forget an argument, which the standard library does first when the block is entered."""
+        if name not in vars(self):
+            raise AmpRuntimeError(
+                "what amp.scale_loss returned was entered a second time. Make a new one for each "
+                "backward: with amp.scale_loss(loss, optimizer) as scaled_loss"
+            )
+        super().__delattr__(name)
+
     def __getattr__(self, name: str) -> Any:
         raise AmpAttributeError(
             f"amp.scale_loss(...) was used without `with`, and has no attribute '{name}'. Write `with "

@@ -41,6 +41,10 @@ def structure_of(
     own = as_dict(state_dict, f"what {kind}.state_dict() returns")
     groups = optimizer.param_groups
     expected = f"a list of {len(groups)} groups, as this {kind} has"
+    holders = [key for key, x in own.items() if isinstance(x, Mapping) and "param_groups" in x]
+    if holders and "param_groups" not in own:
+        found_there = f"it is missing, and checkpoint[{brief(holders[0])}] has it: pass that"
+        checks.fail("state_dict", "param_groups", found_there, expected)
     saved = dict(enumerate(checks.items(own, "param_groups", "state_dict", expected, len(groups))))
     found: dict[Any, Tensor] = {}
     for i, known in enumerate(groups):
@@ -86,6 +90,10 @@ def check_settings(
         defaults: of the optimizer.
         takes_tensors: the settings that may be tensors of one element.
     """
+    for name, default in defaults.items():
+        if isinstance(default, (float, tuple)) and name not in group:
+            expected = "a setting that this optimizer has; perhaps the state is another class's"
+            checks.fail(path, name, "it is missing", expected)
     for name in defaults.keys() & group.keys():
         value, default = as_plain(group[name]), defaults[name]
         group[name] = value
@@ -139,8 +147,8 @@ def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwar
 def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
     """Return a checked copy of a state dict, for torch to load.
 
-    For torch's own optimizers, settings, steps, other numbers and entries with the parameter's shape
-    are checked too. For other classes, only the structure is: their entries may be anything.
+    For torch's own optimizers, settings, steps, other numbers and tensors are checked too. For other
+    classes, only the structure is: their entries may be anything.
 
     Raises:
         AmpTypeError, AmpValueError: an entry is not valid.
@@ -152,6 +160,7 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
     check_no_others(checks, own["state"], found)
     for i, group in enumerate(own["param_groups"]):
         check_settings(checks, group, f"state_dict['param_groups'][{i}]", optimizer.defaults)
+    has_one_shape = not isinstance(optimizer, (torch.optim.Adafactor, torch.optim.LBFGS))
     for key, entry in own["state"].items():
         path, parameter = f"state_dict['state'][{brief(key)}]", found[key]
         for name, value in entry.items():
@@ -159,7 +168,7 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
                 entry[name] = checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
             elif isinstance(value, Tensor) and not value.dim():
                 entry[name] = checks.scalar(entry, name, path)
-            elif isinstance(value, Tensor) and value.shape == parameter.shape:
+            elif isinstance(value, Tensor) and (has_one_shape or value.shape == parameter.shape):
                 entry[name] = checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
     checks.finish()
     return own

@@ -113,6 +113,7 @@ class ParameterCheck:
             raise AmpRuntimeError(
                 f"this {type(self._optimizer).__name__} would not train {first_few(lost, repr, 3)}: "
                 "the model has other parameters of these names since amp.initialize, as after "
-                "fully_shard and parallelize_module. Wrap the model first, then make the optimizer of "
-                "its parameters, then call amp.initialize"
+                "fully_shard, parallelize_module, to_empty, and where a layer was replaced or deleted. "
+                "Change the model first, then make the optimizer of its parameters, then call "
+                "amp.initialize"
             )
