@@ -306,7 +306,8 @@ class GradScaler(_TorchInternals):
         self._check_scale_growth_tracker("step")
         if all(p.grad is None for p in _parameters(optimizer)) and not _groups(optimizer):
             remedy = "First call backward on a loss that depends on them, or leave out the step"
-            if AttachedOptimizer.of(optimizer) is not None:
+            attached = AttachedOptimizer.of(optimizer)
+            if attached is not None and attached.gradients.lists.masters:
                 remedy = (
                     "Its FP32 masters get gradients by `with amp.scale_loss(loss, optimizer) as "
                     "scaled_loss: scaled_loss.backward()`. Leave the GradScaler out, and call "

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp.dtypes import LOW_PRECISION
@@ -25,7 +26,7 @@ class Unattached:
 
     def __call__(self, optimizer: Any, *_: object) -> None:
         """Look at an optimizer that is about to step for the first time."""
-        if optimizer in self._known:
+        if torch.compiler.is_compiling() or optimizer in self._known:
             return
         self._known.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
