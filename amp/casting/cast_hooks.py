@@ -133,7 +133,7 @@ class ModelInputs(CastInputs):
             warn(
                 f"the argument '{name}' of the model is cast to {dtype}, and holds {found}. Give "
                 "integers as torch.long and masks as bools, or leave the argument alone: "
-                f"cast_model_inputs: {{except: [{name}]}} in a profile"
+                f"{properties.excepting([name], self.which)} in a profile"
             )
 
 

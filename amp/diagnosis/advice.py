@@ -22,6 +22,16 @@ KEEP_MASTERS = (
 )
 
 
+def keep_buffers(names: Iterable[str], has_amp: bool) -> str:
+    """Return how to keep buffers, given by their names, in FP32: masters are for weights alone."""
+    if not has_amp:
+        return "Keep buffers in float32: leave out .bfloat16() and .half(), and use torch.autocast."
+    rules = dict.fromkeys(filter(None, [rule_for(name.rpartition(".")[0]) for name in names]))
+    if not rules:
+        return "Put it into a module of its own, which a rule can keep in FP32."
+    return f"Keep it in FP32, which masters do for weights alone:\nrules: [{', '.join(rules)}]"
+
+
 def properties_of(models: Iterable[nn.Module]) -> Properties | None:
     """Return the properties of the first of the models that has a session, or None."""
     session = next(filter(None, map(active.session_of, models)), None)
@@ -48,7 +58,8 @@ def keep_wide(
         properties: those of the session, or None for a script without one.
         overflowed: the dtype that a number was too large for, if that is the cause.
     """
-    line = f"x.float() at {short_path(place.file)}:{place.line}" if place.file else "x.float()"
+    at = f" at {short_path(place.file)}:{place.line}" if place.file else ""
+    line = f"x.float(){at}, then .to(x.dtype) where the numbers fit"
     is_cast = place.op.rpartition(".")[2] in ("to", "float", "half", "bfloat16", "type")
     has_range = overflowed is torch.float16
     if properties is None:
@@ -57,7 +68,7 @@ def keep_wide(
         by_rule = f"\nWith amp: rules=[{{'module': '{name}', 'cast': 'float32'}}]" if name else ""
         by_level = f"\nWith amp: opt_level='{level}' runs such functions in float32."
         return (
-            f"Compute it in float32: {line}, in torch.autocast(..., enabled=False) if autocast is on"
+            f"Compute it in float32: {line}; if autocast is on, in torch.autocast(..., enabled=False)"
             f"{either}.{by_level if _runs_wide(place.op) else by_rule}"
         )
     rule, level = rule_for(place.module), with_range(properties)

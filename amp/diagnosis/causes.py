@@ -21,13 +21,14 @@ import torch
 
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, lost_before
-from amp.diagnosis.findings import Finding, exact, excepting, one_a_rule, rule_for
+from amp.diagnosis.findings import Finding, exact, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import has_twin
 from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.profiles.properties import excepting
 
 _HALVES = set(map(dtype_name, LOW_PRECISION))
 _ARGUMENT = re.compile(r"argument '(\w+)'")
@@ -183,7 +184,7 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
     what = f"{_became(loss.before, loss.after)} in {dtype_name(real)}{_THEN[loss.cause]}{shows}"
     is_tiny = loss.cause == "underflow" and abs(loss.before) < LEAST
     if argument := _ARGUMENT.match(at.argument):
-        todo = f"Leave {at.argument} alone:\n{excepting([argument[1]])}"
+        todo = f"Leave {at.argument} alone:\n{_excepting(shadow, argument[1])}"
     elif real not in LOW_PRECISION or is_tiny:
         todo = "Compute it in another way, as by log_softmax or logsigmoid: FP32 loses it too."
     else:
@@ -230,7 +231,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     return (in_half or list(found.values()))[:3]
 
 
-def stands_still(records: Iterable[Still]) -> Iterator[Finding]:
+def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
     """Yield a finding for each line that was to change numbers, and left many of them as they were."""
     worst: dict[Any, Still] = {}  # of several steps
     for one in sorted(records, key=lambda one: one.share):
@@ -242,11 +243,14 @@ def stands_still(records: Iterable[Still]) -> Iterator[Finding]:
     for (dtype, file, line), kinds in lines.items():
         same = [one for each in kinds.values() for one in each]
         names = {kind for kind, _ in kinds}
+        todo = advice.KEEP_AVERAGES if names == {"average"} else advice.KEEP_MASTERS
+        if names == {"buffer"}:
+            todo = advice.keep_buffers([one.owned.name for one in same], has_amp)
         yield Finding(
             "still",
             f"numbers in {dtype_name(dtype)} stay as they are, although exactly they move:\n  "
             + "\n  ".join(map(_counted, kinds.values())),
-            advice.KEEP_AVERAGES if names == {"average"} else advice.KEEP_MASTERS,
+            todo,
             *("backward" if names == {"gradient"} else "step", *same[0].op.place[:2], file, line),
             gives=dtype_name(dtype),
             value=sum(one.share * one.numbers for one in same),
@@ -326,7 +330,7 @@ def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
         what = f"{name} holds integers up to {exact(cast.largest)}, which {dtype} rounds: {became}"
         todo = "Give integers as torch.long, or compute with them in float32."
     if argument := _ARGUMENT.match(op.argument):
-        todo += f"\nOr take O4, or leave the argument alone:\n{excepting([argument[1]])}"
+        todo += f"\nOr take O4, or leave the argument alone:\n{_excepting(shadow, argument[1])}"
     elif shadow.properties is not None and (rule := rule_for(op.place.module)):
         todo += f"\nOr keep the module in FP32:\nrules: [{rule}]"
     return replace(_finding(op, "cast", what, todo), value=cast.largest)
@@ -350,6 +354,10 @@ def _finding(op: Op, cause: str, what: str, todo: str) -> Finding:
     gives = "" if op.gives is None else dtype_name(op.gives)
     takes = tuple(map(dtype_name, op.takes))
     return Finding(cause, what, todo, op.phase, *op.place, takes, gives, op.value, limit)
+
+
+def _excepting(shadow: Shadow, argument: str) -> str:
+    return excepting([argument], shadow.properties.cast_model_inputs if shadow.properties else True)
 
 
 def _where(place: Place) -> str:

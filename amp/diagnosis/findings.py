@@ -110,11 +110,6 @@ def rule_for(module: str) -> str:
     return f"{{module: {quoted}, cast: float32}}" if name else ""
 
 
-def excepting(arguments: Iterable[str]) -> str:
-    """Return the property by which a level leaves arguments of the model as they are, as YAML."""
-    return f"cast_model_inputs: {{except: [{', '.join(arguments)}]}}"
-
-
 def exact(x: float) -> str:
     """Return a number with all of its digits, whole numbers without a point."""
     return str(int(x)) if float(x).is_integer() and abs(x) < 2**63 else repr(float(x))
@@ -191,7 +186,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.findings:
-            return f"healthy: {self.ops} ops gave nothing that is not finite"
+            return f"healthy: nothing found in {self.ops} ops"
         return said_of(self.findings, self.ranks > 1)
 
     def to_json(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Lost:
 
     def note_still(self, op: Op, owned: Owned, before: Value, x: Tensor, exact: Tensor) -> None:
         """Note a tensor that a write has left as it was, where its twin has moved."""
-        stays = (x == before.real) & (exact != before.exact)
+        stays = x.isfinite() & (x == before.real) & (exact != before.exact)  # inf + 1 is inf
         share = float(stays.count_nonzero()) / x.numel()
         key = before.memory.key
         known = self.still.get((key, op.aten))

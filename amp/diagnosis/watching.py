@@ -179,7 +179,8 @@ class Watch(Looks, Observer):
         if (shadow := self._drop()) is not None:
             self.window_ends(shadow)
         buffers, others = self.looks(self._models)
-        found = [*buffers, *grouped(self._seen), *stands_still(self._still), *others]
+        still = stands_still(self._still, bool(self.attached))
+        found = [*buffers, *grouped(self._seen), *still, *others]
         self.report.findings = found
 
     def window_ends(self, shadow: Shadow) -> None:

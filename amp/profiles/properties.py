@@ -35,6 +35,13 @@ def _parse_cast_inputs(name: str, value: object) -> CastInputs:
     return parse_globs(name, names) or True
 
 
+def excepting(arguments: Iterable[str], now: CastInputs = True) -> str:
+    """Return, as YAML, `cast_model_inputs` that leaves alone arguments too, besides those of now."""
+    names = dict.fromkeys([*(() if isinstance(now, bool) else now), *arguments])
+    quoted = (name if name.replace(".", "_").isidentifier() else f"'{name}'" for name in names)
+    return f"cast_model_inputs: {{except: [{', '.join(quoted)}]}}"
+
+
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 _DTYPE = OneOf(FLOAT16, BFLOAT16, FLOAT32, None)
 _MASTERS = OneOf(

@@ -13,8 +13,9 @@ from torch import nn
 from amp.arguments import advise_on_eps, attached_to
 from amp.diagnosis.advice import with_range
 from amp.diagnosis.diagnose import named_models
-from amp.diagnosis.findings import Finding, Report, exact, excepting, rule_for
+from amp.diagnosis.findings import Finding, Report, exact, rule_for
 from amp.errors import AmpTypeError
+from amp.profiles.properties import excepting
 from amp.trials.replay import Replay
 
 _RUINS = {"range", "absorbed range", "eps", "loss scale", "underflow", "mathematics"}
@@ -35,7 +36,8 @@ class Cure:
 
     Attributes:
         modules: the names of the modules that must run in FP32; may be empty.
-        arguments: the arguments of the model that must not be cast; may be empty.
+        arguments: the arguments of the model that must not be cast, with those of the profile in
+            force; may be empty.
         scale: the highest loss scale at which the step is finite; None if the scale need not change.
         is_dynamic: whether the loss scale is dynamic, so that `scale` is only where it begins.
         level: another level, if nothing else helps; else None.
@@ -172,8 +174,10 @@ class _Search:
             if scale < _LOWEST_SCALE:
                 return self._by_level(found[0])
             scale /= 2
+        now = self._replay.owner.properties.cast_model_inputs
+        excepted = () if isinstance(now, bool) or not self._arguments else now
         return Cure(
-            *(tuple(self._modules), tuple(self._arguments)),
+            *(tuple(self._modules), (*excepted, *self._arguments)),
             *(None if scale == self._scale else scale, self._is_dynamic),
             runs=self._replay.runs,
         )
@@ -195,7 +199,7 @@ class _Search:
         """Add what a finding advises to the trial, and return whether there was something new."""
         if finding.cause == "loss scale":  # at the lowest scale
             return False
-        argument = re.search(r"except: \[(\w+)\]", finding.advice)
+        argument = re.search(r"except: \[.*?(\w+)\]", finding.advice)
         if argument is not None and argument[1] not in {*self._arguments, *self._refused}:
             self._arguments.append(argument[1])
             return True

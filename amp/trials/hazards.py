@@ -127,7 +127,10 @@ def _place(x: Finding) -> tuple[str, str, int]:
 
 def _of_numbers(shadow: Shadow) -> list[Finding]:
     """Return findings about constants that a format changes, and values near its limit."""
-    found = [_of_constant(x, "it becomes inf") for x in shadow.ledger.constants]
+    found = [
+        _of_constant(x, f"it becomes {math.copysign(math.inf, x.value)}")
+        for x in shadow.ledger.constants
+    ]
     for op, value in shadow.lost.scalars:
         todo = f"Take at least {2.0**-14:.1e}, or compute in FP32 (x.float())."
         what = f"{value:g} is 0 in float16"
@@ -158,7 +161,7 @@ def _of_constant(constant: Constant, then: str) -> Finding:
     place, value, dtype = constant
     limit, name = float(torch.finfo(dtype).max), dtype_name(dtype)
     what = f"{value:g} is beyond {name}, which ends at {limit:g}: {then}"
-    todo = "Mask by -inf, by a mask of bools, or by torch.finfo(x.dtype).min."
+    todo = "To mask, take x.masked_fill(mask, torch.finfo(x.dtype).min): 0 times -inf is NaN."
     return Finding("mask", what, todo, "forward", *place, (), name, value, limit)
 
 
@@ -196,11 +199,13 @@ def _alignment(products: Iterable[Product]) -> Iterator[Finding]:
         # channels of images, and nobody pads an output of 1.
         chosen = sizes[1:] if is_plain else sizes
         least = SMALL_CHANNELS if is_convolution else 1
-        if odd := [size for size in chosen if size % multiple and size > least]:
+        if odd := dict.fromkeys(size for size in chosen if size % multiple and size > least):
             kind = "channels" if is_convolution else " x ".join(map(str, sizes))
             name, odds = dtype_name(dtype), ", ".join(map(str, odd))
-            what = f"{kind}: {odds} is no multiple of {multiple}, as tensor cores want it in {name}"
-            todo = f"Pad to {', '.join(str(-(-size // multiple) * multiple) for size in odd)}."
+            verb = "are" if len(odd) > 1 else "is"
+            what = f"{kind}: {odds} {verb} no multiple of {multiple}, as tensor cores want it in {name}"
+            padded = dict.fromkeys(-(-size // multiple) * multiple for size in odd)
+            todo = f"Pad to {', '.join(map(str, padded))}."
             yield Finding("alignment", what, todo, "forward", *place, gives=name, value=float(flops))
 
 

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp
+from amp.diagnosis import advice
+from amp.diagnosis.places import Place
 from tests.diagnosis import users_scripts
-from tests.diagnosis.users_scripts import FAULTS, MODELS, X, Y, healthy, net
+from tests.diagnosis.users_scripts import FAULTS, MODELS, X, Y, healthy, net, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 
@@ -260,3 +262,60 @@ def test_an_op_of_the_users_own_library() -> None:
         "the result has an inf, and the op cannot run in FP64",
     )
     assert "reamp_tests.divided" in found.op
+
+
+def test_accumulated_gradients_that_are_inf_do_not_stand_still() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu")
+    with amp.watch() as watch:
+        for _ in range(5):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast("cpu", torch.float16):
+                    out = model(X)
+                scaler.scale((out.float() + 30).square().sum(1).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert watch.report.is_healthy, str(watch.report)
+
+
+class Count(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((), 1024.0))
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("level", "rules", "said"),
+    [
+        ("", [], "Keep buffers in float32: leave out .bfloat16() and .half(), and use torch.autocast."),
+        ("O5", [], "rules: [{module: inner, cast: float32}]"),
+        ("O5", [{"module": "inner", "cast": "float32"}], "healthy"),
+    ],
+)
+def test_a_buffer_that_stands_still_is_cured_by_no_master(level: str, rules: Any, said: str) -> None:
+    model: Any = nn.Sequential()
+    model.add_module("inner", Count())
+    model = model if level else model.bfloat16()
+    with amp.watch(at=[1]) as watch:
+        optimizer: Any = torch.optim.SGD(model.parameters(), 10.0)
+        if level:
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, verbosity=0, rules=rules
+            )
+        for _ in steps(optimizer):
+            F.cross_entropy(model(X if level else X.bfloat16()).float(), Y).backward()
+    assert said in str(watch.report)
+    assert "O5" not in str(watch.report)
+
+
+def test_what_is_computed_in_float32_is_cast_back() -> None:
+    said = advice.keep_wide(Place("f", "", "train.py", 3), None)
+    assert "x.float() at train.py:3, then .to(x.dtype) where the numbers fit" in said

@@ -147,8 +147,19 @@ def test_positions_are_named_by_their_argument() -> None:
     positions = torch.arange(513.0)
     found = checked(Rotate(), "O5", (torch.randn(513, 4), positions))
     assert causes(found) == ["cast"]
+    assert "cast_model_inputs: {except: [positions]}" in str(found)
+    excepted = {"except": ["x*"]}
+    more = checked(Rotate(), "O5", (torch.randn(513, 4), positions), cast_model_inputs=excepted)
+    assert "cast_model_inputs: {except: ['x*', positions]}" in str(more)
     assert "argument 'positions' holds integers up to 512" in found.findings[0].what
     assert checked(Rotate(), "O4", {"x": torch.randn(513, 4), "positions": positions}).is_healthy
+
+
+@pytest.mark.parametrize(("value", "becomes"), [(1e9, "inf"), (-1e9, "-inf")])
+def test_a_mask_is_not_to_be_inf(value: float, becomes: str) -> None:
+    (found,) = checked(Apply(lambda x: x * value), "O2").findings
+    assert found.what.endswith(f": it becomes {becomes}")
+    assert found.advice.startswith("To mask, take x.masked_fill(mask, torch.finfo(x.dtype).min):")
 
 
 def test_weights_in_16_bits_before_initialize() -> None:
@@ -203,6 +214,11 @@ def test_tied_weights_under_two_rules(level: str, rules: Any, expected: list[str
     ("model", "level", "expected"),
     [
         (lambda: Apply(lambda x: x, 30), "O2", ("alignment", "128 x 32 x 30: 30 is no multiple of 8")),
+        (
+            lambda: Apply(lambda x: nn.functional.linear(x[..., :12], x.new_ones(12, 12))),
+            "O2",
+            ("alignment", "128 x 12 x 12: 12 is no multiple of 8"),
+        ),
         (lambda: Apply(lambda x: x, 30), "O0", None),
         (lambda: Apply(lambda x: x.float().half() + x), "O2", ("round trip", "a cast undoes the one")),
         (

@@ -255,3 +255,22 @@ def test_misuse_is_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(amp.AmpError, match="did not come out of amp.initialize"):
         amp.doctor(lambda: None, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head((self.first(x).float() + mask).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("cast_inputs", "names"), [(True, "mask"), ({"except": ["first"]}, "first, mask")]
+)
+def test_an_argument_is_left_alone_besides_those_that_are(cast_inputs: Any, names: str) -> None:
+    inputs, overrides = (torch.ones(4, 8), torch.full((8,), -7e4)), {"cast_model_inputs": cast_inputs}
+    found = prescribed("O2", *inputs, model=Masked(), overrides=overrides)
+    assert found.cure is not None, str(found)
+    assert found.cure.yaml == f"cast_model_inputs: {{except: [{names}]}}"
