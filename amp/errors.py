@@ -76,9 +76,9 @@ def warn(message: str) -> None:
     warnings.warn(message, AmpWarning, stacklevel=level if frame is not None else 2)
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `"; did you mean 'x'?"` for the nearest candidate, or an empty string."""
-    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 

@@ -28,13 +28,15 @@ from amp.numerics.planning import (
     answer,
     as_bytes,
     as_gpu,
+    check_options,
     check_shape,
     least_gpus,
+    recommended,
     rows_of,
 )
 from amp.numerics.rounding import Bits, bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import GRADIENT_FORMATS, gradient_survival, simulate_scaler
-from amp.numerics.text import WIDTH, Printer, gigabytes, plain
+from amp.numerics.text import WIDTH, Printer, bytes_in_words, plain, unit_of
 
 COMMON = [FORMATS[name] for name in ("float32", *GRADIENT_FORMATS)]
 
@@ -425,6 +427,7 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
     if limit is not None and not 0 < limit < math.inf:
         raise AmpValueError(f"--gpu-memory {limit / 1e9:g}: give the GB of one GPU, such as 80GB")
     params = arguments.params
+    check_options(vars(arguments))
     if arguments.model is not None:
         check_shape(vars(arguments))
         sizes = (arguments.layers, arguments.width, arguments.sequence, arguments.batch)
@@ -443,10 +446,11 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
     terms = [x for x in TERMS if any(getattr(row.footprint, x) for row in found)]
     header = ["level", "optimizer", *(_SHORT.get(term, term) for term in terms), "total"]
     header += [] if limit is None else ["fits"]
-    digits = 1 if max(row.footprint.total for row in found) >= 1e11 else 2
+    unit, of = unit_of(most := max(row.footprint.total for row in found))
+    digits = 1 if most >= 100 * of else 2
     data, rows = [], []
     for levels, optimizer, footprint in found:
-        sizes_of = [f"{getattr(footprint, x) / 1e9:,.{digits}f}" for x in (*terms, "total")]
+        sizes_of = [f"{getattr(footprint, x) / of:,.{digits}f}" for x in (*terms, "total")]
         row = [", ".join(levels), optimizer, *sizes_of]
         for level in levels:
             entry = dataclasses.asdict(footprint) | {"opt_level": level, "total": footprint.total}
@@ -454,22 +458,25 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
                 entry |= {"fits": footprint.total <= limit, "gpu_memory": limit}
             data.append(entry)
         rows.append(row if limit is None else [*row, "fits" if footprint.total <= limit else "-"])
-    printer.line(f"{params:,.0f} parameters, {arguments.optimizer}, GB of one process")
+    printer.line(f"{params:,.0f} parameters, {arguments.optimizer}, {unit} of one process")
     printer.table(header, rows)
     printer.line()
     has_activations = any(options.get(name) for name in ("activations", "linear_inputs"))
     if model is not None:
-        caches = (f"{gigabytes(model.cache(size))} GB in {8 * size} bits" for size in (2, 1))
-        printer.line(f"inference: weights of {gigabytes(2 * params)} GB in 16 bits, and a KV cache of")
+        caches = (f"{bytes_in_words(model.cache(size))} in {8 * size} bits" for size in (2, 1))
+        held = bytes_in_words(2 * params)
+        printer.line(f"inference: weights of {held} in 16 bits, and a KV cache of")
         printer.line(" or ".join(caches))
     said = [] if limit is None else list(answer(found, limit, has_activations))
-    if limit is not None and all(row.footprint.total > limit for row in found):
+    if limit is not None and recommended(found, limit) is None:
         if model is not None and not model.checkpointing:
             inputs, others = dataclasses.replace(model, checkpointing=True).activations
-            said.append(f"With --checkpointing they take about {gigabytes(2 * (inputs + others))} GB.")
+            least = bytes_in_words(2 * (inputs + others))
+            said.append(f"With --checkpointing they take about {least}.")
         count = least_gpus(params, arguments.optimizer, limit, options)
         if count is not None and arguments.world_size is None:
-            said.append(f"O5 fits on {count} such GPUs: --world-size {count} --sharding fsdp2.")
+            level = "O5" if gpu is None or gpu.runs("O5") else "O2"
+            said.append(f"{level} fits on {count} such GPUs: --world-size {count} --sharding fsdp2.")
     if not has_activations:
         said.append("Activations are not counted: give --model, --script or --activations.")
     printer.line(fill(" ".join(said), WIDTH))

@@ -274,8 +274,8 @@ def _tensors_of(model: Any, properties: Properties, optimizer: Any, state: State
         raise AmpTypeError(
             f"{model!r} is a {type(model).__name__}, not a module or a number of parameters"
         )
-    elif not 1 <= model < 1e18 or model != int(model):
-        raise AmpValueError(f"a model of {model!r} parameters: give a whole number of at least 1")
+    elif not 1 <= model <= 1e18 or model != int(model):
+        raise AmpValueError(f"a model of {model!r} parameters: give a whole number from 1 to 1e18")
     else:
         cast = properties.cast_model_type
         yield _Tensor(int(model), cast if isinstance(cast, torch.dtype) else torch.float32, True, True)

@@ -12,7 +12,7 @@ import torch
 
 from amp.errors import AmpValueError, did_you_mean
 from amp.numerics.memory import TERMS, Footprint, footprint
-from amp.numerics.text import gigabytes
+from amp.numerics.text import bytes_in_words
 from amp.profiles.levels import LEVELS, compute_dtype, load_profile
 
 
@@ -64,7 +64,7 @@ def as_gpu(name: str) -> Gpu:
     """
     known = {each.lower(): gpu for each, gpu in GPUS.items()}
     if name.lower() not in known:
-        hint = did_you_mean(name.upper(), GPUS) or f"; known are {', '.join(GPUS)}"
+        hint = did_you_mean(name.upper(), GPUS, cutoff=0.7) or f"; known are {', '.join(GPUS)}"
         raise argparse.ArgumentTypeError(f"{name!r} is not known; give --gpu-memory{hint}")
     return known[name.lower()]
 
@@ -185,34 +185,74 @@ def rows_of(parameters: float, optimizer: str, gpu: Gpu | None = None, **options
 
 _FIRST = ("O5", "O2", "O4", "O1", "O0")
 """The levels to take, the first one that fits."""
+_ELSE = {"O6": "in FP8", "O7": "in FP8", "O3": "without masters"}
+"""The others, and why they are not recommended."""
+_KEYS = {"split16": "master_weights: split16", "BF16 moments": "state_dtype: bfloat16"}
+"""The keys of a profile that the name of a row stands for."""
+
+
+def recommended(rows: Sequence[Row], limit: float) -> tuple[str, Row] | None:
+    """Return the level to take and its row, or None if none of the levels to take fits."""
+    fitting = [row for row in rows if row.footprint.total <= limit]
+    return next(((x, row) for x in _FIRST for row in fitting if x in row.levels), None)
 
 
 def answer(rows: Sequence[Row], limit: float, has_activations: bool) -> Iterator[str]:
     """Yield sentences that say what fits in so many bytes."""
     size = f"With {limit / 1e9:.4g} GB:"
-    order = [level for level in _FIRST if any(level in row.levels for row in rows)]
-    fitting = [row for row in rows if row.footprint.total <= limit]
-    for level, row in ((level, row) for level in order for row in fitting if level in row.levels):
-        rest = gigabytes(limit - row.footprint.total)
+    if (found := recommended(rows, limit)) is not None:
+        level, row = found
+        rest = bytes_in_words(limit - row.footprint.total)
+        what = "to spare" if has_activations else "for activations"
+        yield f"{size} {level} with {row.optimizer} fits, with {rest} {what}."
+        if keys := [key for name, key in _KEYS.items() if name in row.optimizer]:
+            yield f"Its keys in a profile: {'; '.join(keys)}."
         if has_activations:
-            yield f"{size} {level} with {row.optimizer} fits, with {rest} GB to spare."
-            yield f"Activations take {gigabytes(row.footprint.activations)} GB of it."
-        else:
-            yield f"{size} {level} with {row.optimizer} fits, with {rest} GB for activations."
+            yield f"Activations take {bytes_in_words(row.footprint.activations)} of it."
         return
     least = min(rows, key=lambda row: row.footprint.total)
-    total = gigabytes(least.footprint.total)
+    fitting = [x for x in _ELSE for row in rows if x in row.levels and row.footprint.total <= limit]
+    if fitting:
+        others = " and ".join(f"{level} ({_ELSE[level]})" for level in dict.fromkeys(fitting))
+        order = [level for level in _FIRST if any(level in row.levels for row in rows)]
+        yield f"{size} none of {', '.join(order)} fits; {others} would."
+        yield f"Activations take {bytes_in_words(least.footprint.activations)}."
+        return
     yield f"{size} nothing fits. {least.levels[0]} with {least.optimizer} is the smallest, and needs"
-    yield f"{total} GB, of which activations take {gigabytes(least.footprint.activations)} GB."
+    yield f"{bytes_in_words(least.footprint.total)}, of which activations take"
+    yield f"{bytes_in_words(least.footprint.activations)}."
 
 
 def least_gpus(parameters: float, optimizer: str, limit: float, options: dict[str, Any]) -> int | None:
-    """Return how many GPUs hold it at O5 by FSDP2, a power of 2, or None if 1024 do not."""
+    """Return how many GPUs hold it at O5 or O2 by FSDP2, a power of 2, or None if 1024 do not."""
     for count in (2**i for i in range(1, 11)):
         sharded = {**options, "world_size": count, "sharding": "fsdp2"}
         if footprint(parameters, "O5", optimizer, **sharded).total <= limit:
             return int(count)
     return None
+
+
+_OF_A_MODEL = ("layers", "width", "sequence", "batch", "checkpointing", "no_flash")
+_INSTEAD = {"script": ("params", "model", "activations"), "model": ("activations", "linear_inputs")}
+"""Options that another one replaces."""
+
+
+def check_options(given: dict[str, Any]) -> None:
+    """Raise AmpValueError if an option would have no effect, since another one is missing or there."""
+    are_given = {name for name, value in given.items() if value not in (None, False)}
+    name_of = {name: f"--{name.replace('_', '-')}" for name in given}
+    for name in _OF_A_MODEL if given["model"] is None else ():
+        if name in are_given:
+            raise AmpValueError(f"{name_of[name]} is of a model: give --model gpt too, or leave it out")
+    for name, others in _INSTEAD.items():
+        for other in others if name in are_given else ():
+            if other in are_given:
+                raise AmpValueError(
+                    f"--{name} counts what {name_of[other]} says: leave one of the two out"
+                )
+    if given["sharding"] not in (None, "none") and given["world_size"] is None:
+        sharding = f"--sharding {given['sharding']}"
+        raise AmpValueError(f"{sharding} is over processes: give --world-size too, as --world-size 8")
 
 
 def check_shape(shape: dict[str, Any]) -> None:

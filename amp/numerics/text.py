@@ -124,6 +124,12 @@ def plain(value: Any, mark: str = "") -> Any:
     return [plain(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def gigabytes(size: float) -> str:
-    """Return a number of bytes in GB of 10**9."""
-    return f"{size / 1e9:,.2f}" if size < 1e12 else f"{size / 1e9:,.0f}"
+def unit_of(size: float) -> tuple[str, float]:
+    """Return the unit to write so many bytes in, and how many bytes it has."""
+    return next(x for x in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if size >= x[1] / 10 or x[1] == 1e3)
+
+
+def bytes_in_words(size: float) -> str:
+    """Return a number of bytes as text, such as `14.16 GB`."""
+    unit, of = unit_of(size)
+    return f"{size / of:,.{0 if size >= 1e12 else 2}f} {unit}"

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ def test_memory(capsys: Any) -> None:
     assert "7,000,000,000 parameters" in shown
     fits = [line.startswith("O") and line.endswith(" fits") for line in shown.splitlines()]
     assert sum(fits) == 3  # split16, with bfloat16 moments too, and O3
-    said = "With 100 GB: O5 with FusedAdam, split16 fits, with 2.00 GB for activations. Activations "
-    assert said + "are not counted:" in shown.replace("\n", " ")
+    said = "With 100 GB: O5 with FusedAdam, split16 fits, with 2.00 GB for activations. Its keys in a "
+    assert said + "profile: master_weights: split16. Activations are not counted:" in shown.replace(
+        "\n", " "
+    )
     sharded = ["--world-size", "8", "--sharding", "zero3", "--activations", "1e9"]
     rows = json.loads(run(capsys, "memory", "--params", "8e9", *sharded, "--json"))
     assert rows[0]["weights"] == 4e9
@@ -166,14 +169,22 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
         (["ranges", "--plot", ""], "a picture is a .png or .svg file"),
         (["memory", "--params", "7e9", "--activations", "inf"], "activations=inf must be"),
         (["memory", "--params", "7X"], "'7X' is not a count: give a number such as 7e9, or one with K"),
-        (["memory", "--params", "-7e9"], "parameters: give a whole number of at least 1"),
+        (["memory", "--params", "-7e9"], "parameters: give a whole number from 1 to"),
         (["memory", "--params", "7e9", "--optimizer", "adamv"], "optimizer 'adamv' is not known"),
         (["memory", "--params", "7e9", "--gpu-memory", "-1"], "--gpu-memory -1: give the GB"),
         (["memory", "--params", "7e9", "--gpu-memory", "80XB"], "'80XB' is no size, such as 80GB"),
         (["memory", "--params", "7e9", "--gpu", "H10"], "'H10' is not known; give --gpu-memory; did"),
+        (["memory", "--params", "1e40"], "parameters: give a whole number from 1 to 1e18"),
+        (["memory", "--params", "7e9", "--gpu", "3060"], "give --gpu-memory; known are V100, T4, A10"),
+        (["memory", "--params", "7B", "--layers", "4"], "--layers is of a model: give --model gpt too"),
+        (["memory", "--params", "7B", "--script", "x.py"], "--script counts what --params says: leave"),
+        (["memory", "--params", "7B", "--sharding", "zero3"], "--sharding zero3 is over processes"),
         (["memory"], "give --params, as in --params 7B, or --model gpt"),
         (["memory", "--model", "gpt", "--layers", "2"], "--model gpt needs --width too, as in"),
-        (["memory", "--params", "7e9", "--sharding", "all"], "sharding='all' is not one of none"),
+        (
+            ["memory", "--params", "7e9", "--sharding", "all", "--world-size", "8"],
+            "sharding='all' is not one of none",
+        ),
         (["ranges", "--plot", "ranges.gif"], "a picture is a .png or .svg file"),
         (["ranges", "--plot", "no/where/ranges.png"], "there is no folder"),
         (["bitz", "1"], "there is no command 'bitz'; did you mean 'bits'?"),
@@ -228,6 +239,34 @@ def test_a_gpu_knows_its_memory_and_hides_what_it_emulates(capsys: Any) -> None:
     assert {row["opt_level"] for row in rows} == {"O0", "O1", "O2", "O3", "O4", "O5"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "--layers 24 --width 2048 --sequence 2048 --batch 1 --gpu T4",
+            "With 16 GB: none of O2, O1, O0 fits; O3 (without masters) would. Activations take 3.63 GB. "
+            "With --checkpointing they take about 0.75 GB. O2 fits on 2 such GPUs",
+        ),
+        (
+            "--layers 32 --width 4096 --sequence 4096 --batch 4 --world-size 8 --sharding fsdp2 "
+            "--gpu H100",
+            "With 80 GB: none of O5, O2, O4, O1, O0 fits; O7 (in FP8) and O3 (without masters) would. "
+            "Activations take 56.98 GB. With --checkpointing they take about",
+        ),
+    ],
+)
+def test_what_fits_and_is_not_recommended_is_said(capsys: Any, arguments: str, said: str) -> None:
+    given = ("memory", "--model", "gpt", "--optimizer", "FusedAdam", *arguments.split())
+    assert said in run(capsys, *given).replace("\n", " ")
+
+
+def test_small_sizes_have_small_units(capsys: Any) -> None:
+    for params, unit in (("1000", "KB"), ("1M", "MB"), ("1B", "GB")):
+        shown = run(capsys, "memory", "--params", params)
+        assert f"parameters, adamw, {unit} of one process" in shown
+        assert re.search(r"O0 +adamw +4\.0", shown), shown
+
+
 def test_what_does_not_fit_says_what_would(capsys: Any) -> None:
     shape = ("--model", "gpt", "--layers", "32", "--width", "4096", "--sequence", "4096")
     told = run(capsys, "memory", *shape, "--batch", "4", "--gpu", "H100")
@@ -237,6 +276,7 @@ def test_what_does_not_fit_says_what_would(capsys: Any) -> None:
     assert "a KV cache of 8.59 GB in 16 bits or 4.29 GB in 8 bits" in shown
     shown = run(capsys, "memory", "--params", "7B", "--gpu", "A100").replace("\n", " ")
     assert "With 80 GB: O5 with FusedAdam, split16, BF16 moments fits, with 10.00 GB for act" in shown
+    assert "Its keys in a profile: master_weights: split16; state_dtype: bfloat16." in shown
     shown = run(capsys, "memory", "--params", "70B", "--gpu", "H100").replace("\n", " ")
     assert "O5 fits on 16 such GPUs: --world-size 16 --sharding fsdp2" in shown
 

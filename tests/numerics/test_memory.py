@@ -241,7 +241,7 @@ def test_a_model_on_meta_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((-5,), {}, ValueError, "a model of -5 parameters: give a whole number of at least 1"),
+        ((-5,), {}, ValueError, "a model of -5 parameters: give a whole number from 1 to 1e18"),
         ((1.5,), {}, ValueError, "a model of 1.5 parameters"),
         ((float("nan"),), {}, TypeError, "nan is a float, not a module or a number"),
         (("gpt",), {}, TypeError, "'gpt' is a str, not a module or a number"),
