@@ -81,6 +81,15 @@ def _parser() -> "_Parser":
     return parser
 
 
+def _hint(command: str | None, given: Sequence[str], unknown: str) -> str:
+    """Return what to write in place of an argument that a command does not know, or an empty text."""
+    if "--levels" in given and not unknown.startswith("-"):
+        return "; levels are separated by commas, as in --levels O2,O4"
+    if command == "explain" and not unknown.startswith("-"):
+        return f"; a script is given as --script {unknown}"
+    return "; arguments of the script come after --" if command in _TAKE_A_SCRIPT else ""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and to which -1e-8 is a number.
 
@@ -107,8 +116,12 @@ class _Parser(argparse.ArgumentParser):
             option = word.partition("=")[0]
             if word.startswith("--") and not any(each.startswith(option) for each in options):
                 unknown = word if value.startswith("-") else f"{word} {value}"
-                parser.error(f"unrecognized arguments: {unknown}{did_you_mean(option, options)}")
-        return self.parse_args(given, after)
+                hint = did_you_mean(option, options, cutoff=0.7) or _hint(name, given, word)
+                parser.error(f"unrecognized arguments: {unknown}{hint}")
+        arguments, rest = self.parse_known_args(given, after)
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(name, given, rest[0])}")
+        return arguments
 
     def format_help(self) -> str:
         if self.commands is None:

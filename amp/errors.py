@@ -127,6 +127,12 @@ def shape_of(tensor: Any) -> str:
         return "(...)"
 
 
+def check_function(name: str, value: Any, what: str) -> None:
+    """Raise AmpTypeError if a value is no function; a model is none, though it can be called."""
+    if not callable(value) or hasattr(type(value), "parameters"):
+        raise AmpTypeError(f"{name} must be a function that {what}, and got {brief(value)}")
+
+
 def name_of(key: Any) -> str:
     """Return a key as messages show it: without quotes, if it is a short string."""
     return key if isinstance(key, str) and len(key) <= _LONGEST else brief(key)

@@ -92,6 +92,9 @@ def schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
+
+
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
@@ -286,6 +289,24 @@ def schedule(optimizer: Any) -> Any:
             "has no usable 'exp_avg': a float32 tensor of shape (9, 4); expected a dense floating-"
             "point tensor of shape (8, 4)",
         ),
+        (
+            lambda: amp.doctor(X.sum(), *initialized()),  # type: ignore[arg-type]
+            "step must be a function that runs a forward, amp.scale_loss and a backward, and got a ",
+        ),
+        (lambda: amp.doctor(lambda: None, *initialized()), "step ran no op: it has to run a forward"),
+        (
+            lambda: amp.compare(fresh()[0], lambda *_: None),
+            "build must be a function that returns (model, optimizer), and got Sequential(",
+        ),
+        (
+            lambda: amp.compare(fresh, 5),  # type: ignore[arg-type]
+            "step must be a function that trains for one step: step(model, optimizer, i), and got 5",
+        ),
+        (
+            lambda: amp.compare(fresh, lambda *_: None, seed=2**64),
+            "seed=18446744073709551616 must be from 0 to 2**64 - 1",
+        ),
+        *((lambda at=at: amp.watch(at), "as in [1, 4, 20]. No model is named") for at in BAD_STEPS),
     ],
 )
 def test_what_is_said(mistake: Callable[[], None], text: str) -> None:
@@ -335,6 +356,18 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
             "did you mean '--opt-level'? See reamp doctor --help",
         ),
         (["memory", "--parms", "7B"], "did you mean '--params'? See reamp memory --help"),
+        (
+            ["compare", "x.py", "--epochs", "1"],
+            "arguments: --epochs 1; arguments of the script come after",
+        ),
+        (["compare", "x.py", "3"], "unrecognized arguments: 3; arguments of the script come after --"),
+        (
+            ["compare", "x.py", "--levels", "O2", "O4"],
+            "levels are separated by commas, as in --levels O2",
+        ),
+        (["explain", "exp", "train.py"], "a script is given as --script train.py"),
+        (["compare", ".", "--steps", "1"], "'.' is a folder without __main__.py: give a script in it"),
+        (["compare", "x.py", "--seed", "-1"], "seed=-1 must be from 0 to 2**64 - 1"),
     ],
 )
 def test_a_command_that_is_misspelt(
@@ -344,6 +377,70 @@ def test_a_command_that_is_misspelt(
     assert status == 2
     assert text in said
     assert said.count("\n") == 1
+
+
+def test_a_backend_that_does_not_exist(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_KERNELS", "foo")
+    status, said = run(capsys, "selftest")
+    assert (status, said.count("\n")) == (2, 1)
+    assert "AMP_KERNELS='foo' is not one of" in said
+
+
+PLAIN = """
+import argparse, sys, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, required=True)
+steps = parser.parse_args().steps
+if not steps:
+    sys.exit("no data found")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(steps):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size", "said"),
+    [
+        (
+            "doctor train.py",
+            "1",
+            "required: --steps\nreamp: the script failed: it ended with exit status 2",
+        ),
+        ("doctor train.py -- --steps 0", "1", "reamp: the script failed: it ended: no data found"),
+        (
+            "doctor train.py --at 9 -- --steps 5",
+            "1",
+            "reamp: the script ended after 5 steps, and before",
+        ),
+        (
+            "doctor train.py --at 1,9 -- --steps 5",
+            "1",
+            "no GradScaler, 5 steps; it ended before step 9\n",
+        ),
+        (
+            "doctor train.py --opt-level O4 -- --steps 5",
+            "two",
+            "variable WORLD_SIZE='two' is no number",
+        ),
+    ],
+)
+def test_a_script_that_ends_early_says_why(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    size: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    Path("train.py").write_text(PLAIN)
+    assert said in run(capsys, *arguments.split())[1]
 
 
 def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

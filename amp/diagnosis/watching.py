@@ -25,6 +25,7 @@ from amp.diagnosis.lost import Still
 from amp.diagnosis.places import has_modes
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
+from amp.errors import AmpValueError, brief
 from amp.observers import Observer, observing
 from amp.training.attachment import AttachedOptimizer
 
@@ -263,5 +264,14 @@ def watch(at: Sequence[int] = AT) -> Watch:
     Returns:
         A context manager with `about`, one line on what was found, and `report`, an
         `amp.diagnosis.Report`.
+
+    Raises:
+        AmpValueError: `at` is no list of such numbers.
     """
-    return Watch(at)
+    numbers = list(at) if isinstance(at, (list, tuple, range)) else []
+    if not numbers or not all(type(each) is int and each >= 1 for each in numbers):
+        raise AmpValueError(
+            f"at={brief(at)} must be a list of numbers of steps, from 1 on, as in [1, 4, 20]. No model "
+            "is named: models are found"
+        )
+    return Watch(numbers)

@@ -232,6 +232,9 @@ def _ulp(arguments: argparse.Namespace, printer: Printer) -> Any:
     return data
 
 
+_MOST_STEPS = 10**6
+
+
 @command(
     "simulate",
     _PLOT,
@@ -253,6 +256,8 @@ def _simulate(arguments: argparse.Namespace, printer: Printer) -> Any:
     """
     names = ("init", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min", "max")
     scaling = _given(arguments, *names)
+    if arguments.steps > _MOST_STEPS:
+        raise AmpValueError(f"--steps {arguments.steps}: give at most {_MOST_STEPS}")
     trace = simulate_scaler(overflows=arguments.overflows, steps=arguments.steps, **scaling)
     if arguments.plot is not None:
         plots.plot_trace(trace, arguments.plot)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from amp.arguments import check_environment
 from amp.errors import AmpValueError
 from amp.numerics.text import Printer
 from amp.selftest.checks import all_checks
@@ -42,6 +43,7 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from amp.about import environment
 
+    check_environment()
     device = _chosen(arguments.device)
     checks = [each for each in all_checks().values() if arguments.full or not each.is_full]
     printer, before = Printer(), time.perf_counter()

@@ -51,6 +51,7 @@ def main(job: str) -> None:
 
     def save() -> None:
         found["has_begun"], found["seen"] = watcher.has_begun, watcher.seen(found["error"])
+        found["made"] = watcher.steps
         if injected is not None:
             found["notes"], found["scale"] = injected.notes, injected.scale
         with open(given["result"], "wb", closefd=False) as file:
@@ -98,7 +99,8 @@ def _error_of(run: Callable[[], object]) -> tuple[str, str]:
     except _EnoughError:
         return "", ""
     except SystemExit as end:
-        return f"it ended with exit status {end.code}" if end.code else "", ""
+        what = f": {end.code}" if isinstance(end.code, str) else f" with exit status {end.code}"
+        return f"it ended{what}" if end.code else "", ""
     except BaseException as error:
         frame = error.__traceback__
         while frame is not None and not _is_users(frame.tb_frame.f_code.co_filename):

@@ -22,6 +22,7 @@ from amp.errors import (
     AmpValueError,
     AmpWarning,
     brief,
+    check_function,
     did_you_mean,
     name_of,
 )
@@ -92,10 +93,13 @@ def compare(
         num_losses: as in `amp.initialize`.
 
     Raises:
-        AmpValueError: a level, `steps` or `reference` is not valid.
+        AmpValueError: a level, `steps`, `seed` or `reference` is not valid.
+        AmpTypeError: `build` or `step` is no function.
         AmpRuntimeError: a session that casts functions is open, or two runs at O0 differ.
         Exception: an error in the run at O0. An error at another level is in that level's result.
     """
+    check_function("build", build, "returns (model, optimizer)")
+    check_function("step", step, "trains for one step: step(model, optimizer, i)")
     if active.newest_caster() is not None:
         raise AmpRuntimeError(
             "a session that casts torch's functions is open, at O0 too: close it before amp.compare, "
@@ -104,14 +108,16 @@ def compare(
     return compare_runs(_InProcess(build, step, num_losses), levels, steps, seed, reference)
 
 
-def check_request(levels: Sequence[str], steps: int, reference: str) -> None:
-    """Raise AmpError if a level, `steps` or `reference` is not valid."""
+def check_request(levels: Sequence[str], steps: int, reference: str, seed: int = 0) -> None:
+    """Raise AmpError if a level, `steps`, `reference` or `seed` is not valid."""
     if isinstance(levels, str) or not isinstance(levels, Collection) or not levels:
         raise AmpValueError(f"levels={brief(levels)} is not a list of levels, such as {list(LEVELS)}")
     for level in levels:
         Session(level, verbosity=0).close()
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise AmpValueError(f"steps={brief(steps)} must be an integer of at least 1")
+    if not 0 <= seed < 2**64:
+        raise AmpValueError(f"seed={brief(seed)} must be from 0 to 2**64 - 1")
     if not isinstance(reference, str) or reference not in REFERENCES:
         hint = did_you_mean(name_of(reference), REFERENCES)
         raise AmpValueError(f"reference={brief(reference)} is not one of {', '.join(REFERENCES)}{hint}")
@@ -200,7 +206,7 @@ def compare_runs(
 
     `rows_before` returns what to run before the levels, and is asked after the first run.
     """
-    check_request(levels, steps, reference)
+    check_request(levels, steps, reference, seed)
     base = Trial("O0", steps, seed)
     floor = run(base)
     if not floor.losses:

@@ -14,7 +14,7 @@ from amp.arguments import advise_on_eps, attached_to
 from amp.diagnosis.advice import with_range
 from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Finding, Report, exact, rule_for
-from amp.errors import AmpTypeError
+from amp.errors import AmpRuntimeError, AmpTypeError, check_function
 from amp.profiles.properties import excepting
 from amp.trials.replay import Replay
 
@@ -112,15 +112,18 @@ def doctor(
         A `Prescription`, with a `report`, a `cure` and `why_not`, which can be printed.
 
     Raises:
-        AmpTypeError: `model` is not a module, or `optimizer` is an empty list.
-        AmpRuntimeError: the optimizer has not been through `initialize`.
+        AmpTypeError: `step` is no function, `model` no module, or `optimizer` an empty list.
+        AmpRuntimeError: the optimizer has not been through `initialize`, or `step` runs no op.
     """
+    check_function("step", step, "runs a forward, amp.scale_loss and a backward")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers:
         raise AmpTypeError("amp.doctor takes the optimizer of amp.initialize, and got an empty list")
     attached = list(map(attached_to, optimizers))
     replay = Replay(step, named_models(model, "amp.doctor"), attached[0].owner, attached)
     findings = replay.run()
+    if not replay.ops:
+        raise AmpRuntimeError("step ran no op: it has to run a forward, amp.scale_loss and a backward")
     if not findings:  # then the step, which is not replayed, may still divide by 0
         said = [message.split(". ", 1) for one in attached for message in advise_on_eps(one.optimizer)]
         findings = [Finding("eps", what, todo, "step") for what, todo in said]

@@ -131,8 +131,8 @@ def chosen(explanation: Explanation, op: str | None, module: str | None) -> Expl
     found = [x for x in calls if _is_about(x, op, module)]
     if not found:
         names = sorted({x.op for x in calls})
-        where = f" in module '{module}'" if module else ""
-        raise AmpValueError(f"'{op}' was not called{where}; these were: {', '.join(names)}")
+        where = f"module '{module}'" if module else "a forward"
+        raise AmpValueError(f"'{op}' was not called in {where}; these were: {', '.join(names)}")
     return Explanation(explanation.level, tuple(found))
 
 

@@ -19,7 +19,7 @@ from amp.casting.containers import cast_tensors
 from amp.diagnosis.attaching import Training, models_in_memory, replace_in
 from amp.diagnosis.places import is_called_by_amp
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, AmpValueError
 from amp.observers import watching
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
@@ -89,7 +89,9 @@ class Injected(Training):
         return original(module, *args, **kwargs)
 
     def _initialize(self) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not (size := os.environ.get("WORLD_SIZE", "1")).isdecimal():
+            raise AmpValueError(f"the environment variable WORLD_SIZE={size!r} is no number")
+        if int(size) > 1:
             raise AmpRuntimeError("a script of several processes without amp: only one can be compared")
         models, optimizers = models_in_memory(self.optimizers)[0], self.optimizers
         for model in models:

@@ -11,7 +11,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.diagnose import is_checked
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.watching import Watch
+from amp.diagnosis.watching import AT, Watch
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.trials import hazards
@@ -99,7 +99,9 @@ class ScriptWatch(Watch):
         """
         last = self._shadow
         self.look()
-        self.report.about = "" if self._session else self.about
+        missed = ", ".join(map(str, self._due)) if self.last_step != AT[-1] else ""
+        end = f"; it ended before step {missed}" if missed and error == "" else ""
+        self.report.about = "" if self._session else f"{self.about}{end}"
         if self._session is None:
             return self.report
         shadow = self._first_shadow or Shadow({})

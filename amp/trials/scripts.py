@@ -34,7 +34,8 @@ class Script:
     Attributes:
         is_injected: whether it was found not to use amp, so that amp is injected.
         notes: remarks for the user.
-        traceback: that of the error which ended the last run, or an empty text.
+        traceback: that of the error which ended the last run, or what it wrote before it ended with an
+            exit status; or an empty text.
 
     Raises:
         AmpValueError: there is no such file.
@@ -45,8 +46,11 @@ class Script:
         self._progress = progress
         self.notes: list[str] = []
         self._arguments = list(arguments)
-        if self._arguments[0] != "-m" and not Path(self._arguments[0]).exists():
-            raise AmpValueError(f"there is no file '{self._arguments[0]}'")
+        path = Path(self._arguments[0])
+        if self._arguments[0] != "-m" and not path.exists():
+            raise AmpValueError(f"there is no file '{path}'")
+        if self._arguments[0] != "-m" and path.is_dir() and not (path / "__main__.py").exists():
+            raise AmpValueError(f"'{path}' is a folder without __main__.py: give a script in it")
 
     def watched_by(
         self, watcher: str, options: dict[str, Any], level: str | None = None, seed: int | None = None
@@ -87,6 +91,11 @@ class Script:
         self.traceback = found["traceback"]
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
         if not found["has_begun"] and not found["error"]:
+            if found["made"]:
+                raise AmpRuntimeError(
+                    f"the script ended after {found['made']} steps, and before those to be looked at: "
+                    "give smaller numbers to --at"
+                )
             raise AmpRuntimeError(
                 "the script trains nothing: it never called amp.initialize, and stepped no optimizer. "
                 "In processes that it starts, use amp.watch()"
@@ -167,9 +176,14 @@ def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, An
             )
         result.seek(0)
         found: dict[str, Any] = torch.load(result, map_location="cpu", weights_only=False)
+        if found["error"] and not found["traceback"]:  # as the usage of an argparse
+            stderr.seek(0)
+            found["traceback"] = stderr.read().decode(errors="replace").strip()[-_LONGEST:]
     return found
 
 
+_LONGEST = 2000
+"""How many characters of a script's stderr are shown."""
 _START = """import sys
 sys.path.append(sys.argv[1])
 from amp.trials.child import main

@@ -155,6 +155,7 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
             ["simulate", "--steps", "3", "--overflows", "5"],
             "overflows=[5] are not among",
         ),
+        (["simulate", "--steps", "1000000000"], "--steps 1000000000: give at most 1000000"),
         (["simulate", "--init", "0"], "init=0.0 must be a finite number above 0"),
         (["survival", "nowhere.pt"], "there is no file 'nowhere.pt'"),
         (["survival", __file__], "is no file of tensors that torch.save wrote"),
@@ -244,8 +245,8 @@ def test_a_gpu_knows_its_memory_and_hides_what_it_emulates(capsys: Any) -> None:
     [
         (
             "--layers 24 --width 2048 --sequence 2048 --batch 1 --gpu T4",
-            "With 16 GB: none of O2, O1, O0 fits; O3 (without masters) would. Activations take 3.63 GB. "
-            "With --checkpointing they take about 0.75 GB. O2 fits on 2 such GPUs",
+            "With 16 GB: none of O2, O1, O0 fits; O3 (without masters) would. Activations take 3.63 "
+            "GB. With --checkpointing they take about 0.75 GB. O2 fits on 2 such GPUs",
         ),
         (
             "--layers 32 --width 4096 --sequence 4096 --batch 4 --world-size 8 --sharding fsdp2 "
