@@ -16,9 +16,16 @@ from amp.lazy import kernels
 from amp.profiles.fp8_recipe import GRANULARITIES
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
+from amp.state_checks import as_float
 from amp.training.attachment import AttachedOptimizer, keeps_moments
 from amp.training.optimizer_step import declares
 from amp.training.optimizer_wrappers import innermost, is_optimizer
+
+
+def check_verbosity(value: Any) -> None:
+    """Raise AmpTypeError unless it is a number, a bool or None."""
+    if value is not None and not isinstance(value, bool) and as_float(value) is None:
+        raise AmpTypeError(f"verbosity={brief(value)} is neither 0, which logs nothing, nor 1")
 
 
 def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:

@@ -9,7 +9,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import NoneType
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -25,7 +24,7 @@ from amp.casting.strategies import strategies_for
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
-from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, brief, truth_of
+from amp.errors import AmpIndexError, AmpRuntimeError, brief, truth_of
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
 from amp.observers import Observer, watching
@@ -34,7 +33,6 @@ from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Overrides, Properties
 from amp.setup import Setup
-from amp.state_checks import as_float
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.optimizer_wrappers import is_optimizer
@@ -77,6 +75,7 @@ class Session:
 
     Attributes:
         properties: the properties of the profile and the overrides.
+        called: the level as it was passed.
         scalers: one loss scaler per loss.
         observers: the observers that are told what happens in the session; see `amp.observers`.
         attached: the `AttachedOptimizer` of each optimizer.
@@ -105,8 +104,7 @@ class Session:
         for observer in watching():
             opt_level = observer.session_begins(opt_level, options)
         self.properties = Properties(enabled=False) if enabled is False else resolve(opt_level, options)
-        if not isinstance(verbosity, (bool, NoneType)) and as_float(verbosity) is None:
-            raise AmpTypeError(f"verbosity={brief(verbosity)} is neither 0, which logs nothing, nor 1")
+        arguments.check_verbosity(verbosity)
         self.verbosity = verbosity
         self.closed = False
         arguments.check_environment()
@@ -131,7 +129,7 @@ class Session:
         if self.properties.diagnose == "on_overflow":
             self.observers.insert(0, Armed(self))
         self.undo = Undo()
-        self._called = opt_level
+        self.called = opt_level
 
     # Set up and tear down.
 
@@ -167,9 +165,6 @@ class Session:
                 allow |= observer.takes_half_models
             setup = Setup(self, model_list, optimizer_list)
             setup.check(allow)
-            if not self.is_in_use:
-                text = self.properties.describe()
-                self.log(logging.INFO, "opt_level %s resolves to\n%s", self._called, text)
             setup.run()
             for observer in told:
                 observer.initialize_ends(self, model_list, optimizer_list)
@@ -261,14 +256,10 @@ class Session:
             number = -1
         if not 0 <= number < len(self.scalers):
             is_object = isinstance(loss_id, nn.Module) or is_optimizer(loss_id)
-            remedy = (
-                "It is a number; leave it out for a single loss"
-                if is_object
-                else ("For more, pass num_losses=... to amp.initialize.")
-            )
             raise AmpIndexError(
                 f"loss_id={type(loss_id).__name__ if is_object else brief(loss_id)} is not one of 0 to "
-                f"{len(self.scalers) - 1}: num_losses was {len(self.scalers)}. {remedy}"
+                f"{len(self.scalers) - 1}: num_losses was {len(self.scalers)}. It is a number; leave "
+                "it out for a single loss. For more, pass num_losses=... to amp.initialize."
             )
         return self.scalers[number]
 

@@ -64,6 +64,9 @@ class Setup:
         """Make all changes; if one fails, undo all of them."""
         session, undo = self._session, self._undo
         was_in_use, known = session.is_in_use, (len(session.models), len(session.attached))
+        if not was_in_use:
+            text = session.properties.describe()
+            session.log(logging.INFO, "opt_level %s resolves to\n%s", session.called, text)
         session.undo.callback(_recast_states, self._attached)  # after parameters have their old dtype
         session.undo.callback(undo.close)
         try:
