@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_contained
-from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, did_you_mean, warn
 from amp.lazy import kernels
 from amp.profiles.fp8_recipe import GRANULARITIES
+from amp.profiles.keys import shown
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.state_checks import as_float
 from amp.training.attachment import AttachedOptimizer, keeps_moments
-from amp.training.optimizer_step import declares
+from amp.training.optimizer_step import Capabilities, declares
 from amp.training.optimizer_wrappers import innermost, is_optimizer
 
 
@@ -192,9 +193,15 @@ def check_optimizers(
             )
         if properties.state_dtype is not None and not keeps_moments(optimizer):
             raise AmpRuntimeError(
-                f"state_dtype={dtype_name(properties.state_dtype)} needs an optimizer that rounds its "
+                f"state_dtype={shown(properties.state_dtype)} needs an optimizer that rounds its "
                 f"moments, and optimizers[{i}] is {kind.__name__}. Use one of amp.optimizers, or leave "
                 "out state_dtype."
+            )
+        if properties.master_weights == "split24" and not Capabilities(optimizer).takes_scaled:
+            raise AmpRuntimeError(
+                "master_weights='split24' needs an optimizer that rounds masters stochastically in its "
+                f"step, and optimizers[{i}] is {kind.__name__}. Use one of amp.optimizers, or "
+                "master_weights='split16'"
             )
 
 

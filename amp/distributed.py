@@ -1,5 +1,7 @@
 """Functions on `torch.distributed`, which also work without a process group."""
 
+import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -129,6 +131,38 @@ def cut_of(tensor: Any) -> Cut:
         else:
             shard = shard * size + at
     return Cut((mesh, tensor.placements), shard, copies, tuple(groups_of_meshes([tensor])))
+
+
+def shard_in_whole(tensor: Any) -> tuple[int, int, int]:
+    """Return where the elements of this rank's part lie in the whole tensor.
+
+    Element i of the part is element `first + i // run * pitch + i % run` of the whole tensor, or
+    `first + i` if `run` is 0.
+
+    Returns:
+        `first`, `run` and `pitch`.
+
+    Raises:
+        AmpTypeError: the tensor is cut in several of its inner dimensions.
+    """
+    if not is_sharded(tensor) or not tensor.numel():
+        return 0, 0, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole = list(tensor.shape)
+    part, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+    cut = [dim for dim in range(len(whole)) if part[dim] != whole[dim]]
+    sizes = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    first = sum(map(operator.mul, offset, sizes))
+    if not cut or math.prod(whole[: cut[-1]]) == 1:
+        return first, 0, 0
+    if any(math.prod(whole[:dim]) != 1 for dim in cut[:-1]):
+        raise AmpTypeError(
+            f"a parameter of shape {tuple(whole)} is cut in its dimensions {cut}, and stochastic "
+            "rounding tells the place of its elements only if one of these is the first. Leave out "
+            "state_dtype and master_weights='split24'"
+        )
+    return first, math.prod(part[cut[-1] :]), math.prod(whole[cut[-1] :])
 
 
 def place_gradients(parameters: Iterable[Any]) -> None:

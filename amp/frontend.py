@@ -94,7 +94,8 @@ def initialize(
         patch_torch_functions: torch's functions cast their arguments, as at O1 and O4.
         keep_batchnorm_fp32: norms with running statistics stay FP32 in a cast model.
         master_weights: with True, the optimizer steps FP32 copies of 16-bit weights. `"split16"` and
-            `"kahan"` keep these copies in 16 bits, to save memory. With False there are none.
+            `"kahan"` keep these copies in 16 bits, to save memory, and `"split24"` in 8. With False
+            there are none.
         loss_scale: `"dynamic"`, a number, or a mapping with `init`, `growth_interval` and so on.
         cast_model_outputs: the dtype of the model's outputs.
         num_losses: how many losses are scaled independently, by `loss_id`.
@@ -108,7 +109,7 @@ def initialize(
 
             - `patch_torch_functions_type`: the dtype of the ops that gain from half precision.
             - `keep_norm_fp32`: all norms stay FP32 in a cast model, LayerNorm and the like too.
-            - `state_dtype`: the dtype of a fused optimizer's moments.
+            - `state_dtype`: how a fused optimizer keeps its moments: in bfloat16, or `"packed16"`.
             - `reduce_dtype`: the dtype in which FSDP2 reduces gradients of a cast model.
             - `protect_buffers`: running statistics survive an overflow.
             - `diagnose`: `"on_overflow"` watches a step after a streak of overflows.
@@ -253,9 +254,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield the parameters that an optimizer steps: FP32 masters of 16-bit weights, if there are any.
 
     Between `scale_loss` and `step` their `.grad` is unscaled: clip these gradients. Masters that are
-    kept in 16 bits (`split16`, `kahan`) are NaN outside of a step; `model.state_dict()` has their
-    values. If the optimizer is in no session, these are its own parameters. The host does not wait for
-    the device.
+    kept in 16 bits or fewer (`split16`, `split24`, `kahan`) are NaN outside of a step;
+    `model.state_dict()` has their values. If the optimizer is in no session, these are its own
+    parameters. The host does not wait for the device.
 
     Raises:
         AmpAttributeError: `optimizer` has no `param_groups`. It is raised when the first parameter is

@@ -13,8 +13,8 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Du
 from collections.abc import Mapping
 from typing import Any
 
-from amp.kernels.language import jit, tl  # noqa: F401 (the interpreter looks for tl)
-from amp.kernels.rule import Moment, Numbers, Rule
+from amp.kernels.language import jit, tl
+from amp.kernels.rule import Moment, Numbers, Prepared, Rule
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -27,17 +27,22 @@ def _numbers(group: Mapping[str, Any]) -> Numbers:
 @jit
 def _prepare(numbers, t, of_tensor, n):
     lr, lr_decay, eps, l2, decay = numbers
-    return lr / (1.0 + (t - 1.0) * lr_decay), eps, l2, decay
+    return tl.div_rn(lr, 1.0 + (t - 1.0) * lr_decay), eps, l2, decay
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt, divide):
     (total,) = moments
     rate, eps, l2, decay = prepared
     g = g + l2 * p
     total = total + g * g
-    return p - rate * (g / (sqrt(total) + eps) + decay * p), (total,)
+    return p - rate * (divide(g, sqrt(total) + eps) + decay * p), (total,)
 
 
-ADAGRAD = Rule((Moment("sum", is_signed=False),), _numbers, _prepare, None, _update)
+def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
+    lr, lr_decay, eps, l2, decay = numbers
+    return lr / (1.0 + (t - 1.0) * lr_decay), eps, l2, decay
+
+
+ADAGRAD = Rule((Moment("sum", is_signed=False),), _numbers, _prepare, _at, _update)
 """Adagrad: its moment is the sum of squared gradients."""

@@ -10,12 +10,20 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`. Source: Ki
 Loshchilov and Hutter 2019; the order of the operations is that of `torch.optim.Adam`.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Moment, Numbers, Prepared, Rule, bias_correction, in_double, log_of
+from amp.kernels.rule import (
+    Moment,
+    Numbers,
+    Prepared,
+    Rule,
+    bias_correction,
+    correction_at,
+    in_double,
+    log_of,
+)
 
 
 def adam_numbers(group: Mapping[str, Any]) -> Numbers:
@@ -35,29 +43,40 @@ def _prepare(numbers, t, of_tensor, n):
     lr, beta1, beta2, new1, new2, log_beta1, log_beta2, eps, decay, l2, corrects_bias = numbers
     correction1 = bias_correction(t, log_beta1, corrects_bias)
     correction2 = bias_correction(t, log_beta2, corrects_bias)
-    size, root = lr / correction1, 1.0 / tl.sqrt_rn(correction2)
+    size, root = tl.div_rn(lr, correction1), tl.div_rn(1.0, tl.sqrt_rn(correction2))
     return 1.0 - lr * decay, l2, beta1, new1, beta2, new2, size, root, eps
 
 
 def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
-    lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias = numbers
-    correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
-    size, root = lr / correction1, 1 / math.sqrt(correction2)
-    return 1 - lr * decay, l2 or None, beta1, new1, beta2, new2, size, root, eps
+    lr, beta1, beta2, new1, new2, log1, log2, eps, decay, l2, corrects_bias = numbers
+    correction1, correction2 = [correction_at(t, x) if corrects_bias else 1.0 for x in (log1, log2)]
+    size, root = lr / correction1, 1 / correction2**0.5
+    return 1 - lr * decay, l2, beta1, new1, beta2, new2, size, root, eps
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt, divide):
     m, v = moments
     keep, l2, beta1, new1, beta2, new2, size, root, eps = prepared
     p = p * keep
-    if l2 is not None:
-        g = g + l2 * p
+    g = g + l2 * p
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
-    return p - size * m / (sqrt(v) * root + eps), (m, v)
+    return p - divide(size * m, sqrt(v) * root + eps), (m, v)
+
+
+@jit
+def _update_decoupled(p, g, moments, prepared, sqrt, divide):
+    m, v = moments
+    keep, _, beta1, new1, beta2, new2, size, root, eps = prepared
+    m = beta1 * m + new1 * g
+    v = beta2 * v + new2 * g * g
+    return p * keep - divide(size * m, sqrt(v) * root + eps), (m, v)
 
 
 MOMENTS = Moment("exp_avg"), Moment("exp_avg_sq", is_signed=False)
 ADAM = Rule(MOMENTS, adam_numbers, _prepare, _at, _update)
 """Adam: its moments are the running means of gradients and of their squares."""
+
+ADAMW = ADAM._replace(update=_update_decoupled)
+"""The same without `l2`, for groups whose weight decay is decoupled."""

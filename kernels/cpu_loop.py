@@ -16,6 +16,7 @@ import ctypes
 import functools
 import itertools
 import logging
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,18 @@ from torch import Tensor
 from amp.kernels.backend import requested
 from amp.kernels.changes import Change
 from amp.kernels.compiled_library import load
-from amp.kernels.rule import Formula, Prepared, Streams
+from amp.kernels.language import plain
+from amp.kernels.packing import (
+    TO_NEAREST,
+    Functions,
+    bfloat16_bits,
+    join_halves,
+    mixed,
+    pack,
+    part_halves,
+    unpack,
+)
+from amp.kernels.rule import Formula, Place, Prepared, Streams
 from amp.kernels.tables import are_flat
 from amp.kernels.tensor_lists import are_plain
 
@@ -36,11 +48,14 @@ WORTH_COMPILING = 2**20
 PARALLEL = 2**15
 """The number of elements from which a tensor is divided among threads."""
 TYPES = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+TYPES |= {torch.int16: "int16_t", torch.int8: "int8_t"}
 
 _SOURCE = """\
 #include <ATen/cpu/vec/vec.h>
+#include <cstring>
 using namespace at::vec;
 using Floats = VectorizedN<float, 2>;  // as many numbers as there are in one vector of 16-bit floats
+using Ints = VectorizedN<int32_t, 2>;
 constexpr int64_t WIDTH = Floats::size();
 
 template <class T> static inline Floats read(const T *memory, int64_t n)
@@ -54,6 +69,45 @@ template <class T> static inline void write(const Floats &x, T *memory, int64_t 
     convert<T, sizeof(T) / 2, float, 2>(x).store(memory, n);
 }
 
+template <class T> static inline Ints read_bits(const T *memory, int64_t n)
+{
+    T narrow[WIDTH];
+    int32_t wide[WIDTH];
+    if (n == WIDTH) std::memcpy(narrow, memory, sizeof narrow);
+    else std::memcpy(narrow, memory, n * sizeof(T));
+    for (int k = 0; k < WIDTH; k++) wide[k] = narrow[k];
+    return Ints::loadu(wide);
+}
+
+template <class T> static inline void write(const Ints &x, T *memory, int64_t n)
+{
+    int32_t wide[WIDTH];
+    std::conditional_t<sizeof(T) == 1, int8_t, int16_t> narrow[WIDTH];
+    x.store(wide);
+    for (int k = 0; k < WIDTH; k++) narrow[k] = wide[k];
+    if (n == WIDTH) std::memcpy(memory, narrow, sizeof narrow);
+    else std::memcpy(memory, narrow, n * sizeof(T));
+}
+
+static inline Ints bits(const Floats &x) { return {cast<int32_t>(x[0]), cast<int32_t>(x[1])}; }
+static inline Floats number(const Ints &x) { return {cast<float>(x[0]), cast<float>(x[1])}; }
+static inline Floats real(const Ints &x) { return convert<float, 2, int32_t, 2>(x); }
+static inline Ints whole(const Floats &x) { return convert<int32_t, 2, float, 2>(x); }
+
+/* The indices of elements in the whole tensor, with their halves combined by ^; see Place. */
+static inline Ints index_of(const int64_t *place, int64_t i)
+{
+    const int64_t first = place[1], run = place[2], pitch = place[3], at = first + i;
+    if (!run && at >> 32 == (at + WIDTH - 1) >> 32)
+        return (Ints((int32_t)at) + Ints::arange(0, 1)) ^ Ints((int32_t)(at >> 32));
+    int32_t combined[WIDTH];
+    for (int64_t k = i; k < i + WIDTH; k++) {
+        const int64_t index = first + (run ? k / run * pitch + k %% run : k);
+        combined[k - i] = (int32_t)index ^ (int32_t)(index >> 32);
+    }
+    return Ints::loadu(combined);
+}
+
 /* Step n elements of a tensor from i on, a vector of them or fewer. */
 C10_ALWAYS_INLINE static void step_vector(const int64_t *row, int64_t i, int64_t n,
                                           const Floats *numbers)
@@ -61,12 +115,12 @@ C10_ALWAYS_INLINE static void step_vector(const int64_t *row, int64_t i, int64_t
     %(body)s
 }
 
-/* A row has the addresses and the size of a tensor. */
+/* A row has the addresses and the size of a tensor, and perhaps its place, with a key as the seed. */
 extern "C" void step(const int64_t *row, int64_t tensors, const float *numbers, int threads)
 {
     Floats vectors[%(numbers)d];
     for (int k = 0; k < %(numbers)d; k++) vectors[k] = Floats(numbers[k]);
-    for (; tensors > 0; tensors--, row += %(streams)d + 1) {
+    for (; tensors > 0; tensors--, row += %(columns)d) {
         const int64_t size = row[%(streams)d], tail = size %% WIDTH;
         #pragma omp parallel for num_threads(threads) if (size >= %(parallel)d)
         for (int64_t i = 0; i < size - tail; i += WIDTH) step_vector(row, i, WIDTH, vectors);
@@ -76,27 +130,66 @@ extern "C" void step(const int64_t *row, int64_t tensors, const float *numbers, 
 """
 
 
-def _binary(symbol: str) -> Any:
-    return lambda x, y: _Expression(f"({x.code} {symbol} {y.code})")
+def _operators(*symbols: str, is_swapped: bool = False) -> Any:
+    return [lambda x, y, symbol=s: x._with(symbol, y, is_swapped) for s in symbols]
 
 
 class _Expression:
-    """A C++ expression of a vector, passed to a formula in place of a tensor."""
+    """A vector in C++, passed to a formula in place of a tensor. Each new operation adds a statement.
 
-    __add__, __sub__, __mul__, __truediv__ = map(_binary, "+-*/")
+    Args:
+        body: the names of the values so far, by how they are computed.
+        code: an expression in C++.
+        of: its type, `"Floats"` or `"Ints"`.
+    """
 
-    def __init__(self, code: str) -> None:
-        self.code = code
+    __add__, __sub__, __mul__, __truediv__, __lshift__, __rshift__ = _operators(*"+-*/", "<<", ">>")
+    __and__, __or__, __xor__ = _operators(*"&|^")
+    __radd__, __rsub__, __rmul__, __rand__, __ror__ = _operators(*"+-*&|", is_swapped=True)
+
+    def __init__(self, body: dict[str, str], code: str, of: str = "Floats") -> None:
+        self.body, self.of = body, of
+        self.name = body.setdefault(f"const {of} %s = {code};", f"x{len(body)}")
+
+    def _with(self, symbol: str, other: Any, is_swapped: bool = False) -> _Expression:
+        number = f"{self.of}({'(int32_t)' if self.of == 'Ints' else ''}{other!r})"
+        both = [self.name, other.name if isinstance(other, _Expression) else number]
+        return _Expression(self.body, f" {symbol} ".join(both[::-1] if is_swapped else both), self.of)
+
+    def call(self, function: str, *others: Any, of: str = "") -> _Expression:
+        names = [x.name if isinstance(x, _Expression) else f"{self.of}({x})" for x in (self, *others)]
+        return _Expression(self.body, f"{function}({', '.join(names)})", of or self.of)
 
     def sqrt(self) -> _Expression:
-        return _Expression(f"{self.code}.sqrt()")
+        return _Expression(self.body, f"{self.name}.sqrt()")
 
     def sign(self) -> _Expression:
-        return _Expression(f"({self.code}.gt(Floats(0)) - {self.code}.lt(Floats(0)))")
+        return _Expression(self.body, f"({self.name}.gt(Floats(0)) - {self.name}.lt(Floats(0)))")
+
+    def __neg__(self) -> Any:
+        return 0 - self
+
+    def __invert__(self) -> Any:
+        return self ^ -1
+
+
+_IN_CPP = Functions(
+    bits=lambda x: x.call("bits", of="Ints"),
+    number=lambda x: x.call("number", of="Floats"),
+    real=lambda x: x.call("real", of="Floats"),
+    whole=lambda x: x.call("whole", of="Ints"),
+    least=lambda x, y: x.call("minimum", y),
+    most=lambda x, y: x.call("maximum", y),
+    sqrt=_Expression.sqrt,
+)
 
 
 def plan_loop(
-    formula: Formula, lists: Streams, indices: Sequence[int], numbers: Prepared
+    formula: Formula,
+    lists: Streams,
+    indices: Sequence[int],
+    numbers: Prepared,
+    own_bits: tuple[Sequence[int], Sequence[Place]] | None = None,
 ) -> tuple[Sequence[int], Change | None]:
     """Return the indices that are left to eager torch, and the change that steps the other tensors.
 
@@ -108,30 +201,38 @@ def plan_loop(
         lists: tensors on the CPU.
         indices: the tensors to step, all of one combination of dtypes.
         numbers: what to multiply the gradients by, and the prepared numbers of the formula.
+        own_bits: the keys of the random bits of all tensors, and their places; None rounds to nearest.
     """
     types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
-    loop = _compile(formula, types, tuple([number is not None for number in numbers]))
+    present = tuple([number is not None for number in numbers])
+    loop = _compile(formula, types, present, own_bits is not None)
     if loop is None:
         return indices, None
     flat = indices
     if any(tensors.kind.orders is not None for tensors in lists.values()):
         flat = [i for i in indices if are_flat([tensors[i] for tensors in lists.values()])]
     sizes = [lists["param"].kind.sizes[i] for i in flat]
-    addresses = [[tensors.addresses[i] for i in flat] for tensors in lists.values()]
-    rows = list(itertools.chain.from_iterable(zip(*addresses, sizes, strict=True)))
+    columns: list[Sequence[int]] = [
+        [tensors.addresses[i] for i in flat] for tensors in lists.values()
+    ] + [sizes]
+    if own_bits is not None:
+        columns.append([own_bits[0][i] for i in flat])
+        columns += zip(*[own_bits[1][i][1:] for i in flat], strict=True)
+    rows = list(itertools.chain.from_iterable(zip(*columns, strict=True)))
     integers = (ctypes.c_int64 * len(rows))(*rows)
-    present = [number for number in numbers if number is not None]
-    floats = (ctypes.c_float * len(present))(*present)
+    there = [number for number in numbers if number is not None]
+    floats = (ctypes.c_float * len(there))(*there)
     left = [] if flat is indices else sorted(set(indices) - set(flat))
     return left, functools.partial(loop, integers, len(flat), floats, torch.get_num_threads())
 
 
 def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:
     """Whether to try the loop for tensors of one device and combination of dtypes."""
-    firsts = [tensors[indices[0]] for tensors in lists.values()]
+    dtypes = {name: tensors[indices[0]].dtype for name, tensors in lists.items()}
     return (
-        firsts[0].device.type == "cpu"
-        and {first.dtype for first in firsts} <= TYPES.keys()
+        lists["param"][indices[0]].device.type == "cpu"
+        and set(dtypes.values()) <= TYPES.keys()
+        and dtypes.get("low") is not dtypes["param"]
         and sum(map(Tensor.numel, lists["param"])) >= WORTH_COMPILING
         and all(map(are_plain, lists.values()))  # others keep their values elsewhere
         and not any(map(Tensor.is_neg, lists["grad"]))  # their memory holds the negated numbers
@@ -140,7 +241,9 @@ def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> b
 
 
 @functools.cache
-def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> Any:
+def _compile(
+    formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool], is_random: bool
+) -> Any:
     """Return the loop; if it cannot be compiled, log why and return None.
 
     The host takes some seconds, or an instant if an earlier process has compiled it.
@@ -149,9 +252,10 @@ def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence
         formula: see `plan_loop`.
         types: the name of each list, and its C++ type.
         there: which of the numbers are not None.
+        is_random: whether tensors have places.
     """
     try:
-        loop = load(source_of(formula, types, there), "the optimizer step").step
+        loop = load(source_of(formula, types, there, is_random), "the optimizer step").step
     except Exception as error:  # from the compiler, the folder, or this release of torch
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[0])
@@ -164,20 +268,54 @@ def _compile(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence
     return loop
 
 
-def source_of(formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool]) -> str:
+def source_of(
+    formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool], is_random: bool
+) -> str:
     """Return the loop in C++; the arguments are those of `_compile`."""
-    body = []
-    for k, (name, cpp) in enumerate(types):
-        body.append(f"auto {name}_at = reinterpret_cast<{cpp} *>(row[{k}]) + i;")
-    read = [name for name, _ in types if name != "model"]
-    body += [f"const Floats {name} = read({name}_at, n);" for name in read]
+    type_of, moments = dict(types), [name for name, _ in types if name.startswith("moment")]
+    low, is_packed = type_of.get("low"), type_of.get("moment0") == "int16_t"
+    body: dict[str, str] = {}
+
+    def read(name: str, is_bits: bool = False) -> _Expression:
+        if not is_bits:
+            return _Expression(body, f"read({name}_at, n)")
+        pointer = (
+            f"reinterpret_cast<{'int8_t' if type_of[name] == 'int8_t' else 'int16_t'} *>({name}_at)"
+        )
+        return _Expression(body, f"read_bits({pointer}, n)", "Ints")
+
     count = itertools.count()
-    scale, *numbers = [_Expression(f"numbers[{next(count)}]") if x else None for x in there]
-    p, g, *moments = map(_Expression, read)
-    p, new = formula(p, g * scale, tuple(moments), numbers, _Expression.sqrt)
-    results = {**dict(zip(read[2:], new, strict=True)), "param": p, "model": _Expression("new_param")}
+    scale: Any
+    scale, *numbers = [_Expression(body, f"numbers[{next(count)}]") if x else None for x in there]
+    of_low = type_of["param"] == "c10::Half", 8 if low == "int8_t" else 16
+    p = join_halves(read("param", True), read("low", True), *of_low, _IN_CPP) if low else read("param")
+    old = unpack(read("moment0", True), _IN_CPP) if is_packed else tuple(map(read, moments))
+    first: Any = TO_NEAREST
+    second = first
+    if is_random:
+        place = f"row + {len(types) + 1}"
+        key = _Expression(body, f"Ints((int32_t)({place})[0])", "Ints")
+        first = plain(mixed)(_Expression(body, f"index_of({place}, i)", "Ints") ^ key)
+        second = plain(mixed)(first + key)
+    p, new = formula(p, read("grad") * scale, old, numbers, _Expression.sqrt, operator.truediv)
+    results: dict[str, Any] = {"model": p, "param": p}
+    if is_packed:
+        m, v = new
+        results["moment0"] = pack(m, v, first, _IN_CPP)
+    else:
+        for k, (name, moment) in enumerate(zip(moments, new, strict=True)):
+            results[name] = moment
+            if is_random and type_of[name] == "c10::BFloat16":
+                results[name] = plain(bfloat16_bits)(moment, first >> 16 * k & 0xFFFF, _IN_CPP.bits)
+    if low:
+        own = second if len(moments) == 2 else first
+        results["param"], results["low"] = part_halves(p, own, *of_low, _IN_CPP)
     written = [name for name, _ in types if name != "grad"]
-    body += [f"const Floats new_{name} = {results[name].code};" for name in written]
-    body += [f"write(new_{name}, {name}_at, n);" for name in written]
+    lines = [
+        f"auto {x}_at = reinterpret_cast<{cpp} *>(row[{k}]) + i;" for k, (x, cpp) in enumerate(types)
+    ]
+    lines += [statement % name for statement, name in body.items()]
+    lines += [f"write({results[name].name}, {name}_at, n);" for name in written]
     counts = {"numbers": sum(there), "streams": len(types), "parallel": PARALLEL}
-    return _SOURCE % {"body": "\n    ".join(body), **counts}
+    counts["columns"] = len(types) + 1 + 4 * is_random
+    return _SOURCE % {"body": "\n    ".join(lines), **counts}

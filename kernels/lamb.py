@@ -12,7 +12,6 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`, for a rule
 direction. Source: You et al. 2020, algorithm 2, with bias correction; NVIDIA apex's FusedLAMB.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from amp.kernels.adam import MOMENTS, adam_numbers
 from amp.kernels.foreach import TensorGroup, norms_of
 from amp.kernels.language import jit, plain, tl
-from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction
+from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, correction_at
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -43,15 +42,15 @@ def _prepare(numbers, t, of_tensor, n):
         adapts = (decay != 0.0) | (l2 != 0.0) | (always_adapts != 0.0)
         adapts &= (of_param != 0.0) & (of_direction != 0.0)
         size *= tl.where(adapts, of_param / tl.where(adapts, of_direction, 1.0), 1.0)
-    mean, root = tl.div_rn(1.0, correction1), 1.0 / tl.sqrt_rn(correction2)
+    mean, root = tl.div_rn(1.0, correction1), tl.div_rn(1.0, tl.sqrt_rn(correction2))
     return size, l2, decay, beta1, new1, beta2, new2, mean, root, eps
 
 
 def _at(numbers: list[float], t: float, norms: tuple[float, float] | None) -> Prepared:
-    lr, beta1, beta2, new1, new2, _, _, eps, decay, l2, corrects_bias, always_adapts = numbers
-    correction1, correction2 = [1 - beta**t if corrects_bias else 1.0 for beta in (beta1, beta2)]
+    lr, beta1, beta2, new1, new2, log1, log2, eps, decay, l2, corrects_bias, always_adapts = numbers
+    correction1, correction2 = [correction_at(t, x) if corrects_bias else 1.0 for x in (log1, log2)]
     adapts = bool(decay or l2 or always_adapts)
-    mean, root = 1 / correction1, 1 / math.sqrt(correction2)
+    mean, root = 1 / correction1, 1 / correction2**0.5
     if norms is not None:
         of_param, of_direction = norms
         lr *= of_param / of_direction if adapts and of_param and of_direction else 1.0
@@ -60,26 +59,26 @@ def _at(numbers: list[float], t: float, norms: tuple[float, float] | None) -> Pr
 
 
 @jit
-def _direction(p, g, moments, prepared, sqrt):
+def _direction(p, g, moments, prepared, sqrt, divide):
     m, v = moments
     _, l2, decay, beta1, new1, beta2, new2, mean, root, eps = prepared
     g = g + l2 * p
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
-    return mean * m / (sqrt(v) * root + eps) + decay * p, (m, v)
+    return divide(mean * m, sqrt(v) * root + eps) + decay * p, (m, v)
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt):
-    direction, moments = _direction(p, g, moments, prepared, sqrt)
+def _update(p, g, moments, prepared, sqrt, divide):
+    direction, moments = _direction(p, g, moments, prepared, sqrt, divide)
     return p - prepared[0] * direction, moments
 
 
 def _plain_update(
-    p: Tensor | TensorGroup, g: Any, moments: Any, prepared: Any, sqrt: Any
+    p: Tensor | TensorGroup, g: Any, moments: Any, prepared: Any, sqrt: Any, divide: Any
 ) -> tuple[Any, Any]:
     *prepared, adapts = prepared
-    direction, moments = plain(_direction)(p, g, moments, prepared, sqrt)
+    direction, moments = plain(_direction)(p, g, moments, prepared, sqrt, divide)
     size = prepared[0]
     if adapts:
         of_param, of_direction = norms_of(p), norms_of(direction)

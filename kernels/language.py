@@ -89,9 +89,16 @@ _compiled: dict[Any, Any] = {}
 
 
 def launch(
-    kernel: Any, programs: int, device: torch.device, warps: int = WARPS, **arguments: Any
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    warps: int = WARPS,
+    registers: Any = None,
+    **arguments: Any,
 ) -> None:
     """Run a kernel on a device, on its current stream. The host does not wait for the device.
+
+    On NVIDIA's GPUs a thread takes at most `registers`, unless None.
 
     Multiplications and additions are not fused: which ones the compiler would fuse depends on the code
     around them, and a step on split masters must equal the step on whole ones bit for bit.
@@ -99,7 +106,7 @@ def launch(
     is_cuda = device.index is not None and device.type == "cuda"
     if is_cuda and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, programs, device, warps, **arguments)
+            launch(kernel, programs, device, warps, registers, **arguments)
         return
     values = [arguments[name] for name in kernel.arg_names]
     # Triton's own search for a compiled variant takes twice the time, and hashes functions slowly.
@@ -108,7 +115,8 @@ def launch(
     compiled = _compiled.get(key := (function, device, *variant))
     if compiled is None:
         values = [in_triton(value) for value in values]
-        _compiled[key] = kernel[(programs,)](*values, num_warps=warps, **OPTIONS)
+        limit = {"maxnreg": registers} if registers and torch.version.hip is None else {}
+        _compiled[key] = kernel[(programs,)](*values, num_warps=warps, **OPTIONS, **limit)
     else:
         compiled[(programs, 1, 1)](*values)
 
@@ -219,6 +227,42 @@ def narrow(x, dtype: tl.constexpr):
     if x.dtype == tl.float64 and dtype != tl.float64:
         x = x.to(tl.float32)
     return x.to(dtype)
+
+
+@jit
+def bits(x):
+    """Return the patterns of float32 numbers, int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@jit
+def number(x):
+    """Return the float32 numbers of patterns, int32."""
+    return x.to(tl.float32, bitcast=True)
+
+
+@jit
+def real(x):
+    """Return int32 as float32."""
+    return x.to(tl.float32)
+
+
+@jit
+def whole(x):
+    """Return float32 as int32, rounded towards 0."""
+    return x.to(tl.int32)
+
+
+@jit
+def least(x, y):
+    """Return the smaller ones."""
+    return tl.minimum(x, y)
+
+
+@jit
+def most(x, y):
+    """Return the larger ones."""
+    return tl.maximum(x, y)
 
 
 @jit

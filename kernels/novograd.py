@@ -13,12 +13,20 @@ Shapes, dtypes, launches, memory traffic: see `amp.kernels.stepping`; v is passe
 Source: Ginsburg et al. 2019; NVIDIA apex's FusedNovoGrad, which has both forms.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Moment, Numbers, Prepared, Rule, bias_correction, in_double, log_of
+from amp.kernels.rule import (
+    Moment,
+    Numbers,
+    Prepared,
+    Rule,
+    bias_correction,
+    correction_at,
+    in_double,
+    log_of,
+)
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -35,8 +43,8 @@ def _prepare(numbers, t, of_tensor, n):
     inside = is_inside != 0.0
     correction1 = bias_correction(t, log_beta1, corrects_bias)
     correction2 = bias_correction(t, log_beta2, corrects_bias)
-    factor = 1.0 / (tl.load(of_tensor) / tl.sqrt_rn(correction2) + eps)
-    size = lr / correction1
+    factor = tl.div_rn(1.0, tl.div_rn(tl.load(of_tensor), tl.sqrt_rn(correction2)) + eps)
+    size = tl.div_rn(lr, correction1)
     return (
         tl.where(inside, factor, 1.0),
         tl.where(inside, decay, 0.0),
@@ -50,10 +58,9 @@ def _prepare(numbers, t, of_tensor, n):
 def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     assert of_tensor is not None
     lr, beta1, fresh, log_beta1, log_beta2, eps, decay, corrects_bias, inside = numbers
-    correction1, correction2 = [
-        -math.expm1(t * log) if corrects_bias else 1.0 for log in (log_beta1, log_beta2)
-    ]
-    factor = 1 / (of_tensor / math.sqrt(correction2) + eps)
+    logs = log_beta1, log_beta2
+    correction1, correction2 = [correction_at(t, x) if corrects_bias else 1.0 for x in logs]
+    factor = 1 / (of_tensor / correction2**0.5 + eps)
     size = lr / correction1
     if inside:
         return factor, decay, beta1, fresh, size, 1.0
@@ -61,7 +68,7 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt, divide):
     (m,) = moments
     factor, decay, beta1, fresh, size, keep = prepared
     m = beta1 * m + fresh * (g * factor + decay * p)

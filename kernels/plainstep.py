@@ -9,8 +9,9 @@ whole tensors by foreach operations.
 import functools
 import itertools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from amp.kernels.cpu_loop import plan_loop, suits_loop
 from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
-from amp.kernels.rule import Formula, Prepared, StepArguments, Streams
+from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
+from amp.kernels.rule import Formula, Place, Prepared, Single, StepArguments, Streams
 from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat
 
@@ -30,12 +32,8 @@ LARGE = 2**16
 """The number of elements from which a tensor is not gathered with others."""
 SLICE = 2**16
 """The number of elements whose FP32 temporaries fit in a core's cache."""
-TEMPORARIES = 40
+TEMPORARIES = 72
 """How many bytes of temporaries a step takes for each element of tensors that are stepped together."""
-
-Noise = Callable[[int, int, Tensor], Tensor]
-"""Returns random bits for the i-th tensor, for a pair of its moments, in the shape of a third
-argument."""
 
 
 @without_grad
@@ -45,17 +43,18 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
     `groups` has their indices, one group for each device and combination of dtypes.
     """
     rule, lists, steps = arguments.rule, arguments.lists, arguments.steps
-    of_tensor, seeds = arguments.of_tensor, arguments.seeds
+    of_tensor, places = arguments.of_tensor, arguments.places
     are_whole = rule.direction is not None and of_tensor is None  # a norm needs the whole tensor
     formula = rule.plain_update or plain(rule.update)
-    numbers, scale = list(map(float, arguments.numbers)), _scale_of(arguments)
+    scale = _scale_of(arguments)
     own: list[Any] = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
     if len(own) > len(steps):
         own = list(zip(own[: len(steps)], own[len(steps) :], strict=True))
     counted = [steps[i] for i in itertools.chain.from_iterable(groups)]
     changes.add(functools.partial(torch._foreach_add_, counted, 1.0))
     for group in groups:
-        loops = not are_whole and seeds is None and suits_loop(lists, group, arguments.backend)
+        loops = not are_whole and suits_loop(lists, group, arguments.backend)
+        numbers = _numbers_for(arguments, group)
         on_cpu = is_on_cpu(lists["param"][group[0]])
         for t, same in _alike(steps, group, own if on_cpu else None):
             if rule.at is None:
@@ -63,11 +62,14 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
             else:
                 prepared = _together([rule.at(numbers, t, own[i]) for i in same])
             left: Sequence[int] = same
+            noise, own_bits = None, None
+            if places is not None:
+                keys = keys_of([place.seed for place in places], t)
+                noise, own_bits = functools.partial(_random_bits, keys, places), (keys.tolist(), places)
             if loops:
-                left, loop = plan_loop(formula, lists, same, (scale, *prepared))
+                left, loop = plan_loop(formula, lists, same, (scale, *prepared), own_bits)
                 if loop is not None:
                     changes.add(loop)
-            noise = None if seeds is None else _noise_of(seeds, t)
             for pieces in _pieces(lists, left, are_whole):
                 work_out = functools.partial(_work_out, formula, pieces, scale, prepared, noise)
                 changes.add_later(work_out)
@@ -96,17 +98,23 @@ def _together(prepared: Sequence[Prepared]) -> Sequence[Any]:
 def measure_plainly(arguments: StepArguments, groups: Sequence[Sequence[int]], norms: Tensor) -> None:
     """Write the norms of some parameters, then of their directions, to `norms`, float32 `[2n]`."""
     rule, steps, scale = arguments.rule, arguments.steps, _scale_of(arguments)
-    numbers = list(map(float, arguments.numbers))
     of_params, of_directions = norms.split(len(steps))
     assert rule.at is not None
-    for t, same in itertools.chain.from_iterable(_alike(steps, group) for group in groups):
-        *prepared, _ = rule.at(numbers, t, None)
-        for pieces in _pieces(arguments.lists, same, are_whole=True):
-            streams = _as_one([piece.streams() for piece in pieces])
-            p, direction, _ = _applied(plain(rule.direction), streams, scale, prepared)
-            indices = [piece.tensor for piece in pieces]
-            of_params[indices] = norms_of(p).to(norms)
-            of_directions[indices] = norms_of(direction).to(norms)
+    for group in groups:
+        for t, same in _alike(steps, group):
+            *prepared, _ = rule.at(_numbers_for(arguments, group), t, None)
+            for pieces in _pieces(arguments.lists, same, are_whole=True):
+                streams = _as_one([piece.streams() for piece in pieces])
+                p, direction, _ = _applied(plain(rule.direction), streams, scale, prepared)
+                indices = [piece.tensor for piece in pieces]
+                of_params[indices] = norms_of(p).to(norms)
+                of_directions[indices] = norms_of(direction).to(norms)
+
+
+def _numbers_for(arguments: StepArguments, group: Sequence[int]) -> list[float]:
+    """Return the hyper-parameters in the precision in which a group is stepped."""
+    dtypes = {tensors[group[0]].dtype for tensors in arguments.lists.values()}
+    return list(map(float if torch.float64 in dtypes else Single, map(float, arguments.numbers)))
 
 
 def _scale_of(arguments: StepArguments) -> float:
@@ -115,19 +123,9 @@ def _scale_of(arguments: StepArguments) -> float:
     return -scale if arguments.maximize else scale
 
 
-def _noise_of(seeds: Sequence[int], t: float) -> Noise:
-    """Return a function that makes 32 random bits, int32, for each element of a tensor at step t.
-
-    The latest tensor's bits are kept for its next slice.
-    """
-
-    @functools.lru_cache(maxsize=1)
-    def noise(i: int, pair: int, like: Tensor) -> Tensor:
-        seed = hash((seeds[i], t, pair) if pair else (seeds[i], t)) % 2**32
-        generator = torch.Generator(like.device).manual_seed(seed)
-        return torch.empty_like(like, dtype=torch.int32).random_(-(2**31), 2**31, generator=generator)
-
-    return noise
+def keys_of(seeds: Sequence[int], t: float) -> Tensor:
+    """Return the keys of the random bits of tensors at step t, int32 `[n]`, on the CPU."""
+    return plain(mixed)(plain(mixed)(torch.tensor(seeds, dtype=torch.int32, device="cpu")) + int(t))  # type: ignore[no-any-return]
 
 
 class Piece(NamedTuple):
@@ -144,9 +142,42 @@ class Piece(NamedTuple):
             return tensor
         return tensor.as_strided((self.length,), (1,), tensor.storage_offset() + self.first)
 
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return self.whole["param"].numel() if self.length is None else self.length
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """Return values of all elements, in the order of their memory, in the shape of this piece."""
+        like = self.whole["param"]
+        if self.length is not None or not are_flat([like]):
+            return values if self.length is not None else values.view(like.shape)
+        return values.as_strided(like.shape, like.stride(), values.storage_offset())
+
     def streams(self) -> Streams:
         """Return this piece of each tensor."""
         return {name: self.of(tensor) for name, tensor in self.whole.items()}
+
+
+def _random_bits(
+    keys: Tensor, places: Sequence[Place], pieces: Sequence[Piece]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield 64 random bits for the elements of each piece, in two int32; see `amp.kernels.packing`."""
+    device = pieces[0].whole["param"].device
+    sizes = [piece.size for piece in pieces]
+    indices = []
+    for piece, size in zip(pieces, sizes, strict=True):
+        _, begins, run, pitch = places[piece.tensor]
+        shift = 0 if run else begins
+        at = torch.arange(piece.first + shift, piece.first + shift + size, device=device)
+        indices.append(begins + at // run * pitch + at % run if run else at)
+    index, own_keys = torch.cat(indices), keys[[piece.tensor for piece in pieces]].to(device)
+    key = own_keys.repeat_interleave(torch.tensor(sizes, device=device), output_size=len(index))
+    one = plain(mixed)(index.int() ^ (index >> 32).int() ^ key)
+    other = plain(mixed)(one + key)
+    for piece, *own in zip(pieces, one.split(sizes), other.split(sizes), strict=True):
+        first, second = map(piece.shaped, own)
+        yield first, second
 
 
 def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[list[Piece]]:
@@ -189,14 +220,13 @@ def is_on_cpu(tensor: Tensor) -> bool:
 
 @without_grad
 def _work_out(
-    formula: Formula, pieces: Sequence[Piece], scale: Any, prepared: Sequence[Any], noise: Noise | None
+    formula: Formula, pieces: Sequence[Piece], scale: Any, prepared: Sequence[Any], noise: Any
 ) -> Change:
     """Return the change that steps some pieces, in eager torch."""
     each = [piece.streams() for piece in pieces]
     if noise is not None:
-        for piece, streams in zip(pieces, each, strict=True):
-            for pair in range((len(_moments_in(streams)) + 1) // 2):
-                streams[f"noise{pair}"] = piece.of(noise(piece.tensor, pair, piece.whole["param"]))
+        for streams, bits in zip(each, noise(pieces), strict=True):
+            streams["noise0"], streams["noise1"] = bits
     results = _results(formula, _as_one(each), scale, prepared)
     if len(each) == 1:
         targets, sources = [each[0][name] for name in results], list(results.values())
@@ -224,21 +254,26 @@ def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[
     A stream is a tensor or a `TensorGroup`.
     """
     _, p, new = _applied(formula, streams, scale, prepared)
-    results = {"param": p}
+    results = {"model": p} if "model" in streams else {}
+    words = [streams[name] for name in ("noise0", "noise1") if name in streams]
+    first, *_ = noise = words or [TO_NEAREST]
+    names = _moments_in(streams)
+    if _are_packed(streams):
+        results["moment0"] = on_each(pack, *new, first)
+    else:
+        for k, (name, result) in enumerate(zip(names, new, strict=True)):
+            results[name] = result
+            if words and streams[name].dtype is torch.bfloat16:
+                results[name] = on_each(round_stochastically, result, first, k)
+    results["param"] = p
     if (low := streams.get("low")) is not None:
-        results["param"], results["low"] = on_each(encode, p, streams["param"].dtype, low.dtype)
-    if "model" in streams:
-        results["model"] = p
-    for k, (name, result) in enumerate(zip(_moments_in(streams), new, strict=True)):
-        noise = streams.get(f"noise{k // 2}")
-        if noise is not None and streams[name].dtype is torch.bfloat16:
-            result = on_each(round_stochastically, result, on_each(_half_of, noise, k % 2))
-        results[name] = result
+        own = noise[-1] if len(names) == 2 else first  # two moments have taken all bits of the first
+        results["param"], results["low"] = on_each(encode, p, streams["param"].dtype, low.dtype, own)
     return results
 
 
-def _half_of(noise: Tensor, which: int) -> Tensor:
-    return (noise >> 16 if which else noise) & 0xFFFF
+def _are_packed(streams: Streams) -> bool:
+    return "moment0" in streams and streams["moment0"].dtype is torch.int16
 
 
 def _moments_in(streams: Streams) -> list[str]:
@@ -251,16 +286,19 @@ def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[
     to = torch.float64 if torch.float64 in dtypes else torch.float32
     param, low = streams["param"], streams.get("low")
     p = param.to(to) if low is None else on_each(decode, param, low)
-    moments = tuple([streams[name].to(to) for name in _moments_in(streams)])
-    sqrt = torch.sqrt if isinstance(p, Tensor) else TensorGroup.sqrt
-    return p, *formula(p, streams["grad"].to(to) * scale, moments, prepared, sqrt)
+    if _are_packed(streams):
+        moments = on_each(_both_moments, streams["moment0"])
+    else:
+        moments = tuple([streams[name].to(to) for name in _moments_in(streams)])
+    g = streams["grad"].to(to) * scale
+    return p, *formula(p, g, moments, prepared, IN_TORCH.sqrt, operator.truediv)
 
 
-def round_stochastically(source: Tensor, noise: Tensor) -> Tensor:
-    """Return float32 values in bfloat16, rounded up or down at random, with the right mean.
+def _both_moments(words: Tensor) -> tuple[Tensor, Tensor]:
+    return unpack(words.int())
 
-    `noise` has 16 random bits for each element, int32.
-    """
-    rounded = ((source.view(torch.int32) + noise) >> 16).short().view(torch.bfloat16)
-    is_finite = source - source == 0
-    return torch.where(is_finite, rounded, source.bfloat16())
+
+def round_stochastically(source: Tensor, noise: Tensor, k: int) -> Tensor:
+    """Return float32 values in bfloat16, rounded up or down by the k-th 16 of 32 random bits."""
+    half = noise >> 16 * k & 0xFFFF
+    return plain(bfloat16_bits)(source, half, IN_TORCH.bits).short().view(torch.bfloat16)  # type: ignore[no-any-return]

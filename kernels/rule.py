@@ -1,13 +1,13 @@
 """`Rule`, the formula of an optimizer; `adam.py`, `sgd.py` and other modules define the rules."""
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
-from amp.kernels.language import jit, tl
+from amp.kernels.language import jit, plain, tl
 from amp.kernels.update_scale import widest
 
 Numbers = tuple[float | Tensor, ...]
@@ -18,8 +18,8 @@ Prepared = tuple[float | None, ...]
 
 Streams = dict[str, Any]
 """The tensors of a step by name, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`,
-and if present `moment0`, `moment1`, ... (the rule's moments), `model` (16-bit weights to write) and
-`low` (the low half of a master whose high half is `param`)."""
+and if present `moment0`, `moment1`, ... (the rule's moments, or two of them packed in `moment0`),
+`model` (16-bit weights to write) and `low` (the low half of a master whose high half is `param`)."""
 
 Formula = Callable[..., tuple[Any, tuple[Any, ...]]]
 """A rule's update in plain torch; see `Rule`."""
@@ -31,12 +31,26 @@ class Moment(NamedTuple):
     Attributes:
         name: in the optimizer's state, as `torch.optim` calls it.
         is_signed: whether its values may be negative.
-        narrow: the dtypes, other than the parameter's, in which it may be kept, rounded stochastically.
     """
 
     name: str
     is_signed: bool = True
-    narrow: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
+
+class Place(NamedTuple):
+    """Where a tensor's random bits begin; see `amp.kernels.packing`.
+
+    Attributes:
+        seed: of 31 bits.
+        first: the index of its first element in the whole tensor, of which it may be a shard.
+        run: how many elements follow on each other both here and in the whole tensor; 0 where all do.
+        pitch: how far apart such runs begin in the whole tensor.
+    """
+
+    seed: int
+    first: int = 0
+    run: int = 0
+    pitch: int = 0
 
 
 class Rule(NamedTuple):
@@ -49,13 +63,13 @@ class Rule(NamedTuple):
             take. The host does not wait for the device.
         prepare: for Triton, in FP32: takes the numbers, t, a pointer to the tensor's own numbers and
             the distance between them; returns the prepared numbers for `update`.
-        at: the same for plain torch, on the host in FP64: takes the numbers, t and the tensor's own
-            number, or None. A rule with a direction gets two norms, or None if they are unknown, and
-            returns as its last number whether the norms are still to be computed. None where `prepare`
-            serves both.
-        update: takes a parameter, its gradient, a tuple of its moments, the prepared numbers and a
-            square root function; returns the new parameter and a tuple of new moments. Triton and plain
-            torch both run it.
+        at: the same for plain torch, on the host: takes the numbers, each a `Single` or for FP64 a
+            float, t and the tensor's own number, or None. A rule with a direction gets two norms, or
+            None if they are unknown, and returns as its last number whether they are to be computed.
+            None where `prepare` serves both.
+        update: takes a parameter, its gradient, a tuple of its moments, the prepared numbers and
+            functions for a square root and a division; returns the new parameter and a tuple of new
+            moments. Triton and plain torch both run it.
         direction: as `update`, but returns the direction of the step in place of the new parameter. A
             rule with a direction uses the norms of parameters and directions as the tensor's own
             numbers.
@@ -79,7 +93,7 @@ class StepArguments(NamedTuple):
     lists: Streams
     steps: Sequence[Tensor]
     of_tensor: Tensor | None
-    seeds: Sequence[int] | None
+    places: Sequence[Place] | None
     inv_scale: Tensor | None
     clip: Tensor | None
     found_inf: Tensor | None
@@ -99,6 +113,26 @@ def log_of(beta: float | Tensor) -> float | Tensor:
     return beta.log()
 
 
+class Single(float):
+    """A float32 on the host: the result of each operation is rounded to float32, as on a device."""
+
+    def __new__(cls, value: float) -> Self:
+        """Return a number, rounded to float32."""
+        return super().__new__(cls, ctypes.c_float(value).value)
+
+
+def _rounded(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def rounded(*operands: Any) -> Any:
+        result = operation(*operands)
+        return result if result is NotImplemented else Single(result)
+
+    return rounded
+
+
+for _name in ("neg", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow"):
+    setattr(Single, f"__{_name}__", _rounded(getattr(float, f"__{_name}__")))
+
+
 @jit
 def square_root(x):
     """Return the square root, rounded to nearest even; tl.sqrt would treat subnormal numbers as 0."""
@@ -106,15 +140,33 @@ def square_root(x):
 
 
 @jit
-def bias_correction(t, log_beta, corrects_bias):
-    """Return 1 - beta^t, or 1 if there is nothing to correct."""
-    return tl.where(corrects_bias == 0.0, 1.0, -_expm1_of_negative(t * log_beta))
+def quotient(x, y):
+    """Return x / y, rounded to nearest even, as torch has it."""
+    return tl.div_rn(x, y)
 
 
 @jit
-def _expm1_of_negative(x):
-    """Return e^x - 1 for x <= 0, to a few units in the last place, also near 0."""
-    near = 1.0
-    for k in tl.static_range(8, 1, -1):
-        near = 1.0 + x / k * near
-    return tl.where(x > -0.4, x * near, tl.exp(x) - 1.0)
+def bias_correction(t, log_beta, corrects_bias):
+    """Return 1 - beta^t, or 1 if there is nothing to correct."""
+    x = tl.maximum(t * log_beta, -20.0)
+    return tl.where(corrects_bias == 0.0, 1.0, -_expm1(x))
+
+
+def correction_at(t: float, log_beta: float) -> float:
+    """Return 1 - beta^t on the host: of a `Single` the same number as on a device."""
+    if isinstance(log_beta, Single):
+        return -plain(_expm1)(max(t * log_beta, Single(-20.0)))  # type: ignore[no-any-return]
+    return -math.expm1(t * log_beta)
+
+
+@jit
+def _expm1(x):
+    """Return e^x - 1 for x from -20 to 0, to a few units in the last place, also near 0."""
+    y = x * 0.015625
+    # The factors are 1 / 2!, 1 / 3!, and so on.
+    e = 0.008333334 + y * 0.0013888889
+    e = 0.16666667 + y * (0.041666668 + y * e)
+    e = y * (1.0 + y * (0.5 + y * e))
+    for _ in range(6):  # from e^y - 1 to e^2y - 1
+        e = e * (e + 2.0)
+    return e

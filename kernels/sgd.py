@@ -42,7 +42,7 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt):
+def _update(p, g, moments, prepared, sqrt, divide):
     (m,) = moments
     before, momentum, fresh, keep, along_g, along_m = prepared
     g = g + before * p
@@ -57,7 +57,7 @@ def _prepare_without_momentum(numbers, t, of_tensor, n):
 
 
 @jit
-def _update_without_momentum(p, g, moments, prepared, sqrt):
+def _update_without_momentum(p, g, moments, prepared, sqrt, divide):
     lr, decay = prepared
     return p - lr * (g + decay * p), moments
 

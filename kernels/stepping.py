@@ -6,20 +6,22 @@
     step = t
 
 Instead of having a model, a parameter may be a 16-bit weight that forms a master with its `low` half;
-see `amp.kernels.split`. Moments in bfloat16 may be rounded stochastically: up or down at random, with
-the right mean. The same seed and step of a tensor give the same random bits again, whatever else is
-stepped with it.
+see `amp.kernels.split`. Two moments may be packed in one int16. These, moments in bfloat16 and low
+halves in int8 are rounded stochastically: up or down at random, with the right mean. The random bits of
+an element depend on its `Place` and the step, whatever else is stepped with it, and however the tensor
+is divided among ranks; see `amp.kernels.packing`.
 
 If `found_inf` is not 0, nothing is written: a skipped step does not count. Nor do steps of a tensor
 without elements. A `Rule` is the formula of one optimizer, for Triton and for plain torch.
 
 Shapes: a parameter, its gradient, moments and model have one shape, of any size; each has its own
-`step`, float32 `[]`. DTensors go through their local shards. Dtypes: float16, bfloat16 or float32 each;
-the arithmetic is FP32, and each result is rounded once. Where one is float64, plain torch computes all
-in FP64. Launches: one for each device and combination of dtypes, and three before it for a rule that
-uses the norms of its own direction. Memory traffic: each tensor is read and written at most once; for
-AdamW with FP32 masters of 16-bit weights, that is 28 bytes a parameter. Norms of a direction read all
-tensors but the models once more.
+`step`, float32 `[]`. DTensors go through their local shards. Dtypes: float16, bfloat16 or float32 each,
+or those of packing; the arithmetic is FP32, and each result is rounded once. Where one is float64,
+plain torch computes all in FP64. Launches: one for each device and combination of dtypes, and three
+before it for a rule that uses the norms of its own direction. Memory traffic: each tensor is read and
+written at most once; for AdamW with FP32 masters of 16-bit weights, that is 28 bytes a parameter, and
+12 with packed moments and low halves in int8. Norms of a direction read all tensors but the models once
+more. Backends give the same bits, except for rules that use norms.
 
 Plain torch (`amp.kernels.plainstep`) reads `found_inf`, factors and steps on the host, so there the
 host waits for a device other than the CPU.
@@ -28,6 +30,7 @@ host waits for a device other than the CPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,14 +38,33 @@ from torch import Tensor
 
 from amp.kernels.changes import Change, Changes
 from amp.kernels.l2norm import norms_of_chunks
-from amp.kernels.language import STEP, chunk_addresses, jit, load_all, locate, narrow, pointers_to, tl
+from amp.kernels.language import (
+    STEP,
+    bits,
+    chunk_addresses,
+    jit,
+    least,
+    load_all,
+    locate,
+    most,
+    narrow,
+    number,
+    pointers_to,
+    tl,
+)
+from amp.kernels.packing import NEAREST, bfloat16_bits, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
-from amp.kernels.rule import Rule, StepArguments, square_root
+from amp.kernels.rule import Place, Rule, StepArguments, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.tensor_lists import dense
 
 BLOCK = 2048
+"""How many elements a program steps at a time."""
+RANDOM_PARTS = 2
+"""How many such parts a program steps if it rounds at random, for which it first computes much."""
+RANDOM_REGISTERS = 80
+"""So many registers let three programs share a multiprocessor of 64Ki. Halves of float16 need more."""
 COUNTERS = 256
 
 
@@ -57,7 +79,7 @@ def step(
     models: Sequence[Tensor] | None = None,
     lows: Sequence[Tensor] | None = None,
     of_tensor: Tensor | None = None,
-    seeds: Sequence[int] | None = None,
+    places: Sequence[Place] | None = None,
     inv_scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -75,13 +97,12 @@ def step(
         numbers: the hyper-parameters, in the rule's order; a tensor has one element.
         params: the tensors to update: FP32 masters, or the model's parameters or weights.
         grads: their gradients, scaled or not.
-        moments: one list for each moment of the rule.
+        moments: one list for each moment of the rule; or one of int16, for two moments that are packed.
         steps: how many steps each parameter has taken, float32 `[]`, on its device.
         models: the weights of the model that `params` are masters of.
         lows: the low halves of the masters whose high halves `params` are; not with `models`.
         of_tensor: float32 `[n]`, a number for each tensor, for a rule that takes one.
-        seeds: one for each tensor, of 31 bits, for stochastic rounding of moments in bfloat16; None
-            rounds all to nearest even.
+        places: one for each tensor, for stochastic rounding; None rounds all to nearest.
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
         clip: float32 `[1]`, one more factor of the gradients; None is 1.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
@@ -101,9 +122,10 @@ def step(
     given = {"param": params, "grad": grads, **of_moments, "model": models, "low": lows}
     lists = {name: dense(tensors) for name, tensors in given.items() if tensors is not None}
     arguments = StepArguments(
-        rule, numbers, lists, steps, of_tensor, seeds, inv_scale, clip, found_inf, maximize, backend
+        rule, numbers, lists, steps, of_tensor, places, inv_scale, clip, found_inf, maximize, backend
     )
-    todo = plan(*lists.values(), block=BLOCK, numbers=steps, backend=backend)
+    block = BLOCK if places is None else RANDOM_PARTS * BLOCK
+    todo = plan(*lists.values(), block=block, numbers=steps, backend=backend)
     in_triton = [each for each in todo.launches if torch.float64 not in each.dtypes]
     in_torch = [each.indices for each in todo.launches if torch.float64 in each.dtypes]
     in_torch += todo.fallback
@@ -129,15 +151,19 @@ def _prepared_launch(
     arguments: StepArguments, each: Launch, of_tensor: Tensor | None, sums: Tensor | None = None
 ) -> Change:
     """Return the launch that steps some of the tensors; with `sums`, the one that measures them."""
-    rule, lists, seeds, device = arguments.rule, arguments.lists, arguments.seeds, each.device
+    rule, lists, device = arguments.rule, arguments.lists, each.device
+    places: Sequence[Place] = arguments.places or ()
+    if has_runs := any(place.run for place in places):
+        places = [place if place.run else place._replace(run=2**30, pitch=2**30) for place in places]
     return functools.partial(
         each.run,
         step_kernel,
+        registers=RANDOM_REGISTERS if places and each.dtypes[0] is not torch.float16 else None,
         n=len(each.indices),
         numbers=_on_device(arguments.numbers, device),
         of_tensor=of_tensor,
         n_of_tensor=len(lists["param"]),
-        seeds=None if seeds is None else numbers_on(device, tuple(seeds), torch.int32),
+        places=numbers_on(device, tuple(itertools.chain(*places)), torch.int64) if places else None,
         inv_scale=number_on(device, arguments.inv_scale),
         clip=number_on(device, arguments.clip),
         found_inf=number_on(device, arguments.found_inf),
@@ -147,9 +173,11 @@ def _prepared_launch(
         PREPARE=rule.prepare,
         UPDATE=rule.update if sums is None else rule.direction,
         MAXIMIZE=arguments.maximize,
-        MOMENTS=len(rule.moments),
+        MOMENTS=sum(name.startswith("moment") for name in lists),
         OTHER="model" if "model" in lists else "low" if "low" in lists else None,
-        BLOCK=BLOCK,
+        HAS_RUNS=has_runs,
+        PARTS=RANDOM_PARTS if places else 1,
+        BLOCK=RANDOM_PARTS * BLOCK if places else BLOCK,
         COUNTERS=COUNTERS,
     )
 
@@ -191,43 +219,42 @@ def _ticket(device: torch.device) -> Tensor:
 
 
 @jit
-def _load_block(pointers, i, mask, scale, MOMENTS: tl.constexpr, OTHER: tl.constexpr):
+def _load_block(
+    pointers, i, mask, scale, MOMENTS: tl.constexpr, PACKED: tl.constexpr, OTHER: tl.constexpr
+):
     p = tl.load(pointers[0] + i, mask=mask, other=0.0)
     if OTHER == "low":
         p = decode_block(p, tl.load(pointers[2 + MOMENTS] + i, mask=mask, other=0))
     g = tl.load(pointers[1] + i, mask=mask, other=0.0).to(tl.float32) * scale
-    moments = ()
-    for k in tl.static_range(MOMENTS):
-        moment = tl.load(pointers[2 + k] + i, mask=mask, other=0.0).to(tl.float32)
-        moments = moments + (moment,)  # type: ignore[assignment]  # noqa: RUF005
+    if PACKED:
+        word = tl.load(pointers[2] + i, mask=mask, other=0)
+        moments = unpacked(word.to(tl.int32), bits, number)
+    else:
+        moments = ()
+        for k in tl.static_range(MOMENTS):
+            moment = tl.load(pointers[2 + k] + i, mask=mask, other=0.0).to(tl.float32)
+            moments = moments + (moment,)  # noqa: RUF005
     return p.to(tl.float32), g, moments
 
 
 @jit
-def _mixed(x):
-    """Return a hash of 32 bits that looks random.
-
-    Source: the hash `triple32` of Wellons' hash-prospector (public domain).
-    """
-    x ^= x >> 17
-    x *= 0xED5AD4BB
-    x ^= x >> 11
-    x *= 0xAC4C1B51
-    x ^= x >> 15
-    x *= 0x31848BAB
-    return x ^ (x >> 14)
+def _random_bits(random, i, HAS_RUNS: tl.constexpr):
+    """Return 32 random bits for elements of a chunk, int32; see `amp.kernels.packing`."""
+    key, first, inside, run, pitch = random
+    index = first + i
+    if HAS_RUNS:
+        within = inside + i
+        index = first + (within // run).to(tl.int64) * pitch + within % run
+    return mixed(index.to(tl.int32) ^ key ^ (index >> 32).to(tl.int32))
 
 
 @jit
 def _narrow_moment(x, dtype: tl.constexpr, noise):
     """Return a moment in its dtype, rounded by 16 random bits if there are any."""
-    result = narrow(x, dtype)
     if noise is not None:
         if dtype == tl.bfloat16:
-            bits = x.to(tl.uint32, bitcast=True)
-            high = ((bits + noise) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-            result = tl.where((bits & 0x7F800000) == 0x7F800000, result, high)  # inf, NaN
-    return result
+            return bfloat16_bits(x, noise, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return narrow(x, dtype)
 
 
 @jit
@@ -237,39 +264,45 @@ def _step_block(
     i,
     mask,
     prepared,
-    start,
-    key,
+    random,
     UPDATE: tl.constexpr,
     MEASURES: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    PACKED: tl.constexpr,
     OTHER: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
 ):
     """Step a block; or return the sums of squares of the parameter and of the direction."""
     p, g, moments = loaded
-    result, moments = UPDATE(p, g, moments, prepared, square_root)
+    result, moments = UPDATE(p, g, moments, prepared, square_root, quotient)
     if MEASURES:
         result = tl.where(mask, result, 0.0)
         return tl.sum(p * p, axis=0), tl.sum(result * result, axis=0)
-    param = pointers[0]
+    noise = NEAREST
+    if random is not None:
+        noise = _random_bits(random, i, HAS_RUNS)
+    if PACKED:
+        word = packed(moments[0], moments[1], noise, square_root, bits, number, least, most)
+        tl.store(pointers[2] + i, word.to(tl.int16), mask=mask)
+    else:
+        for k in tl.static_range(MOMENTS):
+            half = None
+            if random is not None:
+                half = (noise >> 16 * k) & 0xFFFF
+            moment = pointers[2 + k]
+            tl.store(moment + i, _narrow_moment(moments[k], moment.dtype.element_ty, half), mask=mask)
+        if random is not None:
+            if MOMENTS == 2:  # which have taken all bits
+                noise = mixed(noise + random[0])
     if OTHER == "low":
-        low = pointers[2 + len(moments)]
-        high, rest = encode_block(result, param.dtype.element_ty, low.dtype.element_ty)
+        param, low = pointers[0], pointers[2 + MOMENTS]
+        high, rest = encode_block(result, param.dtype.element_ty, low.dtype.element_ty, noise)
         tl.store(param + i, high, mask=mask)
         tl.store(low + i, rest, mask=mask)
     else:
-        tl.store(param + i, narrow(result, param.dtype.element_ty), mask=mask)
-    noise = None
-    if key is not None:
-        noise = _mixed((start + i).to(tl.uint32) ^ key)
-    for k in tl.static_range(len(moments)):
-        half = None  # 16 of 32 random bits, which serve two moments
-        if key is not None:
-            if k % 2 == 0:
-                noise = _mixed(noise + key)
-            half = (noise >> 16 * (k % 2)) & 0xFFFF
-        moment = pointers[2 + k]
-        tl.store(moment + i, _narrow_moment(moments[k], moment.dtype.element_ty, half), mask=mask)
+        tl.store(pointers[0] + i, narrow(result, pointers[0].dtype.element_ty), mask=mask)
     if OTHER == "model":
-        model = pointers[2 + len(moments)]
+        model = pointers[2 + MOMENTS]
         tl.store(model + i, narrow(result, model.dtype.element_ty), mask=mask)
     return 0.0, 0.0
 
@@ -282,7 +315,7 @@ def step_kernel(
     numbers,
     of_tensor,
     n_of_tensor,
-    seeds,
+    places,
     inv_scale,
     clip,
     found_inf,
@@ -295,17 +328,21 @@ def step_kernel(
     DTYPES: tl.constexpr,
     MOMENTS: tl.constexpr,
     OTHER: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
     """Step one chunk. The program that finishes last counts the step of each tensor.
 
     With `sums`, `[2, chunks]`, it steps nothing, and sums the squares of parameter and direction.
-    OTHER: "model", "low" or None, the list besides param, grad and moments. A row has the address of
+    OTHER: "model", "low" or None, the list besides param, grad and moments. HAS_RUNS: whether places
+    have runs. A program steps its BLOCK in PARTS. A row has the address of
     a tensor of each of these lists, in this order, and then that of the step.
     """
     lists: tl.constexpr = len(DTYPES)
     measures: tl.constexpr = sums is not None
+    is_packed: tl.constexpr = MOMENTS == 1 and DTYPES[2] == tl.int16
     row, start, length = locate(chunks, rows, lists + 1, BLOCK)
     taken = 1.0
     if found_inf is not None:
@@ -323,25 +360,56 @@ def step_kernel(
 
     addresses, vectors = chunk_addresses(row, length, lists)
     pointers = pointers_to(addresses, start, DTYPES, True)
-    i = tl.arange(0, BLOCK)
-    loaded = _load_block(pointers, i, i < vectors, scale, MOMENTS, OTHER)
-    # Whatever depends on the step count is computed while these loads are under way.
     prepared = PREPARE(load_all(numbers, NUMBERS), t, of_tensor, n_of_tensor)
-    key = None
-    if seeds is not None:
-        key = _mixed(_mixed(tl.load(seeds + index).to(tl.uint32)) + t.to(tl.uint32))
-    of_param, of_direction = _step_block(
-        loaded, pointers, i, i < vectors, prepared, start, key, UPDATE, measures, OTHER
-    )
+    random = None
+    if places is not None:
+        seed, first, run, pitch = load_all(places + 4 * index, 4)
+        key = mixed(mixed(seed.to(tl.int32)) + t.to(tl.int32))
+        if HAS_RUNS:
+            inside = (start % run).to(tl.int32)
+            random = key, first + start // run * pitch, inside, run.to(tl.int32), pitch
+        else:
+            random = key, first + start, 0, 0, 0
+    of_param, of_direction = 0.0, 0.0
+    for part in tl.static_range(PARTS):
+        i = part * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)
+        loaded = _load_block(pointers, i, i < vectors, scale, MOMENTS, is_packed, OTHER)
+        some = _step_block(
+            loaded,
+            pointers,
+            i,
+            i < vectors,
+            prepared,
+            random,
+            UPDATE,
+            measures,
+            MOMENTS,
+            is_packed,
+            OTHER,
+            HAS_RUNS,
+        )
+        of_param += some[0]
+        of_direction += some[1]
     unaligned = pointers_to(addresses, start, DTYPES, False)
     for tail in range(vectors, length, STEP):
         j = tail + tl.arange(0, STEP)
-        rest = _load_block(unaligned, j, j < length, scale, MOMENTS, OTHER)
-        more_of_param, more_of_direction = _step_block(
-            rest, unaligned, j, j < length, prepared, start, key, UPDATE, measures, OTHER
+        rest = _load_block(unaligned, j, j < length, scale, MOMENTS, is_packed, OTHER)
+        more = _step_block(
+            rest,
+            unaligned,
+            j,
+            j < length,
+            prepared,
+            random,
+            UPDATE,
+            measures,
+            MOMENTS,
+            is_packed,
+            OTHER,
+            HAS_RUNS,
         )
-        of_param += more_of_param
-        of_direction += more_of_direction
+        of_param += more[0]
+        of_direction += more[1]
     if sums is not None:
         tl.store(sums + tl.program_id(0), of_param)
         tl.store(sums + tl.num_programs(0) + tl.program_id(0), of_direction)

@@ -31,7 +31,7 @@ from amp.kernels.language import launch
 from amp.kernels.tensor_lists import TensorList, dense
 
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_TAKEN |= {torch.int16}  # the low bits of masters, see amp.kernels.split
+_TAKEN |= {torch.int8, torch.int16}  # low halves of masters, and moments; see amp.kernels.packing
 _CACHE_SIZE = 64
 _uploaded_in_graphs: list[Tensor] = []
 """Pinned tables that the replays of CUDA graphs upload again."""

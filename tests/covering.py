@@ -16,7 +16,7 @@ def covering(*axes: Iterable[Any], strength: int = 2, slow_strength: int = 2) ->
 
     Those that are not are a covering array: any values of `strength` different parameters are together
     in one of them, which is each pair of values for a strength of 2, and each value alone for 1. With
-    the others it is so for `slow_strength`; of two axes a quarter of all pairs is there. With
+    the others it is so for `slow_strength`; of two axes a sixth of all pairs is there. With
     `AMP_COVERING=all` there are all combinations.
     """
     values = [list(axis) for axis in axes]
@@ -25,7 +25,7 @@ def covering(*axes: Iterable[Any], strength: int = 2, slow_strength: int = 2) ->
     if os.environ.get("AMP_COVERING") == "all":
         chosen = set(itertools.product(*map(range, sizes)))
     elif len(sizes) == 2:
-        chosen = fast | {c for c in itertools.product(*map(range, sizes)) if sum(c) % 4 == 0}
+        chosen = fast | {c for c in itertools.product(*map(range, sizes)) if sum(c) % 6 == 0}
     else:
         chosen = fast | _covering_array(sizes, min(slow_strength, len(sizes)))
     return [

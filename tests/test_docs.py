@@ -169,14 +169,15 @@ def test_the_table_of_memory_is_what_the_planner_says() -> None:
     text = (ROOT / "docs" / "choosing.md").read_text()
     table = text.partition("<!-- checked by tests/test_docs.py -->")[2].partition("<!-- end -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")[3:-1]]
-    assert len(rows) == 7
+    assert len(rows) == 8
     for name, *numbers in rows:
         levels = re.findall(r"O\d", name) or ["O2", "O5"]  # "the same" is said of these
         optimizer = "adamw" if "AdamW" in name else "FusedAdam"
         options: dict[str, Any] = {}
-        if "split16" in name or "the same" in name:
-            options["master_weights"] = "split16"
-        options |= {"state_dtype": "bfloat16"} if "state_dtype" in name else {}
+        if "split" in name or "the same" in name:
+            options["master_weights"] = "split24" if "split24" in name else "split16"
+        if "state_dtype" in name:
+            options["state_dtype"] = "packed16" if "packed16" in name else "bfloat16"
         for level in levels:
             found = amp.numerics.footprint(10**9, level, optimizer, **options)
             parts = [found.weights, found.gradients, found.masters, found.optimizer_state]

@@ -92,6 +92,8 @@ def schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+ANY: Any = amp
+"""For arguments that type checkers refuse."""
 BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
 
 
@@ -163,7 +165,7 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
             "amp.master_params takes an optimizer, and got Sequential: pass the optimizer that",
         ),
         (
-            lambda: amp.optimizers.FusedAdam(fresh()[0]),
+            lambda: ANY.optimizers.FusedAdam(fresh()[0]),
             "takes parameters, and got the model itself, a Sequential: pass model.parameters()",
         ),
         (
@@ -219,10 +221,10 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         ),
         (lambda: amp.step_was_skipped(initialized()[0]), "and this is Sequential: pass the opt"),
         (
-            lambda: amp.Session("O2", num_loss=2),
+            lambda: ANY.Session("O2", num_loss=2),
             "there is no property 'num_loss'; allowed: num_losses, verbosity, process_group, enabled, ",
         ),
-        (lambda: amp.Session("O2", num_loss=2), "; did you mean 'num_losses'?"),
+        (lambda: ANY.Session("O2", num_loss=2), "; did you mean 'num_losses'?"),
         (
             lambda: amp.initialize(fresh()[0], "O2"),
             "and got str. Pass the level by its name: amp.initialize(model, optimizer, opt_level='O2')",
@@ -232,26 +234,26 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
             "verbosity='info' is neither 0, which logs nothing, nor 1",
         ),
         (
-            lambda: amp.optimizers.FusedAdam(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
+            lambda: ANY.optimizers.FusedAdam(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
             "bias_correction=(0.5, 0.9) is neither True nor False; did you mean betas=(0.5, 0.9)?",
         ),
         (
-            lambda: amp.optimizers.FusedLAMB(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
+            lambda: ANY.optimizers.FusedLAMB(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
             "did you mean betas=(0.5, 0.9)?",
         ),
         (
-            lambda: amp.optimizers.FusedNovoGrad(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
+            lambda: ANY.optimizers.FusedNovoGrad(fresh()[0].parameters(), 1e-3, (0.5, 0.9)),
             "did you mean betas=(0.5, 0.9)?",
         ),
         (
-            lambda: amp.optimizers.FusedAdam(fresh()[0].parameters(), maximize="False"),
+            lambda: ANY.optimizers.FusedAdam(fresh()[0].parameters(), maximize="False"),
             "maximize='False' is neither True nor False; pass one of them",
         ),
         (
-            lambda: amp.optimizers.FusedSGD(fresh()[0].parameters(), 0.1, 0.9, nesterov="False"),
+            lambda: ANY.optimizers.FusedSGD(fresh()[0].parameters(), 0.1, 0.9, nesterov="False"),
             "nesterov='False' is neither True nor False",
         ),
-        (lambda: amp.GradScaler("cpu", enabled="False"), "enabled='False' is neither True nor False"),
+        (lambda: ANY.GradScaler("cpu", enabled="False"), "enabled='False' is neither True nor False"),
         (
             lambda: initializing(rules=[{"module": 0, "cast": "float32"}]),
             "module=0 is not a name or a glob; write it in quotes",

@@ -145,8 +145,8 @@ def of_update(module: Any, name: str, change: Callable[..., Any]) -> Mutation:
         rule = getattr(module, name)
         formula = rule.plain_update or language.plain(rule.update)
 
-        def wrong(p: Any, g: Any, moments: Any, prepared: Any, sqrt: Any) -> Any:
-            return change(formula, p, g, moments, prepared, sqrt)
+        def wrong(p: Any, g: Any, moments: Any, prepared: Any, *functions: Any) -> Any:
+            return change(formula, p, g, moments, prepared, *functions)
 
         wrong_rule = rule._replace(plain_update=wrong)
         rules = {key: wrong_rule if value is rule else value for key, value in of_steps.RULES.items()}
@@ -178,15 +178,15 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
         "kernels: l2norm",
     ),
     "Adam: no momentum": (
-        of_update(adam, "ADAM", lambda f, p, g, m, n, s: f(p, g, (0 * m[0], m[1]), n, s)),
+        of_update(adam, "ADAMW", lambda f, p, g, m, n, *s: f(p, g, (0 * m[0], m[1]), n, *s)),
         "training: Adam",
     ),
     "SGD: too far": (
-        of_update(sgd, "MOMENTUM_SGD", lambda f, p, g, m, n, s: f(p, g * 1.001, m, n, s)),
+        of_update(sgd, "MOMENTUM_SGD", lambda f, p, g, m, n, *s: f(p, g * 1.001, m, n, *s)),
         "training: momentum SGD",
     ),
     "LAMB: no decay": (
-        of_update(lamb, "LAMB", lambda f, p, g, m, n, s: f(p, g, m, (n[0], n[1], 0.0, *n[3:]), s)),
+        of_update(lamb, "LAMB", lambda f, p, g, m, n, *s: f(p, g, m, (n[0], n[1], 0.0, *n[3:]), *s)),
         "training: LAMB",
     ),
     "halves: low bits lost": (

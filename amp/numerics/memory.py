@@ -7,6 +7,7 @@ Bytes for each parameter of AdamW:
     O2, O5            2         4         4        8       the optimizer takes FP32 gradients
     O2, O5, fused     2         2         4        8       the optimizer takes 16-bit gradients
     split16, fused    2         2         2        8
+    split24, packed   2         2         1        2       the optimizer keeps moments in packed16
     O2, O5, FSDP2     4         4         -        8       over the ranks; the masters are the weights
     O3                2         2         -        4
     O6, O7                                         as O4 and O5
@@ -29,9 +30,9 @@ from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
 from amp.casting.fp8 import choose
-from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
-from amp.profiles.keys import parse_count
+from amp.profiles.keys import parse_count, shown
 from amp.profiles.levels import LEVELS, load_profile, resolve
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
@@ -48,6 +49,10 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
         yield level, {}
         if load_profile(level).master_weights:
             yield level, {"master_weights": "split16"}
+
+
+_OF_MASTER = {True: 4, "split16": 2, "kahan": 2, "split24": 1}
+"""The bytes of a master, besides those of the weight."""
 
 
 class State(NamedTuple):
@@ -91,12 +96,12 @@ class Footprint:
 
     Attributes:
         opt_level: the level.
-        masters_kept: how masters are stored: `float32`, `split16`, `kahan`, or `-` for none.
+        masters_kept: how masters are stored: `float32`, `split16`, `split24`, `kahan`, or `-` for none.
         optimizer: the optimizer's name.
         parameters: how many trained parameters the whole model has.
         weights: the model's parameters and buffers.
         gradients: the gradients between backward and the step.
-        masters: FP32 masters, or the 16 bits of lean ones.
+        masters: FP32 masters, or the 8 or 16 bits of lean ones.
         optimizer_state: moments and step counts.
         activations: activations saved for backward, for the numbers that were given.
         transient: copies that exist for a part of an iteration: casts of weights in a forward, 16-bit
@@ -180,7 +185,7 @@ def footprint(
         raise AmpValueError(f"sharding={sharding!r} is not one of {', '.join(get_args(Sharding))}")
     if properties.state_dtype is not None and not name.startswith("fused"):
         raise AmpValueError(
-            f"state_dtype={dtype_name(properties.state_dtype)} needs an optimizer of amp.optimizers, "
+            f"state_dtype={shown(properties.state_dtype)} needs an optimizer of amp.optimizers, "
             f"and {name} is none. Take one, such as 'fusedadam', or leave state_dtype out"
         )
     if sharding == "fsdp2" and properties.master_weights is True:
@@ -234,11 +239,12 @@ def _bytes_of(
     has_master = bool(kept) and tensor.is_optimized and tensor.dtype in LOW_PRECISION
     yield "weights", numel * size
     if has_master:
-        yield "masters", numel * 4 if kept is True else numel * 2 + 4
+        yield "masters", numel * _OF_MASTER[kept] + 4 * (kept is not True)
     if tensor.is_optimized and (tensor.trained or state.for_frozen):
         dtype = properties.state_dtype or (torch.float32 if has_master else tensor.dtype)
-        moments = (state.moments + tensor.extra_moments) * numel
-        yield "optimizer_state", moments * dtype.itemsize + state.numbers * 4
+        moments = state.moments + tensor.extra_moments
+        of_moments = moments * dtype.itemsize if dtype != "packed16" else 2 * min(moments, 1)
+        yield "optimizer_state", numel * of_moments + state.numbers * 4
     if tensor.trained:
         is_widened = has_master and not name.startswith("fused")
         yield "gradients", numel * (4 if is_widened else size)

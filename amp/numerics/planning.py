@@ -168,6 +168,8 @@ def rows_of(parameters: float, optimizer: str, gpu: Gpu | None = None, **options
         small = {**lean, "state_dtype": "bfloat16"}
         ways += [*fused, ("FusedAdam, split16", "FusedAdam", lean)]
         ways += [("FusedAdam, split16, BF16 moments", "FusedAdam", small)]
+        least = {"master_weights": "split24", "state_dtype": "packed16"}
+        ways += [("FusedAdam, split24, packed moments", "FusedAdam", least)]
     elif name.startswith("fused"):
         ways += [(f"{optimizer}, split16", optimizer, {"master_weights": "split16"})]
     found: dict[Any, Row] = {}
@@ -187,7 +189,11 @@ _FIRST = ("O5", "O2", "O4", "O1", "O0")
 """The levels to take, the first one that fits."""
 _ELSE = {"O6": "in FP8", "O7": "in FP8", "O3": "without masters"}
 """The others, and why they are not recommended."""
-_KEYS = {"split16": "master_weights: split16", "BF16 moments": "state_dtype: bfloat16"}
+_KEYS = {
+    **{kind: f"master_weights: {kind}" for kind in ("split16", "split24")},
+    "BF16 moments": "state_dtype: bfloat16",
+    "packed moments": "state_dtype: packed16",
+}
 """The keys of a profile that the name of a row stands for."""
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.errors import truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
+from amp.profiles.properties import StateDtype
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -44,7 +44,7 @@ class FusedAdagrad(FusedOptimizer):
         initial_accumulator_value: float = 0.0,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "lr_decay": lr_decay}
         defaults |= {"eps": eps, "weight_decay": weight_decay}

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError, truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
+from amp.profiles.properties import StateDtype
 
 
 class FusedAdam(FusedOptimizer):
@@ -50,7 +50,7 @@ class FusedAdam(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         if truth_of("master_weights", master_weights):
             raise AmpValueError(
@@ -74,4 +74,5 @@ class FusedAdam(FusedOptimizer):
             )
 
     def _rule(self, group: Any = None) -> Any:
-        return kernels.adam.ADAM
+        is_decoupled = group is not None and group["decoupled_weight_decay"]
+        return kernels.adam.ADAMW if is_decoupled else kernels.adam.ADAM

@@ -2,18 +2,20 @@
 
 import operator
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor
 
-from amp.distributed import WHOLE, Cut, cut_of, place_gradients
+from amp.distributed import WHOLE, Cut, cut_of, place_gradients, shard_in_whole
+from amp.kernels.rule import Place
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
 
-_APART = 0x3504F333, 0x2545F491
-"""The distances between seeds of groups, and of shards: far larger than a group's parameter count."""
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Parts of names that wrappers of a model add."""
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Batch:
             a master.
         has_all: whether these are all masters of the `StepInputs`, in their order.
         cut: how each is sharded over ranks.
+        names: the name of each in its model; its place in the groups if that is unknown.
         entries: the index of each in the optimizer's state; None if it has no state yet.
         checked: the kinds and devices of the lists that last passed `check_batch`.
     """
@@ -38,16 +41,26 @@ class Batch:
     positions: list[int] | None
     has_all: bool
     cut: Cut
+    names: list[str]
     entries: list[int | None] = field(default_factory=list)
     checked: list[Any] = field(default_factory=list)
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
+    _shards: list[tuple[int, int, int]] = field(default_factory=list)
     _known: list[TensorList] = field(default_factory=list)
     """What `own_lists` returned last: weak references to the tensors, and the lists without them."""
 
-    def seeds(self, seed: int) -> list[int]:
-        """Return a seed of 31 bits for each parameter, from the group's seed and its place."""
-        first = seed + _APART[0] * self.index + _APART[1] * self.cut.shard
-        return [(first + place) % 2**31 for place in self.places]
+    def places_of_bits(self, seed: int) -> list[Place]:
+        """Return where the random bits of each parameter begin, from the group's seed and its name.
+
+        They do not depend on how a parameter is divided among ranks.
+
+        Raises:
+            AmpTypeError: see `shard_in_whole`.
+        """
+        if not self._shards:
+            self._shards = list(map(shard_in_whole, self.stepped))
+        seeds = [zlib.crc32(f"{seed} {name}".encode()) % 2**31 for name in self.names]
+        return [Place(x, *shard) for x, shard in zip(seeds, self._shards, strict=True)]
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.
@@ -127,7 +140,7 @@ class Batches:
         if is_new or has_own != self._has_own:
             self._has_own = has_own
             own = {id(p) for p, has in zip(self._others, has_own, strict=True) if has}
-            self._batches = list(_batches(lists, inputs.stepped, own))
+            self._batches = list(_batches(groups, inputs, own))
             self._keys = []
         keys = list(state)
         if not self._keys or not are_same(keys, self._keys):
@@ -138,12 +151,13 @@ class Batches:
         return self._batches
 
 
-def _batches(
-    groups: Sequence[Sequence[Tensor]], masters: Sequence[Tensor], own: set[int]
-) -> Iterator[Batch]:
+def _batches(groups: Sequence[Mapping[str, Any]], inputs: Any, own: set[int]) -> Iterator[Batch]:
     """Yield the batches; `own` has the ids of parameters with a gradient in their `.grad`."""
+    masters = inputs.stepped
     position_of = {id(master): i for i, master in enumerate(masters)}
-    for index, params in enumerate(groups):
+    for index, group in enumerate(groups):
+        params = group["params"]
+        names = list(map(_bare, inputs.names_of(params), group.get("param_names") or repeat(None)))
         place_of = {id(parameter): place for place, parameter in enumerate(params)}
         for cut, alike in _cut_alike(params):
             given = [parameter for parameter in alike if id(parameter) in position_of]
@@ -153,7 +167,14 @@ def _batches(
                 if stepped:
                     places = [place_of[id(parameter)] for parameter in stepped]
                     has_all = shown == list(range(len(masters)))
-                    yield Batch(index, stepped, places, shown, has_all, cut)
+                    own_names = [names[place] or f"{index}.{place}" for place in places]
+                    yield Batch(index, stepped, places, shown, has_all, cut, own_names)
+
+
+def _bare(name: str | None, own: str | None) -> str:
+    """Return a parameter's name without those of wrappers, or an empty text if it has no name."""
+    parts = (name or (own and f"0.{own}") or "").split(".")
+    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def _cut_alike(params: Sequence[Tensor]) -> Iterable[tuple[Cut, Sequence[Tensor]]]:

@@ -115,12 +115,12 @@ def _check_moments(
     optimizer: FusedOptimizer, parameter: Tensor, grad: Tensor, called: str, group: Mapping[str, Any]
 ) -> None:
     state = optimizer.state.get(parameter, {})
-    for name in (*optimizer._moments(group), "step"):
+    for name in (*optimizer._kept(group), "step"):
         value = state.get(name)
         if not isinstance(value, Tensor):
             continue
         _check_memory(local(value), f"the {name} of {called}")
-        if name != "step" and value.dtype is not (optimizer.state_dtype or parameter.dtype):
+        if name != "step" and value.dtype is not (optimizer.kept_dtype or parameter.dtype):
             raise AmpRuntimeError(
                 f"{called} is {parameter.dtype} and its {name} {value.dtype}: the parameter's dtype "
                 "was changed after its first step. Change it before, and make a new optimizer"

@@ -19,7 +19,8 @@ from amp.kernels.grad_mode import without_grad
 from amp.optimizers.batches import Batches
 from amp.optimizers.checks import check_betas, check_range
 from amp.optimizers.fused_step import Ready, step_batches
-from amp.optimizers.state_dicts import as_own_state
+from amp.optimizers.state_dicts import PACKED, as_own_state, pack_moments, unpack_moments
+from amp.profiles.properties import STATE_DTYPES, StateDtype
 from amp.state_checks import all_or_nothing, as_plain
 from amp.training.step_inputs import StepInputs, inputs_outside_of_a_session
 
@@ -38,10 +39,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_grad_norm: the largest total norm of the gradients of all groups, to which they are clipped;
             0 or None does not clip. Of DTensors all shards count, of other gradients those of this
             rank.
-        state_dtype: `torch.bfloat16` keeps the moments in 16 bits, rounded stochastically; None keeps
-            them in the dtype of the master or parameter. The seed is each group's `seed`, 0 at first,
-            and not torch's, so that ranks with copies of a parameter round alike; shards round
-            differently.
+        state_dtype: `torch.bfloat16` keeps each moment in 16 bits; `"packed16"` keeps two moments
+            together in 16 bits, and one moment in bfloat16. Both round stochastically. None keeps
+            moments in the dtype of the master or parameter. The random bits depend on each group's
+            `seed`, 0 at first, the parameter's name, the step and the element, and not on torch's
+            generators or on how a parameter is divided among ranks.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range or not a number, or asks for what is not
@@ -74,7 +76,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         set_grad_none: bool,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         if isinstance(params, torch.nn.Module):
             raise AmpTypeError(
@@ -155,24 +157,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.defaults["max_grad_norm"] or None
 
     @property
-    def state_dtype(self) -> torch.dtype | None:
-        """The dtype of the moments; None for the parameter's. Setting it casts existing moments."""
-        dtype: torch.dtype | None = self.defaults["state_dtype"]
+    def state_dtype(self) -> StateDtype | None:
+        """How moments are kept; None in the parameter's dtype. Setting it casts existing moments."""
+        dtype: StateDtype | None = self.defaults["state_dtype"]
         return dtype
 
     @state_dtype.setter
-    def state_dtype(self, dtype: torch.dtype | None) -> None:
+    def state_dtype(self, dtype: StateDtype | None) -> None:
         self._check_state_dtype(dtype)
         self.defaults["state_dtype"] = dtype
         self._cast_moments()
+
+    @property
+    def kept_dtype(self) -> torch.dtype | None:
+        """The dtype of tensors that keep moments, int16 for two in one; None for the parameter's."""
+        if not isinstance(self.state_dtype, str):
+            return self.state_dtype
+        return torch.int16 if len(self._all_moments()) == 2 else torch.bfloat16
+
+    def _kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the entries in which a group's moments are kept."""
+        return (PACKED,) if self.kept_dtype is torch.int16 else self._moments(group)
 
     def _check_state_dtype(self, dtype: Any) -> None:
         """Raise AmpValueError unless moments can be kept in it."""
         if dtype is None:
             return
-        known = set.intersection(*[set(moment.narrow) for moment in self._all_moments().values()])
-        if not isinstance(dtype, torch.dtype) or dtype not in known:
-            names = ", ".join(map(str, known))
+        if dtype not in STATE_DTYPES:
+            names = ", ".join(map(repr, STATE_DTYPES))
             raise AmpValueError(f"state_dtype={brief(dtype)} is not one of {names}, None")
 
     def _cast_moments(self) -> None:
@@ -181,9 +193,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             group["state_dtype"] = self.state_dtype
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
+                dtype = self.kept_dtype or parameter.dtype
+                if dtype is torch.int16:
+                    pack_moments(state, parameter)
+                    continue
+                unpack_moments(state, parameter, dtype)
                 for name in self._moments(group) if state else ():
                     if name in state:
-                        state[name] = state[name].to(self.state_dtype or parameter.dtype)
+                        state[name] = state[name].to(dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group` does.
@@ -229,7 +246,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.state[parameter][name] = entry[name].to(parameter.device, copy=True)
         for name in self._all_moments() if self.state_dtype is not None else ():
             if name in entry:
-                self.state[parameter][name] = entry[name].to(parameter.device, self.state_dtype)
+                self.state[parameter][name] = entry[name].to(parameter.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as `torch.optim`'s counterpart has it: packed moments are two in bfloat16.
+
+        They become the same packed moments again when they are loaded, also from float32.
+        """
+        saved = super().state_dict()
+        state = {key: dict(x) if isinstance(x, dict) else x for key, x in saved["state"].items()}
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            if PACKED in state.get(key, {}):
+                unpack_moments(state[key], parameter, torch.bfloat16)
+        return {**saved, "state": state}
 
     # The step.
 

@@ -55,7 +55,7 @@ def _look_at(
 ) -> Ready:
     """Return the tensors of a batch, which are checked if they are of another kind than before."""
     lists = batch.tensors(inputs)
-    names = (*optimizer._moments(optimizer.param_groups[batch.index]), "step")
+    names = (*optimizer._kept(optimizer.param_groups[batch.index]), "step")
     try:
         own = [entries[i] for i in batch.entries]  # type: ignore[index]
         columns = [list(map(itemgetter(name), own)) for name in names]
@@ -108,6 +108,8 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
     group = optimizer.param_groups[batch.index]
     *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)
     rule = optimizer._rule(group)
+    is_split24 = "lows" in one.lists and one.lists["lows"][0].dtype is torch.int8
+    rounds_at_random = optimizer.state_dtype is not None or is_split24
     kernels.stepping.step(
         rule,
         rule.numbers(group),
@@ -115,7 +117,7 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
         steps=steps,
         **one.lists,
         of_tensor=optimizer._of_tensor(one, clip, inputs),
-        seeds=None if optimizer.state_dtype is None else batch.seeds(group["seed"]),
+        places=batch.places_of_bits(group["seed"]) if rounds_at_random else None,
         inv_scale=one.inv_scale,
         clip=clip,
         found_inf=found_inf,
@@ -139,10 +141,10 @@ def _make_state(
 
     The step counts of a loaded state move to the device.
     """
-    names = (*optimizer._moments(group), "step")
+    names = (*optimizer._kept(group), "step")
     for parameter, like in zip(batch.stepped, lists["params"], strict=True):
         state = optimizer.state[parameter]
-        dtype = optimizer.state_dtype or (torch.float32 if "lows" in lists else like.dtype)
+        dtype = optimizer.kept_dtype or (torch.float32 if "lows" in lists else like.dtype)
         for name in names[:-1]:
             if name not in state:
                 moment = torch.full_like(like, optimizer._first_moment(group), dtype=dtype)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.errors import AmpValueError, truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
+from amp.profiles.properties import StateDtype
 
 
 class FusedLAMB(FusedOptimizer):
@@ -47,7 +47,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: bool = False,
         *,
         maximize: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         if truth_of("amsgrad", amsgrad):
             raise AmpValueError("FusedLAMB has no amsgrad, nor does the paper; leave it out")

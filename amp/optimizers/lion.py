@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
+from amp.profiles.properties import StateDtype
 
 
 class FusedLion(FusedOptimizer):
@@ -36,7 +36,7 @@ class FusedLion(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)

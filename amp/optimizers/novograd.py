@@ -14,6 +14,7 @@ from amp.kernels.tensor_lists import dense
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 from amp.optimizers.fused_step import Ready
+from amp.profiles.properties import StateDtype
 from amp.state_checks import as_float
 from amp.training.step_inputs import StepInputs
 
@@ -59,7 +60,7 @@ class FusedNovoGrad(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         if truth_of("amsgrad", amsgrad):
             raise AmpValueError("FusedNovoGrad has no amsgrad, nor does apex's; leave it out")

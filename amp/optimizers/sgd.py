@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError, truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
+from amp.profiles.properties import StateDtype
 
 
 class FusedSGD(FusedOptimizer):
@@ -49,7 +49,7 @@ class FusedSGD(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         defaults |= {"weight_decay": weight_decay, "nesterov": truth_of("nesterov", nesterov)}

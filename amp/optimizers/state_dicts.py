@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from amp.distributed import shard_like
 from amp.errors import AmpValueError, brief, first_few
+from amp.kernels.tensor_lists import local
+from amp.lazy import kernels
+from amp.profiles.properties import STATE_DTYPES
 from amp.state_checks import LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_no_others, check_settings, structure_of
 
@@ -63,8 +67,9 @@ def _check_group(
         checks.scalar(group, name, path, low=0.0)
     if group["max_grad_norm"] is not None:
         checks.scalar(group, "max_grad_norm", path, low=0.0)
-    if group["state_dtype"] not in (None, torch.bfloat16):
-        checks.fail(path, "state_dtype", brief(group["state_dtype"]), "torch.bfloat16 or None")
+    if group["state_dtype"] not in (None, *STATE_DTYPES):
+        expected = "torch.bfloat16, 'packed16' or None"
+        checks.fail(path, "state_dtype", brief(group["state_dtype"]), expected)
     checks.count(group, "seed", path, 2**53)
     if group.get("step") is not None:
         checks.scalar(group, "step", path, 0, LARGEST_COUNT, is_whole=True)
@@ -82,7 +87,8 @@ def _check_entry(
             entry[name] = checks.scalar(entry, name, path, 0.0)
         elif name in moments:
             low = -math.inf if moments[name].is_signed else 0.0
-            dtype = optimizer.state_dtype or parameter.dtype
+            dtype = optimizer.kept_dtype or parameter.dtype
+            dtype = torch.float32 if dtype is torch.int16 else dtype
             entry[name] = checks.tensor_like(
                 entry, name, path, parameter, dtype, low, may_be_inf=low == 0.0
             )
@@ -90,6 +96,26 @@ def _check_entry(
             known = ", ".join(("step", *moments, *optimizer._scalars))
             kind = type(optimizer).__name__
             checks.fail(path, name, f"{kind} has no such entry", f"only {known}, as {kind} has saved")
+
+
+PACKED = "moments"
+"""The entry of a parameter's state that has both moments of Adam; see `amp.kernels.packing`."""
+_BOTH = "exp_avg", "exp_avg_sq"
+
+
+def pack_moments(entry: dict[str, Any], parameter: Tensor) -> None:
+    """Replace both moments of a parameter, if it has any, by packed ones, int16. No host sync."""
+    if _BOTH[0] in entry:
+        both = [local(entry.pop(name)).float() for name in _BOTH]
+        words = kernels.packing.pack(*both, kernels.packing.TO_NEAREST).short()
+        entry[PACKED] = shard_like(words, parameter)
+
+
+def unpack_moments(entry: dict[str, Any], parameter: Tensor, dtype: torch.dtype) -> None:
+    """Replace packed moments of a parameter, if it has any, by two in a dtype. No host sync."""
+    if PACKED in entry:
+        both = kernels.packing.unpack(local(entry.pop(PACKED)).int())
+        entry |= {x: shard_like(y.to(dtype), parameter) for x, y in zip(_BOTH, both, strict=True)}
 
 
 def as_tensor(number: Any) -> Tensor:

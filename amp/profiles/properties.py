@@ -15,8 +15,11 @@ from amp.profiles.keys import Key, OneOf, key, keys_of, parse_globs, shown
 from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scale
 from amp.profiles.rules import Rule, parse_rules
 
-LeanMasters = Literal["split16", "kahan"]
-"""The ways to keep FP32 masters in 16 extra bits for each weight; see `amp.kernels.split`."""
+LeanMasters = Literal["split16", "split24", "kahan"]
+"""The ways to keep FP32 masters in 8 or 16 extra bits for each weight; see `amp.kernels.split`."""
+
+StateDtype = torch.dtype | Literal["packed16"]
+"""How a fused optimizer keeps its moments: in bfloat16, or in 16 bits for a parameter."""
 
 CastInputs = bool | tuple[str, ...]
 """Whether a cast model casts its inputs; or the names of the arguments and modules that it does not."""
@@ -45,8 +48,19 @@ def excepting(arguments: Iterable[str], now: CastInputs = True) -> str:
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 _DTYPE = OneOf(FLOAT16, BFLOAT16, FLOAT32, None)
 _MASTERS = OneOf(
-    True, FLOAT32, "split16", "kahan", False, None, means={FLOAT32: True}, error=AmpValueError
+    True,
+    FLOAT32,
+    "split16",
+    "split24",
+    "kahan",
+    False,
+    None,
+    means={FLOAT32: True},
+    error=AmpValueError,
 )
+STATE_DTYPES = BFLOAT16, "packed16"
+"""The ways to keep moments in fewer bits."""
+_STATE = OneOf(BFLOAT16, FLOAT32, "packed16", None, means={FLOAT32: None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +78,9 @@ class Properties:
         keep_batchnorm_fp32: norms with running statistics stay FP32 in a cast model.
         keep_norm_fp32: all norms do: LayerNorm, GroupNorm, RMSNorm and InstanceNorm too.
         master_weights: the optimizer steps FP32 copies of 16-bit weights; split16 and kahan keep them
-            in 16 bits.
-        state_dtype: the moments of a fused optimizer, bfloat16 with stochastic rounding.
+            in 16 bits, split24 in 8 bits with stochastic rounding.
+        state_dtype: the moments of a fused optimizer, rounded stochastically: bfloat16, or packed16,
+            16 bits for both moments of Adam together.
         reduce_dtype: dtype in which FSDP2 reduces gradients of a cast model; none is FP32.
         loss_scaling: see `LossScaling`.
         protect_buffers: running statistics that an overflow has made inf or NaN get their last finite
@@ -89,7 +104,7 @@ class Properties:
     keep_batchnorm_fp32: bool | None = key(None, OneOf(True, False, None, error=AmpAssertionError))
     keep_norm_fp32: bool | None = key(None, OneOf(True, False, None))
     master_weights: bool | LeanMasters | None = key(None, _MASTERS)
-    state_dtype: torch.dtype | None = key(None, OneOf(BFLOAT16, FLOAT32, None, means={FLOAT32: None}))
+    state_dtype: StateDtype | None = key(None, _STATE)
     reduce_dtype: torch.dtype | None = key(None, _DTYPE)
     loss_scaling: LossScaling = key(
         LossScaling(mode="static", init=1.0), parse_loss_scale, name="loss_scale"

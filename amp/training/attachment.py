@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
@@ -22,6 +21,7 @@ from amp.masters.grads import grads_of, store_grads
 from amp.masters.shared_state import SharedState
 from amp.masters.whole import MasterWeights
 from amp.patching import Patches
+from amp.profiles.properties import StateDtype
 from amp.training import optimizer_states
 from amp.training.gradients import Gradients, State
 from amp.training.optimizer_step import Capabilities, OptimizerStep
@@ -60,7 +60,7 @@ class AttachedOptimizer:
         self._released: dict[Tensor, Tensor] = {}
         self._check = ParameterCheck(optimizer, owner.named_parameters)
         self._capabilities = Capabilities(optimizer)
-        self._own_state_dtype: torch.dtype | None = getattr(optimizer, "state_dtype", None)
+        self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(
             optimizer,
             self.masters,
@@ -186,11 +186,12 @@ class AttachedOptimizer:
 
         def take_back() -> None:
             for entries, own in before:
+                entries.clear()
                 entries.update(own)
 
         return take_back
 
-    def recast_state(self, state_dtype: torch.dtype | None = None) -> None:
+    def recast_state(self, state_dtype: StateDtype | None = None) -> None:
         """Cast each parameter's state, except counters, to the parameter's dtype.
 
         Args:

@@ -41,6 +41,13 @@ class ParameterCheck:
         found = self._named_parameters().items()
         self._by_name |= {name: parameter for name, parameter in found if id(parameter) in ids}
 
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str | None]:
+        """Return the name of each parameter in its model, or None if the models do not have it."""
+        names: dict[int, str] = {}
+        for (i, name), parameter in self._named_parameters().items():
+            names.setdefault(id(parameter), f"{i}.{name}")
+        return [names.get(id(parameter)) for parameter in parameters]
+
     def called(self, parameter: Tensor) -> str:
         """Return how to call a parameter in a message: by its name in quotes, or by its shape."""
         names = [name for (_, name), each in self._named_parameters().items() if each is parameter]

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
 
 
+def _no_names(tensors: Sequence[Tensor]) -> Sequence[str | None]:
+    return [None] * len(tensors)
+
+
 class StepInputs:
     """The `scaled_grads` of an optimizer that declares `_step_takes_scaled_grads = True`.
 
@@ -28,6 +32,7 @@ class StepInputs:
 
     Attributes:
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
+        names_of: returns the names of parameters or masters in their models, None for unknown ones.
         changes: the plan of the step, for an optimizer that plans it first: an interrupt then leaves
             all changes made, or none. The planned changes raise the version of each of `models` by one.
         own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
@@ -40,8 +45,10 @@ class StepInputs:
         look_up: Callable[[], Deferred],
         low_halves: Callable[[Sequence[Tensor]], Sequence[Tensor] | None],
         found_inf: Tensor | None,
+        names_of: Callable[[Sequence[Tensor]], Sequence[str | None]] = _no_names,
     ) -> None:
         self._look_up = look_up
+        self.names_of = names_of
         self._low_halves = low_halves
         self.found_inf = found_inf
         self.changes = Changes()

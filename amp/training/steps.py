@@ -141,7 +141,8 @@ class FusedStep(Stepper):
             self._latest = of
             return deferred
 
-        inputs = StepInputs(look_up, self.masters.low_halves, found_inf_of(verdicts))
+        found_inf = found_inf_of(verdicts)
+        inputs = StepInputs(look_up, self.masters.low_halves, found_inf, self._names_of)
         has_returned = False
         try:
             self.optimizer.scaled_grads = inputs
@@ -155,6 +156,10 @@ class FusedStep(Stepper):
         if _has_post_hooks(self.optimizer):
             self.write_back.if_changed_in_step()
         return result
+
+    def _names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
+        models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
+        return self.gradients.check.names_of(models)
 
     def _agree(self, inputs: StepInputs, versions: Sequence[int]) -> None:
         """Note that the optimizer has written the masters to the model."""

@@ -51,6 +51,12 @@ ROWS = (
         "O2",
         {"master_weights": "split16", "state_dtype": "bfloat16"},
     ),
+    Row(
+        "O2, `FusedAdam`, `split24`, `state_dtype: packed16`",
+        FusedAdam,
+        "O2",
+        {"master_weights": "split24", "state_dtype": "packed16"},
+    ),
 )
 
 

@@ -2,7 +2,8 @@
 
 The instructions of a program with a full chunk are taken in the order in which they lie, each once.
 Loops are left out: they take the odd elements at the end of a tensor, or count the steps of tensors.
-So is what follows the first exit: the last program's work, and functions for rare numbers.
+So are functions for rare numbers, such as subnormal ones, with their calls, and what follows the first
+exit: the last program's work.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ FENCE = re.compile(r"MEMBAR|buffer_wbl2")
 SPECIAL = re.compile(r"MUFU|F2F\b|v_(rcp|rsq|sqrt|exp|log)_")
 """Reciprocals, roots, exponentials, and conversions of FP64: there are fewer lanes for them."""
 
+_OF_CALL = 8
+"""How many instructions are at most jumped over with a call that is among them."""
 _END = re.compile(r"EXIT|s_endpgm")
 _SCALAR = re.compile(r"s_|buffer_(wbl2|inv)")
 
@@ -59,8 +62,14 @@ def _main_path(
             found.append((read(*match.groups()), jump[1] if jump else ""))
     ends = {at for at, (instruction, _) in enumerate(found) if _END.match(instruction.opcode)}
     path: dict[int, Instruction] = {}
+    calls = [at for at, (instruction, _) in enumerate(found) if instruction.opcode.startswith("CALL")]
+    after_call = 0
     for at, (instruction, jump) in enumerate(found):
         target = labels.get(jump)
+        if at < after_call:
+            continue
+        if target and instruction.opcode == "BRA" and target - at <= _OF_CALL:
+            after_call = target if any(at < call < target for call in calls) else 0
         if at in ends or target in ends:
             break
         path[at] = instruction

@@ -29,6 +29,7 @@ DOCUMENT = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- predicted by docs/benchmarks/predict_kernels.py -->", "<!-- end -->"
 MAIN = (  # the kernels of the table in docs/kernels.md
     *("adam fp32 fp32", "adam fp32 fp16", "adam bf16 + int16", "adam, seeded"),
+    *("adam bf16 + int8, packed", "adam fp16 + int8, packed"),
     *("momentum sgd fp32 fp16", "lamb fp32 fp16", "lamb, norms fp32 fp16"),
     *("unscale fp16 fp32", "check fp16", "l2norm fp16", "axpby fp16 fp32 fp32"),
     *("master_copy fp32 fp16", "split bf16 int16", "join bf16 int16"),

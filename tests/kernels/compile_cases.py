@@ -48,7 +48,7 @@ POINTERS = {
         ),
         "*fp32",
     ),
-    "seeds": "*i32",
+    "places": "*i64",
     "ticket": "*i32",
     "factors": "*fp64",
 }
@@ -76,22 +76,26 @@ def stepping_case(
 ) -> Case:
     if moment is None:
         moment = F32 if model or low else param
-    moments = [moment] * len(rule.moments)
+    moments = [moment] * (1 if moment is tl.int16 else len(rule.moments))
     constants = {
         "NUMBERS": NUMBERS[rule],
         "PREPARE": rule.prepare,
         "UPDATE": rule.update,
         "MAXIMIZE": False,
         "DTYPES": tuple(dtype for dtype in (param, grad, *moments, model, low) if dtype),
-        "MOMENTS": len(rule.moments),
+        "MOMENTS": len(moments),
         "OTHER": "model" if model else "low" if low else None,
         "BLOCK": stepping.BLOCK,
         "COUNTERS": stepping.COUNTERS,
         "sums": None,
-        "seeds": None,
+        "HAS_RUNS": False,
+        "PARTS": 1,
+        "places": None,
     }
-    if moment is BF16 and low:
-        del constants["seeds"]
+    if (moment is BF16 and low) or low is tl.int8:
+        del constants["places"]
+        parts = stepping.RANDOM_PARTS
+        constants |= {"PARTS": parts, "BLOCK": parts * stepping.BLOCK}
     kept = [SIZE[dtype] for dtype in (param, *moments, low) if dtype]
     return Case(
         stepping.step_kernel, constants, [SIZE[grad], *kept], [*kept, *([SIZE[model]] if model else [])]
@@ -100,7 +104,7 @@ def stepping_case(
 
 NUMBERS = {
     adagrad.ADAGRAD: 5,
-    adam.ADAM: 11,
+    adam.ADAMW: 11,
     lamb.LAMB: 12,
     lion.LION: 6,
     novograd.NOVOGRAD: 9,
@@ -110,7 +114,7 @@ NUMBERS = {
 """How many hyper-parameters each rule has."""
 CASES: dict[str, Case] = {}
 F16, BF16, F32, F64 = tl.float16, tl.bfloat16, tl.float32, tl.float64
-SIZE = {F16: 2, BF16: 2, tl.int16: 2, F32: 4, F64: 8}
+SIZE = {tl.int8: 1, F16: 2, BF16: 2, tl.int16: 2, F32: 4, F64: 8}
 for source, target in ((F16, F32), (BF16, BF16), (F32, F32)):
     CASES[f"unscale {source} {target}"] = Case(
         unscale.unscale_kernel,
@@ -135,7 +139,7 @@ for source, target in ((F32, F16), (F32, BF16), (F16, F32), (F64, F16), (F64, BF
         [SIZE[target]],
     )
 rules = {
-    "adam": adam.ADAM,
+    "adam": adam.ADAMW,
     "momentum sgd": sgd.MOMENTUM_SGD,
     "sgd": sgd.SGD,
     "lion": lion.LION,
@@ -156,17 +160,22 @@ for name, rule in rules.items():
         CASES[f"{name} {weight} + {low}"] = stepping_case(rule, weight, weight, low=low)
     if name in ("adam", "momentum sgd"):
         CASES[f"{name}, seeded"] = stepping_case(rule, BF16, BF16, low=tl.int16, moment=BF16)
+    packed = tl.int16 if name == "adam" else BF16
+    for weight in (BF16, F16) if name in ("adam", "momentum sgd", "lion") else ():
+        CASES[f"{name} {weight} + int8, packed"] = stepping_case(
+            rule, weight, weight, low=tl.int8, moment=packed
+        )
 for param, grad, low in ((F32, F16, None), (BF16, BF16, tl.int16)):
     of_step = stepping_case(lamb.LAMB, param, grad, low=low).constants
     measuring = {**of_step, "UPDATE": lamb.LAMB.direction, "of_tensor": None, "ticket": None}
     del measuring["sums"]
     reads = [SIZE[dtype] for dtype in (param, grad, F32, F32, low) if dtype]
     CASES[f"lamb, norms {param} {grad}"] = Case(stepping.step_kernel, measuring, reads)
-for weight, low in ((F16, tl.int16), (BF16, tl.int16), (F16, F16)):
+for weight, low in ((F16, tl.int16), (BF16, tl.int16), (F16, F16), (BF16, tl.int8)):
     constants = {"DTYPES": (weight, low, F32), "BLOCK": split.BLOCK}
-    CASES[f"join {weight} {low}"] = Case(split.join_kernel, constants, [2, 2], [4])
+    CASES[f"join {weight} {low}"] = Case(split.join_kernel, constants, [2, SIZE[low]], [4])
     constants = {"DTYPES": (F32, weight, low), "BLOCK": split.BLOCK}
-    CASES[f"split {weight} {low}"] = Case(split.split_kernel, constants, [4], [2, 2])
+    CASES[f"split {weight} {low}"] = Case(split.split_kernel, constants, [4], [2, SIZE[low]])
 CASES["l2norm finish"] = Case(l2norm.norms_kernel, {"COLUMNS": 3, "BLOCK": l2norm.FINISH_BLOCK})
 CASES["update_scale"] = Case(update_scale.update_kernel, {"RESET_EACH_STEP": True})
 
@@ -177,7 +186,11 @@ def compiled(case: Case, target: Any) -> Any:
     signature = {**types, **dict.fromkeys(case.constants, "constexpr")}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS})
+    limit = {}
+    is_half = F16 in case.constants.get("DTYPES", ())
+    if target.backend == "cuda" and case.constants.get("PARTS", 1) > 1 and not is_half:
+        limit = {"maxnreg": stepping.RANDOM_REGISTERS}
+    return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS, **limit})
 
 
 class Listing(NamedTuple):

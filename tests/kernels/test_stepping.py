@@ -15,7 +15,7 @@ from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
 from amp.kernels.novograd import NOVOGRAD
-from amp.kernels.rule import Rule
+from amp.kernels.rule import Place, Rule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import step
@@ -331,7 +331,9 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torc
         tensors.moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
         for _ in range(4):
             numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
-            tensors.step(numbers, [torch.zeros(n, device=device)], seeds=seeds or None)
+            tensors.step(
+                numbers, [torch.zeros(n, device=device)], places=list(map(Place, seeds)) or None
+            )
         return tensors.moments[0][0].float()
 
     exact = 0.9995**4
@@ -353,7 +355,7 @@ def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, val
     tensors.moments = [[torch.full((64,), value, device=device, dtype=BF16)]]
     expected = tensors.moments[0][0].clone()
     numbers = numbers_of(LION, betas=(0.9, 1.0 - 2.0**-30), weight_decay=0.0)
-    tensors.step(numbers, [torch.zeros(64, device=device)], seeds=[1])
+    tensors.step(numbers, [torch.zeros(64, device=device)], places=[Place(1)])
     torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -453,7 +455,7 @@ def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
         tensors.steps = tensors.steps[: len(of)]
         tensors.moments = [[torch.full((sizes[i],), 1.0, device=device, dtype=BF16) for i in of]]
         grads = [torch.zeros(sizes[i], device=device) for i in of]
-        tensors.step(numbers, grads, seeds=[5 + i for i in of])
+        tensors.step(numbers, grads, places=[Place(5 + i) for i in of])
         return dict(zip(of, tensors.moments[0], strict=True))
 
     together = run(0, 1, 2)

@@ -206,7 +206,7 @@ def test_in_a_script_at_another_level_as_json(capsys: Any, script: str) -> None:
     [
         pytest.param(
             ["exp", "--script", "train.py", "--", "--width", "8"],
-            "'exp' was not called; these were:",
+            "'exp' was not called in a forward; these were:",
             marks=pytest.mark.slow,
         ),
         pytest.param(

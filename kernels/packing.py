@@ -1,0 +1,213 @@
+"""FP32 numbers in fewer bits, rounded stochastically: formulas that all backends share.
+
+Each formula has operators of float32 and int32 blocks, and calls a few functions that it is given:
+`bits` and `number` reinterpret float32 as int32 and back, `whole` and `real` convert, `least` and
+`most` are the minimum and maximum. So Triton, plain torch and the loop in C++ run one source, and give
+the same bits. Masks are 0 or -1: `(x - y) >> 31` is -1 where x < y.
+
+**Random bits.** An element's are a hash of the tensor's key, which depends on its seed and step, and of
+the element's index in the whole tensor, so they are the same however the tensor is divided:
+
+    key = mixed(mixed(seed) + step)         x = mixed(index ^ (index >> 32) ^ key)
+
+**Two moments in 16 bits.** The second moment v is kept as s = sqrt(v), a number of 9 bits with 3 bits
+of mantissa, from 2^-40 to 1.75 * 2^23; the first moment m as its ratio to the stored s, 7 bits: a sign,
+and abs(m / s) + 1/4 with 3 bits of mantissa, at most 59.75. A second moment that is not 0 never becomes
+0, and what is too large becomes the largest. There are no scales that elements share.
+
+**Masters in 16 more bits or in 8 (`split16`, `split24`).** See `amp.kernels.split`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from amp.kernels import update_scale
+from amp.kernels.language import constant, jit, plain, tl  # noqa: F401 (the interpreter looks for tl)
+
+TO_NEAREST = -0x7F7F8000
+"""In place of random bits: rounds to nearest."""
+NEAREST = constant(TO_NEAREST)
+
+
+@jit
+def mixed(x):
+    """Return a hash of int32 that looks random.
+
+    Source: the hash `triple32` of Wellons' hash-prospector (public domain).
+    """
+    x = x ^ (x >> 17 & 0x7FFF)
+    x = x * -0x12A52B45
+    x = x ^ (x >> 11 & 0x1FFFFF)
+    x = x * -0x53B3E4AF
+    x = x ^ (x >> 15 & 0x1FFFF)
+    x = x * 0x31848BAB
+    return x ^ (x >> 14 & 0x3FFFF)
+
+
+@jit
+def bfloat16_bits(value, noise, bits):
+    """Return float32 values in bfloat16, as int32; `noise` has 16 random bits."""
+    pattern = bits(value)
+    size = pattern & 0x7FFFFFFF
+    is_nan = (0x7F800000 - size) >> 31
+    return pattern + noise >> 16 & ~is_nan | 0x7FC0 & is_nan  # inf stays inf: its lower bits are 0
+
+
+@jit
+def packed(m, v, x, sqrt, bits, number, least, most):
+    """Return the words of two moments, int32, of which the lower half counts; `x` has random bits."""
+    # `& 0x7FFFFFFF` and 0x7F800000 make one of all NaN.
+    root = least(bits(sqrt(v)) & 0x7FFFFFFF, 0x7F800000)
+    is_there = least(root, 1)  # 0 where v is 0
+    code = least(most((root + (x << 4 & 0xFFFF0 | 8) >> 20) - 695, is_there), 511 * is_there)
+    s = code + 695 << 20
+    # Newton's method gives the float that is nearest to 1 / s.
+    inverse = number(0x7EF15E7A - s)
+    inverse = inverse * (2.0 - number(s) * inverse)
+    inverse = inverse * (2.0 - number(s) * inverse)
+    inverse = inverse * (2.0 - number(s) * inverse)
+    ratio = bits(m * inverse)
+    sign, size = ratio >> 31, ratio & 0x7FFFFFFF
+    above = least(bits(number(size) + 0.25), 0x42700000) + (x >> 4 & 0xFF000 | 0x800)
+    above = above + (0x7F800000 - size >> 31 & 0x100000)  # NaN becomes 64
+    magnitude = ((above >> 20) - 1000) * is_there
+    return code << 7 | (magnitude ^ sign) - sign & 127
+
+
+@jit
+def unpacked(word, bits, number):
+    """Return the two moments of words, int32."""
+    code, ratio = word >> 7 & 511, word << 25 >> 25
+    s = number((code + 695) * (code + 511 >> 9) << 20)  # 0 for the code 0
+    sign = ratio >> 31
+    size = (ratio ^ sign) - sign
+    above = number((size + 1000 << 20) + (size >> 6) * 0x3D400000)  # NaN for 64
+    return number(bits((above - 0.25) * s) | sign & -0x80000000), s * s
+
+
+@jit
+def joined(high, low, number, BITS):
+    """Return the masters of bfloat16 weights, given as int32, and of low halves of BITS bits."""
+    rounded = high << 16
+    pattern = rounded + (low << 16 - BITS)
+    # The user may have written a zero: old low bits must not give it another sign, and make it NaN.
+    is_zero = (pattern ^ rounded) >> 31
+    return number(pattern & ~is_zero | rounded & is_zero)
+
+
+@jit
+def parted(master, x, bits, BITS):
+    """Return bfloat16 weights and low halves, int32, of masters; `x` has random bits if BITS is 8."""
+    pattern = bits(master)
+    is_nan = (0x7F800000 - (pattern & 0x7FFFFFFF)) >> 31
+    pattern = pattern & ~is_nan | 0x7FC00000 & is_nan
+    if BITS == 8:
+        pattern = pattern + (x >> 24 & 0xFF)  # inf and NaN stay so: their lower bits are 0
+    pattern = pattern >> 16 - BITS
+    high = pattern + (1 << BITS - 1) >> BITS
+    return high, pattern - (high << BITS)
+
+
+@jit
+def joined_half(high, low, bits, number, real, BITS):
+    """Return the masters of float16 weights, given as int32, and of low halves of BITS bits.
+
+    The bits of a normal float16, shifted left by 13, become FP32's by adding 112 << 23.
+    """
+    size = high & 0x7FFF
+    low = low & ~((size - 1 >> 31) & low >> 31)
+    is_small, is_nan = (size - 0x400 << 16) + low >> 31, 0x7C00 - size >> 31
+    small = bits(real((size << 16) + (low << 16 - BITS)) * 2.0**-40)
+    normal = (size << 13) + (low << (5 if BITS == 8 else 0)) + 0x38000000
+    pattern = small & is_small | normal & ~is_small
+    off = size ^ 0x7C00 | low ^ (1 << BITS - 1) - 1
+    is_inf = ~(off | -off) >> 31
+    pattern = pattern & ~is_inf | 0x7F800000 & is_inf
+    return number(pattern & ~is_nan | 0x7FC00000 & is_nan | high >> 31 << 31)
+
+
+@jit
+def parted_half(master, x, bits, number, real, whole, least, BITS):
+    """Return float16 weights and low halves, int32, of masters; `x` has random bits if BITS is 8."""
+    size = bits(master) & 0x7FFFFFFF
+    normal = size - 0x38000000
+    is_small, is_nan = normal - 0x800000 >> 31, 0x7F800000 - size >> 31
+    smaller = number(least(size, 0x39000000))  # 2^-13
+    if BITS == 8:
+        noise = x >> 24 & 0xFF
+        small = whole(smaller * 2.0**40) + noise >> 8
+        cut = small & is_small | normal + (noise >> 3) >> 5 & ~is_small
+        high = least(cut + 0x80 >> 8, 0x7C00)
+        low = cut - (high << 8)
+    else:
+        units = smaller * 2.0**24  # of float16's smallest number
+        down = whole(units)
+        left = units - real(down)
+        up = down + whole(left + left)
+        small = whole(left * 65536.0 + 0.5) - (up - down << 16)
+        high = least(up & is_small | normal + 0x1000 >> 13 & ~is_small, 0x7C00)
+        low = small & is_small | normal - (high << 13) & ~is_small
+    low = least(low, (1 << BITS - 1) - 1) & ~is_nan
+    return high & ~is_nan | 0x7E00 & is_nan | bits(master) >> 31 << 15, low
+
+
+# Outside of Triton.
+
+
+class Functions(NamedTuple):
+    """The functions that formulas call, of float32 and int32 tensors, or of what stands for them."""
+
+    bits: Callable[[Any], Any]
+    number: Callable[[Any], Any]
+    real: Callable[[Any], Any]
+    whole: Callable[[Any], Any]
+    least: Callable[[Any, int], Any]
+    most: Callable[[Any, Any], Any]
+    sqrt: Callable[[Any], Any]
+
+
+def _sqrt(x: Any) -> Any:
+    """Return square roots. On the CPU torch's own are not all rounded to nearest, except in FP64."""
+    device = getattr(x, "tensors", [x])[0].device  # of a group of tensors
+    if device.type != "cpu" or not update_scale.has_float64(device):
+        return x.sqrt()
+    return x.to(torch.float64).sqrt().to(x.dtype)
+
+
+IN_TORCH = Functions(
+    bits=lambda x: x.view(torch.int32),
+    number=lambda x: x.view(torch.float32),
+    real=lambda x: x.float(),
+    whole=lambda x: x.int(),
+    least=lambda x, y: torch.clamp(x, max=y),
+    most=lambda x, y: torch.clamp(x, min=y),
+    sqrt=_sqrt,
+)
+
+
+def pack(m: Any, v: Any, x: Any, of: Functions = IN_TORCH) -> Any:
+    """Return the words of two moments, int32; see `packed`."""
+    return plain(packed)(m, v, x, of.sqrt, of.bits, of.number, of.least, of.most)
+
+
+def unpack(word: Any, of: Functions = IN_TORCH) -> tuple[Any, Any]:
+    """Return the two moments of words, int32."""
+    found: tuple[Any, Any] = plain(unpacked)(word, of.bits, of.number)
+    return found
+
+
+def join_halves(high: Any, low: Any, is_half: bool, width: int, of: Functions = IN_TORCH) -> Any:
+    """Return the masters of weights, float16 if `is_half`, and their low halves of `width` bits."""
+    if is_half:
+        return plain(joined_half)(high, low, of.bits, of.number, of.real, width)
+    return plain(joined)(high, low, of.number, width)
+
+
+def part_halves(master: Any, x: Any, is_half: bool, width: int, of: Functions = IN_TORCH) -> Any:
+    """Return weights and low halves, int32, of masters; the arguments are those of `join_halves`."""
+    if is_half:
+        functions = of.bits, of.number, of.real, of.whole, of.least
+        return plain(parted_half)(master, x, *functions, width)
+    return plain(parted)(master, x, of.bits, width)

@@ -1,0 +1,341 @@
+"""Seven bytes a parameter: packed moments and 24-bit masters train, save and load as FP32 ones do."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+from amp.errors import AmpRuntimeError, AmpValueError
+from amp.kernels import packing
+from amp.kernels.adam import ADAMW
+from amp.kernels.rule import Place
+from amp.kernels.split import decode, encode
+from amp.kernels.stepping import step
+from amp.numerics.memory import footprint
+from amp.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
+from tests.kernels.numbers_of import numbers_of
+
+SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+ALL_WORDS = torch.arange(-(2**15), 2**15).short()
+
+
+def build(level: str = "O5", cls: Any = FusedAdam, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.Linear(24, 4))
+    own: dict[str, Any] = {"momentum": 0.9} if cls is FusedSGD else {}
+    chosen: dict[str, Any] = {**SMALL, "loss_scale": 8.0, **options}
+    optimizer = cls(model.parameters(), lr=1e-2, **own)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **chosen)
+
+
+def train(model: Any, optimizer: Any, steps: range) -> None:
+    for i in steps:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
+        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def all_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"]
+    return model.state_dict() | {f"{i}.{k}": v for i, own in states.items() for k, v in own.items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+# The formats.
+
+
+def test_every_word_comes_back_from_bfloat16_and_from_float32() -> None:
+    m, v = packing.unpack(ALL_WORDS.int())
+    code, ratio = ALL_WORDS.int() >> 7 & 511, ALL_WORDS.int() << 25 >> 25
+    is_used = ((code > 0) & (ratio > -64)) | (ALL_WORDS == 0)
+    assert int(is_used.sum()) == 64_898
+    for dtype in (F32, BF16):
+        back = packing.pack(m.to(dtype).float(), v.to(dtype).float(), packing.TO_NEAREST).short()
+        assert torch.equal(back[is_used], ALL_WORDS[is_used])
+    is_nan = (code > 0) & (ratio == -64)
+    assert bool(m[is_nan].isnan().all())
+    assert torch.equal(packing.pack(m, v, packing.TO_NEAREST).short()[is_nan], ALL_WORDS[is_nan])
+
+
+@pytest.mark.parametrize(
+    ("m", "v", "expected"),
+    [
+        (0.0, 0.0, (0.0, 0.0)),
+        (0.0, 1e-45, (0.0, 2.0**-80 * 1.125)),  # what is not 0 never becomes 0
+        (1e19, torch.inf, (0.0, (1.75 * 2.0**23) ** 2)),
+        (torch.nan, torch.nan, (torch.nan, (1.75 * 2.0**23) ** 2)),
+        (100.0, 1.0, (59.75, 1.0)),
+        (-3.0, 1.0, (-3.0, 1.0)),
+    ],
+)
+def test_special_moments(m: float, v: float, expected: tuple[float, float]) -> None:
+    words = packing.pack(torch.tensor([m]), torch.tensor([v]), packing.TO_NEAREST).short()
+    found = [float(x) for x in packing.unpack(words.int())]
+    if v == torch.inf:
+        found[0] = 0.0 if abs(found[0]) < 1e14 * 60 else found[0]
+    if v == 1e-45:
+        assert 0 < found[1] < 1e-23
+        return
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("exponent", [1, 2, 100, 127, 200, 254])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_masters_keep_eight_more_bits(dtype: torch.dtype, exponent: int) -> None:
+    patterns = (torch.arange(0, 2**23, 7) + (exponent << 23)).int()
+    for masters in (patterns.view(F32), (patterns | -(2**31)).view(F32)):
+        weight, low = encode(masters, dtype, torch.int8)
+        back = decode(weight, low)
+        again = encode(back, dtype, torch.int8)
+        assert torch.equal(again[0].view(torch.int16), weight.view(torch.int16))
+        assert torch.equal(again[1], low)
+        if dtype is BF16:
+            off = (back.view(torch.int32).long() - masters.view(torch.int32).long()).abs()
+            assert int(off.max()) <= 128
+        elif exponent == 127:
+            assert bool(((back - masters).abs() <= masters.abs() * 2.0**-18).all())
+
+
+def test_zeros_that_the_user_writes_stay_zeros() -> None:
+    for dtype in (BF16, F16):
+        weight = torch.tensor([0.0, -0.0], dtype=dtype)
+        for low in (-100, 0):
+            lows = torch.full((2,), low, dtype=torch.int8)
+            assert torch.equal(decode(weight, lows).view(torch.int32), weight.float().view(torch.int32))
+
+
+def test_rounding_has_the_right_mean() -> None:
+    n = 400_000
+    keys = torch.randint(-(2**31), 2**31, (n,), generator=torch.Generator().manual_seed(0)).int()
+    m, v = torch.full((n,), 0.37), torch.full((n,), 1.7)
+    ms, vs = packing.unpack(packing.pack(m, v, keys).int())
+    assert abs(float(vs.sqrt().double().mean()) / 1.7**0.5 - 1) < 1e-3
+    assert abs(float(ms.double().mean()) - 0.37) < 1e-3
+    high, low = encode(torch.full((n,), 1.0001), BF16, torch.int8, keys)
+    assert abs(float(decode(high, low).double().mean()) - 1.0001) < 0.01 * 2.0**-15
+
+
+# Training.
+
+
+@pytest.mark.parametrize("b", [1e-15, 1e-5, 1e-4, 1.5e-3, 4e-3, 1.0, 1e6])
+def test_no_element_decides_on_the_step_of_its_neighbour(b: float) -> None:
+    """The gradients of B are b for 20 steps, and then 0, beside those of A, which are 1 or -1."""
+    weights = nn.Parameter(torch.zeros(2))
+    optimizer = FusedAdam([weights], lr=1.0, state_dtype="packed16")
+    largest = 0.0
+    for i in range(400):
+        weights.grad = torch.tensor([float((-1) ** i), b if i < 20 else 0.0])
+        before = float(weights.detach()[1])
+        optimizer.step()
+        largest = max(largest, abs(float(weights.detach()[1]) - before))
+    assert largest < 1.6
+    assert largest > 0.9 or b < 1e-8  # where eps decides
+
+
+def trained_alone(lr: float, steps: int, **options: Any) -> Tensor:
+    """Return how far weights from 1.05 to 1.95 have gone, as parts of the way of FP32 ones."""
+    start = torch.linspace(1.05, 1.95, 4096)
+    layer = nn.Linear(1, 4096, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(start[:, None])
+    model, optimizer = amp.initialize(
+        layer, FusedSGD(layer.parameters(), lr=lr), opt_level="O5", verbosity=0, **options
+    )
+    for _ in range(steps):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    return (start - model.state_dict()["weight"][:, 0]) / (lr * steps)
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-6])
+def test_steps_that_are_far_too_small_arrive(lr: float) -> None:
+    gone = trained_alone(lr, 400, master_weights="split24")
+    assert float(gone.mean()) == pytest.approx(1.0, abs=5 * float(gone.std()) / 64 + 0.03)
+
+
+def test_the_second_moment_falls_without_gradients() -> None:
+    weights = nn.Parameter(torch.zeros(4096))
+    optimizer = FusedAdam([weights], lr=0.0, state_dtype="packed16")
+    weights.grad = torch.ones(4096)
+    optimizer.step()
+    weights.grad = torch.zeros(4096)
+    for _ in range(1000):
+        optimizer.step()
+    v = optimizer.state_dict()["state"][0]["exp_avg_sq"].float()
+    assert float(v.mean()) == pytest.approx(1e-3 * 0.999**1000, rel=0.08)
+
+
+@pytest.mark.parametrize("options", [SMALL, {"master_weights": "split24"}, {"state_dtype": "packed16"}])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_weights_stay_beside_those_of_fp32_state(level: str, options: dict[str, Any]) -> None:
+    whole: dict[str, Any] = {"master_weights": True, "state_dtype": None}
+    ends = []
+    for chosen in (whole, {**whole, **options}):
+        model, optimizer = build(level, **chosen)
+        start = {name: x.clone() for name, x in model.state_dict().items() if "weight" in name}
+        train(model, optimizer, range(60))
+        ends.append({name: model.state_dict()[name] for name in start})
+    for name, exact in ends[0].items():
+        off, way = (ends[1][name] - exact).norm(), (exact - start[name]).norm()
+        assert float(off) < 0.25 * float(way), name
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedLion, FusedSGD])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_resumed_run_goes_on_bit_for_bit(level: str, cls: Any) -> None:
+    model, optimizer = build(level, cls)
+    train(model, optimizer, range(4))
+    stream = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], stream)
+    train(model, optimizer, range(4, 8))
+    expected = all_of(model, optimizer)
+    stream.seek(0)
+    saved = torch.load(stream, weights_only=True)
+    other, resumed = build(level, cls)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(other, resumed, range(4, 8))
+    assert_same(all_of(other, resumed), expected)
+
+
+def test_a_state_goes_through_adamw_of_torch() -> None:
+    model, optimizer = build()
+    train(model, optimizer, range(4))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert {v.dtype for k, v in saved["state"][0].items() if k != "step"} == {BF16}
+    params = [nn.Parameter(torch.zeros_like(p, dtype=F32)) for p in model.parameters()]
+    adamw = torch.optim.AdamW(params, lr=1e-2)
+    adamw.load_state_dict({**adamw.state_dict(), "state": saved["state"]})
+    assert adamw.state[params[0]]["exp_avg"].dtype is F32
+    model_state = copy.deepcopy(model.state_dict())
+    train(model, optimizer, range(4, 8))
+    other, resumed = build()
+    other.load_state_dict(model_state)
+    resumed.load_state_dict({**saved, "state": adamw.state_dict()["state"]})
+    train(other, resumed, range(4, 8))
+    assert_same(all_of(other, resumed), all_of(model, optimizer))
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_checkpoint_of_other_moments_loads(dtype: Any) -> None:
+    model, optimizer = build(state_dtype=dtype, master_weights=True)
+    train(model, optimizer, range(4))
+    other, small = build()
+    other.load_state_dict(model.state_dict())
+    small.load_state_dict(optimizer.state_dict() | {"param_groups": small.state_dict()["param_groups"]})
+    for i, own in small.state_dict()["state"].items():
+        wide = optimizer.state_dict()["state"][i]
+        s = wide["exp_avg_sq"].float().sqrt()
+        torch.testing.assert_close(own["exp_avg_sq"].float().sqrt(), s, rtol=0.07, atol=1e-12)
+        off = (own["exp_avg"].float() - wide["exp_avg"].float()).abs()
+        assert bool((off <= 0.1 * s + 0.15 * wide["exp_avg"].float().abs()).all())
+    train(other, small, range(4, 6))
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    model, optimizer = build("O2", loss_scale="dynamic")
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(all_of(model, optimizer))
+    with amp.scale_loss(model(torch.full((4, 8), 60000.0)).float().square().sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    after = {k: v for k, v in all_of(model, optimizer).items() if "running" not in k and "num" not in k}
+    assert_same(after, {k: before[k] for k in after})
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_five_bytes_a_parameter_are_kept_and_gradients_take_two_more(level: str) -> None:
+    layer = nn.Linear(64, 64, bias=False)
+    optimizer = FusedAdam(layer.parameters())
+    model, optimizer = amp.initialize(layer, optimizer, opt_level=level, verbosity=0, **SMALL)
+    with amp.scale_loss(model(torch.randn(4, 64)).square().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    lows = amp.get_session(optimizer).masters.low_halves(optimizer.param_groups[0]["params"]) or []
+    (state,) = optimizer.state.values()
+    kept = [model.weight, *lows, *(x for x in state.values() if x.dim())]
+    assert sum(x.numel() * x.element_size() for x in kept) == 5 * model.weight.numel()
+    counted = footprint(model.weight.numel(), level, "fusedadam", **SMALL)
+    assert counted.total == 7 * model.weight.numel() + 4 + 4  # the step, and as of any lean master
+
+
+# What cannot be right is refused.
+
+
+def test_an_optimizer_that_cannot_round_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(AmpRuntimeError, match="'split24' needs an optimizer that rounds masters"):
+        amp.initialize(model, optimizer, opt_level="O5", master_weights="split24")
+    assert model.weight.dtype is F32
+
+
+def test_other_words_for_the_state_are_refused() -> None:
+    with pytest.raises(AmpValueError, match="'int8' is not one of torch.bfloat16, 'packed16', None"):
+        FusedAdam([nn.Parameter(torch.zeros(1))], state_dtype="int8")  # type: ignore[arg-type]
+
+
+# Shards of a tensor.
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "both", "flat"])
+@pytest.mark.parametrize("kind", ["packed16", "bfloat16"])
+def test_shards_are_rounded_as_the_whole_tensor_is(kind: str, cut: str) -> None:
+    """A new division at each step, into uneven parts."""
+    generator = torch.Generator().manual_seed(0)
+    shape, numbers = (37, 30), numbers_of(ADAMW)
+    whole = [torch.randn(shape, generator=generator).to(BF16), torch.zeros(shape, dtype=torch.int8)]
+    dtype, count = (torch.int16, 1) if kind == "packed16" else (BF16, 2)
+    whole += [torch.zeros(shape, dtype=dtype) for _ in range(count)]
+    divided = [x.clone() for x in whole]
+    for i in range(5):
+        grad = torch.randn(shape, generator=generator).to(BF16)
+
+        def take(tensors: list[Tensor], grad: Tensor, place: Place, t: int = i) -> None:
+            p, low, *moments = tensors
+            step(
+                *(ADAMW, numbers, [p], [grad], [[x] for x in moments], [torch.tensor(float(t))]),
+                lows=[low],
+                places=[place],
+            )
+
+        take(whole, grad, Place(5))
+        for part, first, run, pitch in parts_of(shape, cut, i):
+            chosen = [part(x).clone() for x in divided]
+            take(chosen, part(grad).clone(), Place(5, first, run, pitch))
+            for to, new in zip(divided, chosen, strict=True):
+                part(to).copy_(new)
+        for a, b in zip(whole, divided, strict=True):
+            assert torch.equal(
+                a.view(torch.int16 if a.element_size() == 2 else torch.int8),
+                b.view(torch.int16 if b.element_size() == 2 else torch.int8),
+            )
+
+
+def parts_of(shape: tuple[int, int], cut: str, i: int) -> Any:
+    rows, columns = shape
+    across = [(0, rows)] if cut == "columns" else [(0, 11 + i), (11 + i, 12 + i), (12 + i, rows)]
+    along = [(0, 7 + i), (7 + i, columns)] if cut in ("columns", "both") else [(0, columns)]
+    if cut == "flat":
+        for a, b in [(0, 100 + i), (100 + i, rows * columns)]:
+            yield (lambda x, a=a, b=b: x.view(-1)[a:b]), a, 0, 0
+        return
+    for a, b in across:
+        for c, d in along:
+            part = lambda x, a=a, b=b, c=c, d=d: x[a:b, c:d]  # noqa: E731
+            yield part, a * columns + c, d - c if cut != "rows" else 0, columns if cut != "rows" else 0
