@@ -249,7 +249,8 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         def call() -> Any:
             active.activate(caster)
             caster.is_inherited = False
-            caster.check_region()
+            if not getattr(self, "_is_replica", False):  # DataParallel repeats amp's own region
+                caster.check_region()
             first = itertools.islice(self.parameters(), 1)
             caster.device_types |= {parameter.device.type for parameter in first}
             _enter_forward(self, caster.dtype)
