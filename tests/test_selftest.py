@@ -231,7 +231,7 @@ PLANTED = [
     ("language", "start, BLOCK).to", "start, BLOCK - 8).to", "kernels: master copy"),
     ("split", "is_zero & (rest < 0)", "is_zero & (rest < -9)", "kernels: split16, bfloat16"),
     ("update_scale", "good >= interval.to", "good > interval.to", "kernels: the loss scale"),
-    ("stepping", "(bits + noise) >> 16", "bits >> 16", "training: moments"),
+    ("packing", "pattern + noise >> 16", "pattern >> 16", "training: moments"),
     ("stepping", "scale *= tl.load(clip)", "scale *= 1.0", "training: SGD"),
     ("sgd", "(g + decay * p), moments", "g, moments", "training: SGD"),
     ("quantize_tiles", "(i < M - m)", "(i < M - m - 1)", "fp8: quantized, 128x128"),
