@@ -104,18 +104,16 @@ class Cut(NamedTuple):
 
     Attributes:
         layout: the device mesh and the placements, equal on all ranks; None if it is not a DTensor.
-        shard: the number of this rank's part; ranks with copies of the same part have the same number.
         copies: how many ranks have a copy of this rank's part, this rank included.
         groups: the process groups of all these ranks; none if it is not a DTensor.
     """
 
     layout: Any
-    shard: int
     copies: int
     groups: tuple[ProcessGroup, ...]
 
 
-WHOLE = Cut(None, 0, 1, ())
+WHOLE = Cut(None, 1, ())
 """The `Cut` of a tensor that is not divided."""
 
 
@@ -123,14 +121,10 @@ def cut_of(tensor: Any) -> Cut:
     """Return how a tensor is divided among ranks."""
     if not is_sharded(tensor):
         return WHOLE
-    shard, copies, mesh = 0, 1, tensor.device_mesh
-    own = mesh.get_coordinate() or (0,) * mesh.ndim  # None if this rank is not in the mesh
-    for at, size, placement in zip(own, mesh.shape, tensor.placements, strict=True):
-        if placement.is_replicate():
-            copies *= size
-        else:
-            shard = shard * size + at
-    return Cut((mesh, tensor.placements), shard, copies, tuple(groups_of_meshes([tensor])))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    pairs = zip(mesh.shape, placements, strict=True)
+    copies = math.prod(size for size, placement in pairs if placement.is_replicate())
+    return Cut((mesh, placements), copies, tuple(groups_of_meshes([tensor])))
 
 
 def shard_in_whole(tensor: Any) -> tuple[int, int, int]:

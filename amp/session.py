@@ -213,7 +213,7 @@ class Session:
         """Prepare the forward of a model; a hook of the model calls this. No host sync."""
         if self.casts.live and not forwards.is_in_one():
             active.activate(self.casts)
-        for strategy in self.strategies:
+        for strategy in self.strategies[:1]:  # the same check in all
             strategy.check_region()
         for attached in self.attached if self.properties.master_weights else ():
             attached.write_back.before_forward(is_training)

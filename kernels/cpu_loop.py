@@ -37,7 +37,7 @@ from amp.kernels.packing import (
     part_halves,
     unpack,
 )
-from amp.kernels.rule import Formula, Place, Prepared, Streams
+from amp.kernels.rule import Formula, Origin, Prepared, Streams
 from amp.kernels.tables import are_flat
 from amp.kernels.tensor_lists import are_plain
 
@@ -94,10 +94,10 @@ static inline Floats number(const Ints &x) { return {cast<float>(x[0]), cast<flo
 static inline Floats real(const Ints &x) { return convert<float, 2, int32_t, 2>(x); }
 static inline Ints whole(const Floats &x) { return convert<int32_t, 2, float, 2>(x); }
 
-/* The indices of elements in the whole tensor, with their halves combined by ^; see Place. */
-static inline Ints index_of(const int64_t *place, int64_t i)
+/* The indices of elements in the whole tensor, with their halves combined by ^; see Origin. */
+static inline Ints index_of(const int64_t *origin, int64_t i)
 {
-    const int64_t first = place[1], run = place[2], pitch = place[3], at = first + i;
+    const int64_t first = origin[1], run = origin[2], pitch = origin[3], at = first + i;
     if (!run && at >> 32 == (at + WIDTH - 1) >> 32)
         return (Ints((int32_t)at) + Ints::arange(0, 1)) ^ Ints((int32_t)(at >> 32));
     int32_t combined[WIDTH];
@@ -115,7 +115,7 @@ C10_ALWAYS_INLINE static void step_vector(const int64_t *row, int64_t i, int64_t
     %(body)s
 }
 
-/* A row has the addresses and the size of a tensor, and perhaps its place, with a key as the seed. */
+/* A row has the addresses and the size of a tensor, and perhaps its origin, with a key as the seed. */
 extern "C" void step(const int64_t *row, int64_t tensors, const float *numbers, int threads)
 {
     Floats vectors[%(numbers)d];
@@ -189,7 +189,7 @@ def plan_loop(
     lists: Streams,
     indices: Sequence[int],
     numbers: Prepared,
-    own_bits: tuple[Sequence[int], Sequence[Place]] | None = None,
+    own_bits: tuple[Sequence[int], Sequence[Origin]] | None = None,
 ) -> tuple[Sequence[int], Change | None]:
     """Return the indices that are left to eager torch, and the change that steps the other tensors.
 
@@ -201,7 +201,7 @@ def plan_loop(
         lists: tensors on the CPU.
         indices: the tensors to step, all of one combination of dtypes.
         numbers: what to multiply the gradients by, and the prepared numbers of the formula.
-        own_bits: the keys of the random bits of all tensors, and their places; None rounds to nearest.
+        own_bits: the keys of the random bits of all tensors, and their origins; None rounds to nearest.
     """
     types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
     present = tuple([number is not None for number in numbers])
@@ -252,7 +252,7 @@ def _compile(
         formula: see `plan_loop`.
         types: the name of each list, and its C++ type.
         there: which of the numbers are not None.
-        is_random: whether tensors have places.
+        is_random: whether tensors have origins.
     """
     try:
         loop = load(source_of(formula, types, there, is_random), "the optimizer step").step
@@ -293,9 +293,9 @@ def source_of(
     first: Any = TO_NEAREST
     second = first
     if is_random:
-        place = f"row + {len(types) + 1}"
-        key = _Expression(body, f"Ints((int32_t)({place})[0])", "Ints")
-        first = plain(mixed)(_Expression(body, f"index_of({place}, i)", "Ints") ^ key)
+        origin = f"row + {len(types) + 1}"
+        key = _Expression(body, f"Ints((int32_t)({origin})[0])", "Ints")
+        first = plain(mixed)(_Expression(body, f"index_of({origin}, i)", "Ints") ^ key)
         second = plain(mixed)(first + key)
     p, new = formula(p, read("grad") * scale, old, numbers, _Expression.sqrt, operator.truediv)
     results: dict[str, Any] = {"model": p, "param": p}

@@ -24,7 +24,7 @@ from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
-from amp.kernels.rule import Formula, Place, Prepared, Single, StepArguments, Streams
+from amp.kernels.rule import Formula, Origin, Prepared, Single, StepArguments, Streams
 from amp.kernels.split import decode, encode
 from amp.kernels.tables import are_flat
 
@@ -43,7 +43,7 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
     `groups` has their indices, one group for each device and combination of dtypes.
     """
     rule, lists, steps = arguments.rule, arguments.lists, arguments.steps
-    of_tensor, places = arguments.of_tensor, arguments.places
+    of_tensor, origins = arguments.of_tensor, arguments.origins
     are_whole = rule.direction is not None and of_tensor is None  # a norm needs the whole tensor
     formula = rule.plain_update or plain(rule.update)
     scale = _scale_of(arguments)
@@ -63,9 +63,12 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
                 prepared = _together([rule.at(numbers, t, own[i]) for i in same])
             left: Sequence[int] = same
             noise, own_bits = None, None
-            if places is not None:
-                keys = keys_of([place.seed for place in places], t)
-                noise, own_bits = functools.partial(_random_bits, keys, places), (keys.tolist(), places)
+            if origins is not None:
+                keys = keys_of([origin.seed for origin in origins], t)
+                noise, own_bits = (
+                    functools.partial(_random_bits, keys, origins),
+                    (keys.tolist(), origins),
+                )
             if loops:
                 left, loop = plan_loop(formula, lists, same, (scale, *prepared), own_bits)
                 if loop is not None:
@@ -160,14 +163,14 @@ class Piece(NamedTuple):
 
 
 def _random_bits(
-    keys: Tensor, places: Sequence[Place], pieces: Sequence[Piece]
+    keys: Tensor, origins: Sequence[Origin], pieces: Sequence[Piece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield 64 random bits for the elements of each piece, in two int32; see `amp.kernels.packing`."""
     device = pieces[0].whole["param"].device
     sizes = [piece.size for piece in pieces]
     indices = []
     for piece, size in zip(pieces, sizes, strict=True):
-        _, begins, run, pitch = places[piece.tensor]
+        _, begins, run, pitch = origins[piece.tensor]
         shift = 0 if run else begins
         at = torch.arange(piece.first + shift, piece.first + shift + size, device=device)
         indices.append(begins + at // run * pitch + at % run if run else at)

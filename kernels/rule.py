@@ -37,7 +37,7 @@ class Moment(NamedTuple):
     is_signed: bool = True
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """Where a tensor's random bits begin; see `amp.kernels.packing`.
 
     Attributes:
@@ -93,7 +93,7 @@ class StepArguments(NamedTuple):
     lists: Streams
     steps: Sequence[Tensor]
     of_tensor: Tensor | None
-    places: Sequence[Place] | None
+    origins: Sequence[Origin] | None
     inv_scale: Tensor | None
     clip: Tensor | None
     found_inf: Tensor | None

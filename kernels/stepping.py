@@ -8,7 +8,7 @@
 Instead of having a model, a parameter may be a 16-bit weight that forms a master with its `low` half;
 see `amp.kernels.split`. Two moments may be packed in one int16. These, moments in bfloat16 and low
 halves in int8 are rounded stochastically: up or down at random, with the right mean. The random bits of
-an element depend on its `Place` and the step, whatever else is stepped with it, and however the tensor
+an element depend on its `Origin` and the step, whatever else is stepped with it, and however the tensor
 is divided among ranks; see `amp.kernels.packing`.
 
 If `found_inf` is not 0, nothing is written: a skipped step does not count. Nor do steps of a tensor
@@ -54,7 +54,7 @@ from amp.kernels.language import (
 )
 from amp.kernels.packing import NEAREST, bfloat16_bits, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
-from amp.kernels.rule import Place, Rule, StepArguments, quotient, square_root
+from amp.kernels.rule import Origin, Rule, StepArguments, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.tensor_lists import dense
@@ -79,7 +79,7 @@ def step(
     models: Sequence[Tensor] | None = None,
     lows: Sequence[Tensor] | None = None,
     of_tensor: Tensor | None = None,
-    places: Sequence[Place] | None = None,
+    origins: Sequence[Origin] | None = None,
     inv_scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -102,7 +102,7 @@ def step(
         models: the weights of the model that `params` are masters of.
         lows: the low halves of the masters whose high halves `params` are; not with `models`.
         of_tensor: float32 `[n]`, a number for each tensor, for a rule that takes one.
-        places: one for each tensor, for stochastic rounding; None rounds all to nearest.
+        origins: one for each tensor, for stochastic rounding; None rounds all to nearest.
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
         clip: float32 `[1]`, one more factor of the gradients; None is 1.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
@@ -122,9 +122,9 @@ def step(
     given = {"param": params, "grad": grads, **of_moments, "model": models, "low": lows}
     lists = {name: dense(tensors) for name, tensors in given.items() if tensors is not None}
     arguments = StepArguments(
-        rule, numbers, lists, steps, of_tensor, places, inv_scale, clip, found_inf, maximize, backend
+        rule, numbers, lists, steps, of_tensor, origins, inv_scale, clip, found_inf, maximize, backend
     )
-    block = BLOCK if places is None else RANDOM_PARTS * BLOCK
+    block = BLOCK if origins is None else RANDOM_PARTS * BLOCK
     todo = plan(*lists.values(), block=block, numbers=steps, backend=backend)
     in_triton = [each for each in todo.launches if torch.float64 not in each.dtypes]
     in_torch = [each.indices for each in todo.launches if torch.float64 in each.dtypes]
@@ -152,18 +152,20 @@ def _prepared_launch(
 ) -> Change:
     """Return the launch that steps some of the tensors; with `sums`, the one that measures them."""
     rule, lists, device = arguments.rule, arguments.lists, each.device
-    places: Sequence[Place] = arguments.places or ()
-    if has_runs := any(place.run for place in places):
-        places = [place if place.run else place._replace(run=2**30, pitch=2**30) for place in places]
+    origins: Sequence[Origin] = arguments.origins or ()
+    if has_runs := any(origin.run for origin in origins):
+        origins = [
+            origin if origin.run else origin._replace(run=2**30, pitch=2**30) for origin in origins
+        ]
     return functools.partial(
         each.run,
         step_kernel,
-        registers=RANDOM_REGISTERS if places and torch.float16 not in each.dtypes else None,
+        registers=RANDOM_REGISTERS if origins and torch.float16 not in each.dtypes else None,
         n=len(each.indices),
         numbers=_on_device(arguments.numbers, device),
         of_tensor=of_tensor,
         n_of_tensor=len(lists["param"]),
-        places=numbers_on(device, tuple(itertools.chain(*places)), torch.int64) if places else None,
+        origins=numbers_on(device, tuple(itertools.chain(*origins)), torch.int64) if origins else None,
         inv_scale=number_on(device, arguments.inv_scale),
         clip=number_on(device, arguments.clip),
         found_inf=number_on(device, arguments.found_inf),
@@ -176,8 +178,8 @@ def _prepared_launch(
         MOMENTS=sum(name.startswith("moment") for name in lists),
         OTHER="model" if "model" in lists else "low" if "low" in lists else None,
         HAS_RUNS=has_runs,
-        PARTS=RANDOM_PARTS if places else 1,
-        BLOCK=RANDOM_PARTS * BLOCK if places else BLOCK,
+        PARTS=RANDOM_PARTS if origins else 1,
+        BLOCK=RANDOM_PARTS * BLOCK if origins else BLOCK,
         COUNTERS=COUNTERS,
     )
 
@@ -219,30 +221,11 @@ def _ticket(device: torch.device) -> Tensor:
 
 
 @jit
-def _load_block(
-    pointers, i, mask, scale, MOMENTS: tl.constexpr, PACKED: tl.constexpr, OTHER: tl.constexpr
-):
-    p = tl.load(pointers[0] + i, mask=mask, other=0.0)
-    if OTHER == "low":
-        p = decode_block(p, tl.load(pointers[2 + MOMENTS] + i, mask=mask, other=0))
-    g = tl.load(pointers[1] + i, mask=mask, other=0.0).to(tl.float32) * scale
-    if PACKED:
-        word = tl.load(pointers[2] + i, mask=mask, other=0)
-        moments = unpacked(word.to(tl.int32), bits, number)
-    else:
-        moments = ()
-        for k in tl.static_range(MOMENTS):
-            moment = tl.load(pointers[2 + k] + i, mask=mask, other=0.0).to(tl.float32)
-            moments = moments + (moment,)  # noqa: RUF005
-    return p.to(tl.float32), g, moments
-
-
-@jit
-def _random_bits(random, i, HAS_RUNS: tl.constexpr):
+def _random_bits(random, i):
     """Return 32 random bits for elements of a chunk, int32; see `amp.kernels.packing`."""
     key, first, inside, run, pitch = random
     index = first + i
-    if HAS_RUNS:
+    if run is not None:
         within = inside + i
         index = first + (within // run).to(tl.int64) * pitch + within % run
     return mixed(index.to(tl.int32) ^ key ^ (index >> 32).to(tl.int32))
@@ -259,10 +242,10 @@ def _narrow_moment(x, dtype: tl.constexpr, noise):
 
 @jit
 def _step_block(
-    loaded,
     pointers,
     i,
     mask,
+    scale,
     prepared,
     random,
     UPDATE: tl.constexpr,
@@ -270,17 +253,28 @@ def _step_block(
     MOMENTS: tl.constexpr,
     PACKED: tl.constexpr,
     OTHER: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
 ):
     """Step a block; or return the sums of squares of the parameter and of the direction."""
-    p, g, moments = loaded
+    p = tl.load(pointers[0] + i, mask=mask, other=0.0)
+    if OTHER == "low":
+        p = decode_block(p, tl.load(pointers[2 + MOMENTS] + i, mask=mask, other=0))
+    p = p.to(tl.float32)
+    g = tl.load(pointers[1] + i, mask=mask, other=0.0).to(tl.float32) * scale
+    if PACKED:
+        word = tl.load(pointers[2] + i, mask=mask, other=0)
+        moments = unpacked(word.to(tl.int32), bits, number)
+    else:
+        moments = ()
+        for k in tl.static_range(MOMENTS):
+            moment = tl.load(pointers[2 + k] + i, mask=mask, other=0.0).to(tl.float32)
+            moments = moments + (moment,)  # noqa: RUF005
     result, moments = UPDATE(p, g, moments, prepared, square_root, quotient)
     if MEASURES:
         result = tl.where(mask, result, 0.0)
         return tl.sum(p * p, axis=0), tl.sum(result * result, axis=0)
     noise = NEAREST
     if random is not None:
-        noise = _random_bits(random, i, HAS_RUNS)
+        noise = _random_bits(random, i)
     if PACKED:
         word = packed(moments[0], moments[1], noise, square_root, bits, number, least, most)
         tl.store(pointers[2] + i, word.to(tl.int16), mask=mask)
@@ -315,7 +309,7 @@ def step_kernel(
     numbers,
     of_tensor,
     n_of_tensor,
-    places,
+    origins,
     inv_scale,
     clip,
     found_inf,
@@ -336,7 +330,7 @@ def step_kernel(
     """Step one chunk. The program that finishes last counts the step of each tensor.
 
     With `sums`, `[2, chunks]`, it steps nothing, and sums the squares of parameter and direction.
-    OTHER: "model", "low" or None, the list besides param, grad and moments. HAS_RUNS: whether places
+    OTHER: "model", "low" or None, the list besides param, grad and moments. HAS_RUNS: whether origins
     have runs. A program steps its BLOCK in PARTS. A row has the address of
     a tensor of each of these lists, in this order, and then that of the step.
     """
@@ -362,23 +356,22 @@ def step_kernel(
     pointers = pointers_to(addresses, start, DTYPES, True)
     prepared = PREPARE(load_all(numbers, NUMBERS), t, of_tensor, n_of_tensor)
     random = None
-    if places is not None:
-        seed, first, run, pitch = load_all(places + 4 * index, 4)
+    if origins is not None:
+        seed, first, run, pitch = load_all(origins + 4 * index, 4)
         key = mixed(mixed(seed.to(tl.int32)) + t.to(tl.int32))
         if HAS_RUNS:
             inside = (start % run).to(tl.int32)
             random = key, first + start // run * pitch, inside, run.to(tl.int32), pitch
         else:
-            random = key, first + start, 0, 0, 0
+            random = key, first + start, None, None, None
     of_param, of_direction = 0.0, 0.0
     for part in tl.static_range(PARTS):
         i = part * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)
-        loaded = _load_block(pointers, i, i < vectors, scale, MOMENTS, is_packed, OTHER)
         some = _step_block(
-            loaded,
             pointers,
             i,
             i < vectors,
+            scale,
             prepared,
             random,
             UPDATE,
@@ -386,19 +379,17 @@ def step_kernel(
             MOMENTS,
             is_packed,
             OTHER,
-            HAS_RUNS,
         )
         of_param += some[0]
         of_direction += some[1]
     unaligned = pointers_to(addresses, start, DTYPES, False)
     for tail in range(vectors, length, STEP):
         j = tail + tl.arange(0, STEP)
-        rest = _load_block(unaligned, j, j < length, scale, MOMENTS, is_packed, OTHER)
         more = _step_block(
-            rest,
             unaligned,
             j,
             j < length,
+            scale,
             prepared,
             random,
             UPDATE,
@@ -406,7 +397,6 @@ def step_kernel(
             MOMENTS,
             is_packed,
             OTHER,
-            HAS_RUNS,
         )
         of_param += more[0]
         of_direction += more[1]

@@ -242,7 +242,7 @@ def ways_of_apex_to_reduce(rank: int) -> None:
 def norms_of_shards(rank: int) -> None:
     world = dist.group.WORLD
     assert world is not None
-    cut = amp.distributed.Cut(None, rank, 1, (world,))
+    cut = amp.distributed.Cut(None, 1, (world,))
     whole = torch.arange(12.0).reshape(4, 3) * 1e17
     mine = l2norm([whole[2 * rank : 2 * rank + 2]]).total
     total = amp.distributed.reduce_norm(mine, cut)

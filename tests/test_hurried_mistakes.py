@@ -276,7 +276,7 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         ),
         (
             deleting_a_layer,
-            "and where a layer was replaced or deleted. Change the model first, then make the opt",
+            "and where a layer was replaced or deleted. Wrap the model first, or change its layers, t",
         ),
         (
             lambda: loading(lambda m, o: {"model": m.state_dict(), "optim": o.state_dict()}),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from amp.distributed import WHOLE, Cut, cut_of, place_gradients, shard_in_whole
-from amp.kernels.rule import Place
+from amp.kernels.rule import Origin
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -45,11 +45,11 @@ class Batch:
     entries: list[int | None] = field(default_factory=list)
     checked: list[Any] = field(default_factory=list)
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
-    _shards: list[tuple[int, int, int]] = field(default_factory=list)
+    _origins: dict[int, list[Origin]] = field(default_factory=dict)  # of the last seed
     _known: list[TensorList] = field(default_factory=list)
     """What `own_lists` returned last: weak references to the tensors, and the lists without them."""
 
-    def places_of_bits(self, seed: int) -> list[Place]:
+    def origins(self, seed: int) -> list[Origin]:
         """Return where the random bits of each parameter begin, from the group's seed and its name.
 
         They do not depend on how a parameter is divided among ranks.
@@ -57,10 +57,11 @@ class Batch:
         Raises:
             AmpTypeError: see `shard_in_whole`.
         """
-        if not self._shards:
-            self._shards = list(map(shard_in_whole, self.stepped))
-        seeds = [zlib.crc32(f"{seed} {name}".encode()) % 2**31 for name in self.names]
-        return [Place(x, *shard) for x, shard in zip(seeds, self._shards, strict=True)]
+        if seed not in self._origins:
+            seeds = [zlib.crc32(f"{seed} {name}".encode()) % 2**31 for name in self.names]
+            shards = map(shard_in_whole, self.stepped)
+            self._origins = {seed: [Origin(x, *y) for x, y in zip(seeds, shards, strict=True)]}
+        return self._origins[seed]
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.

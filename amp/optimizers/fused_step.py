@@ -87,7 +87,7 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: StepInp
     inv_scales = {one.batch.positions is None: one.inv_scale for one in ready}
     alike: dict[Any, list[Tensor]] = {}
     for one in ready:
-        key = one.batch.positions is None, one.batch.cut._replace(shard=0)
+        key = one.batch.positions is None, one.batch.cut
         alike.setdefault(key, []).extend(one.lists["grads"])
     squares: dict[Any, Tensor] = {}
     for (is_own, cut), grads in alike.items():
@@ -117,7 +117,7 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
         steps=steps,
         **one.lists,
         of_tensor=optimizer._of_tensor(one, clip, inputs),
-        places=batch.places_of_bits(group["seed"]) if rounds_at_random else None,
+        origins=batch.origins(group["seed"]) if rounds_at_random else None,
         inv_scale=one.inv_scale,
         clip=clip,
         found_inf=found_inf,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp.kernels import adagrad, adam, lamb, lion, novograd, sgd, split, stepping
-from amp.kernels.rule import Place, Rule
+from amp.kernels.rule import Origin, Rule
 from amp.selftest.checks import CHECKS, Check, Outcome, assert_same_bits, check
 
 STEPS, SKIPPED = 20, 7
@@ -109,12 +109,12 @@ def _norms(device: torch.device) -> Tensor:
 def take_step(rule: Rule, run: Run, i: int, device: torch.device, on_host: bool = False) -> None:
     """Take the i-th step, or skip it where it overflows."""
     is_random = any(moment[0].dtype is not torch.float32 for moment in run.moments)
-    places = [Place(i) for i in range(len(SHAPES))] if is_random else None
+    origins = [Origin(i) for i in range(len(SHAPES))] if is_random else None
     stepping.step(
         *(rule, rule.numbers(GROUP), run.params, gradients(i, device), run.moments, run.steps),
         models=run.models,
         lows=run.lows,
-        places=places,
+        origins=origins,
         of_tensor=_norms(device) if rule is RULES["NovoGrad"] else None,
         inv_scale=torch.full((1,), 1 / SCALE, device=device),
         clip=torch.full((1,), CLIP, device=device),
@@ -248,7 +248,9 @@ def _rounds(device: torch.device) -> Outcome:
     params, grads = [torch.ones(n, device=device)], [torch.full((n,), g, device=device)]
     moments = [[torch.zeros(n, dtype=torch.bfloat16, device=device)] for _ in range(2)]
     steps = [torch.zeros((), device=device)]
-    stepping.step(adam.ADAM, adam.ADAM.numbers(GROUP), params, grads, moments, steps, places=[Place(1)])
+    stepping.step(
+        adam.ADAM, adam.ADAM.numbers(GROUP), params, grads, moments, steps, origins=[Origin(1)]
+    )
     for (moment,), value in zip(moments, (0.1 * g, 0.01 * g**2), strict=True):
         found = moment.cpu().double()
         low, high = float(found.min()), float(found.max())

@@ -121,6 +121,6 @@ class ParameterCheck:
                 f"this {type(self._optimizer).__name__} would not train {first_few(lost, repr, 3)}: "
                 "the model has other parameters of these names since amp.initialize, as after "
                 "fully_shard, parallelize_module, to_empty, and where a layer was replaced or deleted. "
-                "Change the model first, then make the optimizer of its parameters, then call "
-                "amp.initialize"
+                "Wrap the model first, or change its layers, then make the optimizer of its "
+                "parameters, then call amp.initialize"
             )

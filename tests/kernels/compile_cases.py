@@ -48,7 +48,7 @@ POINTERS = {
         ),
         "*fp32",
     ),
-    "places": "*i64",
+    "origins": "*i64",
     "ticket": "*i32",
     "factors": "*fp64",
 }
@@ -90,10 +90,10 @@ def stepping_case(
         "sums": None,
         "HAS_RUNS": False,
         "PARTS": 1,
-        "places": None,
+        "origins": None,
     }
     if (moment is BF16 and low) or low is tl.int8:
-        del constants["places"]
+        del constants["origins"]
         parts = stepping.RANDOM_PARTS
         constants |= {"PARTS": parts, "BLOCK": parts * stepping.BLOCK}
     kept = [SIZE[dtype] for dtype in (param, *moments, low) if dtype]

@@ -29,7 +29,7 @@ from amp.kernels import (
     update_scale,
 )
 from amp.kernels.language import INTERPRETED, tl, triton
-from amp.kernels.rule import Place
+from amp.kernels.rule import Origin
 
 if triton is None or INTERPRETED:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
@@ -205,8 +205,8 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     lamb_step(floats, halves, models=halves, inv_scale=one, found_inf=one)
     assert variants["step_kernel"] == 4
     lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
-    adam_step(halves, halves, lows=lows, places=[Place(3)] * len(halves))
-    adam_step(halves, halves, lows=lows, places=[Place(1)] * len(halves))
+    adam_step(halves, halves, lows=lows, origins=[Origin(3)] * len(halves))
+    adam_step(halves, halves, lows=lows, origins=[Origin(1)] * len(halves))
     assert variants["step_kernel"] == 5
     for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0, 0]), FLAGS[1:8]):
         for reset_each_step in (False, True):

@@ -24,7 +24,7 @@ from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
 from amp.kernels.novograd import NOVOGRAD
-from amp.kernels.rule import Numbers, Place, Rule
+from amp.kernels.rule import Numbers, Origin, Rule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.stepping import step
 from tests.kernels.numbers_of import numbers_of
@@ -119,7 +119,7 @@ def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
         ]
         steps = [torch.zeros(()) for _ in sizes]
         grads = [torch.randn(size, dtype=F16) for size in sizes]
-        places = None if state_dtype is None else list(map(Place, range(len(sizes))))
+        origins = None if state_dtype is None else list(map(Origin, range(len(sizes))))
         norms = torch.arange(1.0, len(sizes) + 1) if rule is NOVOGRAD else None
         with Launches() as launches:
             step(
@@ -131,7 +131,7 @@ def test_other_devices_than_the_cpu_step_whole_tensors_in_few_launches(
                 steps,
                 lows=lows,
                 of_tensor=norms,
-                places=places,
+                origins=origins,
                 backend="reference",
             )
         found.append([*params, *(lows or ()), *(m for moment in moments for m in moment)])

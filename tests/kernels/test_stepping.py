@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amp.kernels import cpu_loop
 from amp.kernels.adagrad import ADAGRAD
-from amp.kernels.adam import ADAM
+from amp.kernels.adam import ADAM, ADAMW
 from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
 from amp.kernels.novograd import NOVOGRAD
-from amp.kernels.rule import Place, Rule
+from amp.kernels.rule import Origin, Rule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import step
@@ -332,7 +333,7 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torc
         for _ in range(4):
             numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
             tensors.step(
-                numbers, [torch.zeros(n, device=device)], places=list(map(Place, seeds)) or None
+                numbers, [torch.zeros(n, device=device)], origins=list(map(Origin, seeds)) or None
             )
         return tensors.moments[0][0].float()
 
@@ -355,7 +356,7 @@ def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, val
     tensors.moments = [[torch.full((64,), value, device=device, dtype=BF16)]]
     expected = tensors.moments[0][0].clone()
     numbers = numbers_of(LION, betas=(0.9, 1.0 - 2.0**-30), weight_decay=0.0)
-    tensors.step(numbers, [torch.zeros(64, device=device)], places=[Place(1)])
+    tensors.step(numbers, [torch.zeros(64, device=device)], origins=[Origin(1)])
     torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -455,7 +456,7 @@ def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
         tensors.steps = tensors.steps[: len(of)]
         tensors.moments = [[torch.full((sizes[i],), 1.0, device=device, dtype=BF16) for i in of]]
         grads = [torch.zeros(sizes[i], device=device) for i in of]
-        tensors.step(numbers, grads, places=[Place(5 + i) for i in of])
+        tensors.step(numbers, grads, origins=[Origin(5 + i) for i in of])
         return dict(zip(of, tensors.moments[0], strict=True))
 
     together = run(0, 1, 2)
@@ -463,3 +464,41 @@ def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
     for some in ((2, 1, 0), (1,), (0, 2)):
         for i, moment in run(*some).items():
             assert torch.equal(moment, together[i])
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight", "low", "kept"),
+    [
+        (ADAMW, BF16, torch.int8, "packed"),
+        (ADAMW, F16, torch.int8, "packed"),
+        (ADAMW, BF16, torch.int16, BF16),
+        (ADAM, F32, None, F32),
+        (LION, F16, torch.int16, BF16),
+        (MOMENTUM_SGD, BF16, torch.int8, BF16),
+    ],
+    ids=["adamw, bfloat16", "adamw, float16", "adamw, split16", "adam, float32", "lion", "sgd"],
+)
+def test_all_backends_give_the_same_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, rule: Rule, weight: Any, low: Any, kept: Any
+) -> None:
+    """Triton, or on the CPU the loop in C++, and eager torch; with shards of every kind."""
+    numbers = numbers_of(rule, betas=(0.9, 0.99)) if rule is LION else numbers_of(rule)
+    origins = [Origin(11), Origin(12, 2**32 - 40), Origin(13, 1000, 5, 17), Origin(14, 3)]
+    shapes = ((7,), (33, 65), (20, 5), (2048 + 9,))
+    found = []
+    for backend, on in ((None, device), ("reference", torch.device("cpu"))):
+        monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
+        generator = torch.Generator().manual_seed(3)
+        params = [torch.randn(shape, generator=generator).to(on, weight) for shape in shapes]
+        lows = low and [torch.zeros(shape, dtype=low, device=on) for shape in shapes]
+        dtype, count = (torch.int16, 1) if kept == "packed" else (kept, len(rule.moments))
+        moments = [[torch.zeros(x, dtype=dtype, device=on) for x in shapes] for _ in range(count)]
+        steps = [torch.zeros((), device=on) for _ in shapes]
+        for _ in range(3):
+            grads = [torch.randn(shape, generator=generator).to(on, weight) for shape in shapes]
+            options: dict[str, Any] = {"lows": lows, "origins": origins, "backend": backend}
+            step(rule, numbers, params, grads, moments, steps, **options)
+        kept_now = [*params, *(lows or ()), *(x for moment in moments for x in moment)]
+        found.append([tensor.cpu() for tensor in kept_now])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
