@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,6 +127,7 @@ class Actions(Stage):
         try:
             with (
                 pytest.MonkeyPatch.context() as patch,
+                warnings.catch_warnings(),
                 amp.scale_loss(
                     loss,
                     optimizers if len(optimizers) > 1 else optimizers[0],
@@ -138,6 +140,8 @@ class Actions(Stage):
                 self.states_and_verdicts_are_those_of_the_table()
                 self.models_have_the_gradients_that_backward_left()
                 self.act_inside(plan)
+                if plan.inside == "zero_grad to None":  # so the block has lost its gradients
+                    warnings.filterwarnings("ignore", "an amp.scale_loss block has ended, and no")
                 if plan.fails == "after backward":
                     raise Planned
                 if plan.fails == "leaving":

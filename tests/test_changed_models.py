@@ -160,7 +160,7 @@ def test_a_new_head_is_named(level: str) -> None:
         model(torch.ones(2, 4))
     [note] = caught.value.__notes__
     assert "'1' (Linear) is float32" in note
-    assert "amp.get_session().initialize(model.1)" in note
+    assert "amp.get_session().initialize(model[1])" in note
     amp.get_session().initialize(model[1])
     assert model(torch.ones(2, 4)).dtype is torch.float32
 

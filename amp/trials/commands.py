@@ -87,9 +87,8 @@ def _add_compare(commands: Any) -> None:
 def _compare(arguments: argparse.Namespace) -> int:
     what = _script_of(arguments)
     levels = [level.strip() for level in arguments.levels.split(",") if level.strip()]
-    check_request(
-        levels, arguments.steps, arguments.reference, arguments.seed
-    )  # before minutes are spent
+    # before minutes are spent
+    check_request(levels, arguments.steps, arguments.reference, arguments.seed)
     if arguments.out:
         check_output(Path(arguments.out), ".html")
     script = Script(what, Progress(arguments.json, len({*levels, "O0"}) + 1))

@@ -42,6 +42,15 @@ def test_a_users_script(script: Callable[[], None]) -> None:
         assert "mathematics" not in str(watch.report)
 
 
+def has_recurrent_bfloat16() -> bool:
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(2, 2)(torch.ones(1, 1, 2))
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
@@ -52,6 +61,8 @@ def test_a_users_script(script: Callable[[], None]) -> None:
     ],
 )
 def test_a_healthy_script_hears_nothing_and_keeps_its_bits(model: str, precision: str) -> None:
+    if (model, precision) == ("recurrent", "bfloat16") and not has_recurrent_bfloat16():
+        pytest.skip("oneDNN has no LSTM in bfloat16 for this CPU")
     torch.manual_seed(0)
     expected = healthy(MODELS[model](), precision)
     torch.manual_seed(0)
