@@ -1,10 +1,11 @@
-"""FP8 matrices with their scales, and quantization to them in plain torch.
+"""FP8 and FP4 matrices with their scales, and quantization to FP8 in plain torch.
 
-`amp.kernels.quantize` has the formulas.
+`amp.kernels.quantize` has the formulas, and `amp.kernels.quantize_fp4` those of FP4.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32"]
+Fp4Granularity = Literal["1x16", "16x16", "1x32"]
+AnyGranularity = Granularity | Fp4Granularity
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,9 +27,12 @@ BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "1x128": (1, SIDE),
     "128x128": (SIDE, SIDE),
     "1x32": (1, GROUP),
+    "1x16": (1, 16),
+    "16x16": (16, 16),
 }
 """How many rows and columns share a scale; None is all of them."""
 MULTIPLE = {granularity: columns or 16 for granularity, (_, columns) in BLOCKS.items()}
+MULTIPLE |= {"1x16": 32, "16x16": 32}
 """The dimension that a product sums over is a multiple of this."""
 
 LARGEST_POWER = 253
@@ -37,24 +43,40 @@ SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
 
 
 class Operand(NamedTuple):
-    """A matrix in FP8, with scales along its rows.
+    """A matrix in FP8 or FP4, with scales along its rows.
 
     Attributes:
-        values: E4M3 or E5M2 `[R, C]`, contiguous. Products sum over C.
+        values: E4M3 or E5M2 `[R, C]`, contiguous; for FP4 uint8 `[R, C / 2]`, the codes of E2M1, an
+            even column in the lower half of a byte. Products sum over C.
         inverse: what to multiply the values by, for each granularity:
             tensor    float32 `[]`
             row       float32 `[R, 1]`
             1x128     float32 `[C / 128, R]`
             128x128   float32 `[R / 128, C / 128]`
             1x32      uint8 `[R, C / 32]`, the bits of E8M0; or these flat, as `swizzle` returns them
+            1x16      E4M3 `[R, C / 16]`
+            16x16     E4M3 `[R / 16, C / 16]`
         granularity: what shares a scale.
         power_of_2: whether scales are powers of 2.
+        outer: for `1x16` and `16x16`: float32 `[]`, what to multiply all values by besides.
     """
 
     values: Tensor
     inverse: Tensor
-    granularity: Granularity
+    granularity: AnyGranularity
     power_of_2: bool = True
+    outer: Tensor | None = None
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether a byte has two values."""
+        return self.values.dtype is torch.uint8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows and of columns."""
+        rows, columns = self.values.shape
+        return rows, columns * 2 if self.is_fp4 else columns
 
 
 class Quantized(NamedTuple):
@@ -73,24 +95,24 @@ class Quantized(NamedTuple):
     factor: Tensor | None = None
 
 
-def columns_of(rows: int, granularity: Granularity) -> int:
+def columns_of(rows: int, granularity: AnyGranularity) -> int:
     """Return the length of a transpose's rows: `rows`, padded to a multiple that products take."""
     return -(-rows // MULTIPLE[granularity]) * MULTIPLE[granularity]
 
 
-def counts_of(granularity: Granularity, rows: int, columns: int) -> tuple[int, int]:
+def counts_of(granularity: AnyGranularity, rows: int, columns: int) -> tuple[int, int]:
     """Return how many blocks a matrix has down and across."""
     height, width = BLOCKS[granularity]
     return rows // height if height else 1, columns // width if width else 1
 
 
-def shape_of_scales(granularity: Granularity, rows: int, columns: int) -> tuple[int, ...]:
+def shape_of_scales(granularity: AnyGranularity, rows: int, columns: int) -> tuple[int, ...]:
     """Return the shape of the scales of an `Operand` `[rows, columns]`."""
     down, across = counts_of(granularity, rows, columns)
     return {"tensor": (), "1x128": (across, down)}.get(granularity, (down, across))
 
 
-def _blocks(x: Tensor, granularity: Granularity) -> Tensor:
+def blocks_of(x: Tensor, granularity: AnyGranularity) -> Tensor:
     """Return a view `[down, rows, across, columns]` of a matrix: the blocks that share a scale."""
     down, across = counts_of(granularity, *x.shape)
     height, width = BLOCKS[granularity]
@@ -133,7 +155,7 @@ def _operand(
     factor: Tensor | None,
 ) -> tuple[Operand, Tensor, Tensor]:
     """Return float32 `[R, C]` in FP8, and for each block its amax and its factor `[down, across]`."""
-    blocks = _blocks(x, granularity)
+    blocks = blocks_of(x, granularity)
     amax = amax_of(blocks)
     if granularity == "1x32":
         own = factor_of(amax, dtype, power_of_2=True, of_zero=2.0**126)
@@ -165,15 +187,19 @@ def amax_of(blocks: Tensor) -> Tensor:
     return torch.where(amax < torch.inf, amax, torch.inf)
 
 
-def power_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the biased exponent, int32, of the largest power of 2 that is at most FMAX / amax.
+def power_below(largest: float, amax: Tensor) -> Tensor:
+    """Return the biased exponent, int32, of the largest power of 2 that is at most largest / amax.
 
     It is at most that of 2^126, whose inverse is FP32's smallest normal number.
+
+    Args:
+        largest: a format's largest number, of at most 23 bits behind the first one.
+        amax: float32.
     """
+    mantissa, exponent = math.frexp(largest)
+    behind = int((2 * mantissa - 1) * 2**23)
     bits = amax.view(torch.int32)
-    # FMAX is 1.75 * 2^8 or 1.75 * 2^15: one less where the mantissa of amax is above 1.75.
-    highest = 254 + (8 if dtype is torch.float8_e4m3fn else 15)
-    power = highest - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).int()
+    power = 253 + exponent - (bits >> 23) - ((bits & 0x7FFFFF) > behind).int()
     return power.clamp(max=LARGEST_POWER)
 
 
@@ -184,7 +210,7 @@ def factor_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, of_zero: float
     else FP32's largest number.
     """
     if power_of_2:
-        factor = (power_of(amax, dtype) << 23).view(torch.float32)
+        factor = (power_below(torch.finfo(dtype).max, amax) << 23).view(torch.float32)
     else:  # a number divided by a tensor, torch would round twice
         factor = torch.full_like(amax, torch.finfo(dtype).max) / amax
         factor = factor.clamp(max=LARGEST_FLOAT)
@@ -219,14 +245,34 @@ def unswizzle(scales: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def dequantize(operand: Operand) -> Tensor:
-    """Return float32 `[R, C]`, the values times their inverse scales."""
-    values, inverse, granularity, _ = operand
-    counts = counts_of(granularity, *values.shape)
+    """Return float32 `[R, C]`, the values times all of their inverse scales."""
+    scaled = values_of(operand)
+    return scaled if operand.outer is None else scaled * operand.outer
+
+
+def values_of(operand: Operand) -> Tensor:
+    """Return float32 `[R, C]`, the values times their inverse scales, without `outer`."""
+    inverse, granularity = operand.inverse, operand.granularity
+    counts = counts_of(granularity, *operand.shape)
     if granularity == "1x32":
         exponent = unswizzle(inverse, *counts) if inverse.dim() == 1 else inverse
         inverse = (exponent.int() << 23).view(torch.float32)
         inverse = torch.where(exponent == E8M0_NAN, torch.nan, inverse)
     elif granularity == "1x128":
         inverse = inverse.t()
-    blocks = _blocks(values.float(), granularity)
-    return (blocks * inverse.reshape(counts)[:, None, :, None]).view(values.shape)
+    values = unpacked(operand.values) if operand.is_fp4 else operand.values.float()
+    blocks = blocks_of(values, granularity)
+    return (blocks * inverse.float().reshape(counts)[:, None, :, None]).view(values.shape)
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Return FP4 codes `[R, C]` as bytes `[R, C / 2]`, an even column in the lower half of each."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def unpacked(values: Tensor) -> Tensor:
+    """Return the numbers, float32 `[R, C]`, of FP4 codes in bytes `[R, C / 2]`."""
+    codes = torch.stack([values & 15, values >> 4], -1).reshape(len(values), -1)
+    size = (codes & 7).float()
+    size = torch.where(size < 4, size * 0.5, torch.where(size < 7, size - 2, 6.0))
+    return torch.where(codes < 8, size, -size)

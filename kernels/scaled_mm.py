@@ -1,23 +1,26 @@
-"""Products of scaled FP8 matrices, on tensor cores or emulated.
+"""Products of scaled FP8 or FP4 matrices, on tensor cores or emulated.
 
     out[i, j] = sum over c of (a[i, c] * inverse_a[i, c]) * (b[j, c] * inverse_b[j, c])
 
 Shapes: a `[M, C]`, b `[N, C]`, out `[M, N]`, in float16, bfloat16 or float32. Both operands are as
-`amp.kernels.quantize` returns them; b is E4M3, a may be E5M2. Sums are FP32.
+`amp.kernels.quantize` and `amp.kernels.quantize_fp4` return them. In FP8, b is E4M3, and a may be E5M2.
+Sums are FP32.
 
 | scales        | native                                                 | elsewhere                   |
 |---------------|--------------------------------------------------------|-----------------------------|
 | tensor, row   | CUDA sm_89 and later, gfx942, gfx950                   | sum first, then both scales |
 | 1x128,128x128 | sm_90, CUDA 12.9, E4M3; sm_100 as 1x32, if powers of 2 | scales first, then the sum  |
-| 1x32          | sm_100 and later                                       | scales first, then the sum  |
+| 1x32          | sm_100 and later; FP4 is emulated                      | scales first, then the sum  |
+| 1x16, 16x16   | sm_100 and later, torch 2.10                           | scales of blocks first,     |
+|               |                                                        | the sum, those of tensors   |
 
 Native products are those of `torch._scaled_mm`, or of `torch.nn.functional.scaled_mm` where scales need
 a layout, from torch 2.10 on; before, these are emulated. On a GPU torch takes fewer operands than on a
 CPU; this module refuses the others on every device. Native products of rows are computed in bfloat16
 and then cast, but for sm_90 with CUDA 12.9. Where scales are powers of 2, the emulation on a CPU equals
 torch's `_scaled_mm` without AMX bit for bit; where those of blocks are not, strips of 128 columns are
-summed first and then scaled. bfloat16 holds FP8 values exactly, so on CUDA the emulation multiplies in
-bfloat16, from torch 2.8 on; before, and on ROCm, in float32.
+summed first and then scaled. bfloat16 holds FP8 values exactly, and those of FP4 times an E4M3 scale,
+so on CUDA the emulation multiplies in bfloat16, from torch 2.8 on; before, and on ROCm, in float32.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ from amp.kernels.fp8 import (
     GROUP,
     MULTIPLE,
     SIDE,
-    Granularity,
+    AnyGranularity,
     Operand,
-    dequantize,
     exponent_of,
     shape_of_scales,
     swizzle,
     swizzled_size,
+    values_of,
 )
 
 HAS_SCALED_MM = hasattr(functional, "scaled_mm")
@@ -56,16 +59,20 @@ PAIRS = {
     ("1x128", "128x128"),
     ("1x128", "1x128"),
     ("1x32", "1x32"),
+    ("1x16", "16x16"),
+    ("1x16", "1x16"),
 }
 """The supported granularities of a and b."""
+DTYPE_OF_SCALES = {"1x32": torch.uint8, "1x16": torch.float8_e4m3fn, "16x16": torch.float8_e4m3fn}
+"""Where it is not float32."""
 
 
 def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: bool = False) -> Tensor:
     """Return a times the transpose of b, `[M, N]`. The host does not wait for the device.
 
     Args:
-        a: `[M, C]`, E4M3 or E5M2.
-        b: `[N, C]`, E4M3, on the same device.
+        a: `[M, C]`, E4M3 or E5M2; or FP4.
+        b: `[N, C]`, E4M3, on the same device; FP4 if a is.
         out_dtype: float16, bfloat16 or float32.
         fast_accum: let sm_90 sum with fewer bits, which is faster.
 
@@ -73,10 +80,13 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: boo
         ValueError: shapes, dtypes or scales that tensor cores cannot multiply.
     """
     _check(a, b, out_dtype)
-    rows, columns = a.values.shape[0], b.values.shape[0]
-    if not rows or not a.values.shape[1]:
-        return a.values.new_zeros((rows, columns), dtype=out_dtype)
+    if not a.shape[0] or not a.shape[1]:
+        return a.values.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
     kind = way_of(a.values.device, a.granularity, b.granularity)
+    if a.is_fp4 and kind == "native" and a.granularity == "1x16":
+        return _by_1x16(a, b, out_dtype)
+    if a.is_fp4:
+        return emulated(a, b, out_dtype)
     if kind == "as 1x32" and a.power_of_2 and b.power_of_2:
         return _by_1x32(_as_1x32(a), _as_1x32(b), out_dtype)
     if kind == "native" and a.granularity in ("tensor", "row"):
@@ -93,13 +103,20 @@ def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     if (a.granularity, b.granularity) not in PAIRS:
         allowed = ", ".join(f"{one} by {other}" for one, other in sorted(PAIRS))
         raise ValueError(f"{_shown(a, b)}: scales can be {allowed}")
-    if a.values.dtype not in DTYPES or b.values.dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"{_shown(a, b)}: a must be float8_e4m3fn or float8_e5m2, and b float8_e4m3fn")
+    has_fp4_scales = a.granularity == "1x16"
+    is_fp4 = a.is_fp4 and b.is_fp4 and (has_fp4_scales or a.granularity == "1x32")
+    is_fp8 = a.values.dtype in DTYPES and b.values.dtype is torch.float8_e4m3fn and not has_fp4_scales
+    if not (is_fp4 or is_fp8):
+        raise ValueError(
+            f"{_shown(a, b)}: a must be float8_e4m3fn or float8_e5m2, and b float8_e4m3fn; or both FP4 "
+            "in uint8, with scales for 1x16, 16x16 or 1x32"
+        )
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype={out_dtype} is not one of {', '.join(map(str, OUT_DTYPES))}")
     if a.values.dim() != 2 or b.values.dim() != 2 or a.values.shape[1] != b.values.shape[1]:
         raise ValueError(f"{_shown(a, b)}: both must be matrices with rows of one length")
-    if a.values.shape[1] % multiple or b.values.shape[0] % 16:
+    multiple = 32 if is_fp4 else multiple
+    if a.shape[1] % multiple or b.shape[0] % 16:
         raise ValueError(
             f"{_shown(a, b)}: the length of rows must be a multiple of {multiple}, and the number of "
             "rows of b a multiple of 16"
@@ -107,10 +124,10 @@ def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     for operand in (a, b):
         if not _is_contiguous(operand):
             raise ValueError(f"{_shown(a, b)}: values and scales must be contiguous")
-        shape = shape_of_scales(operand.granularity, *operand.values.shape)
+        shape = shape_of_scales(operand.granularity, *operand.shape)
         if operand.granularity == "1x32" and operand.inverse.dim() == 1:
             shape = (swizzled_size(*shape),)
-        dtype = torch.uint8 if operand.granularity == "1x32" else torch.float32
+        dtype = DTYPE_OF_SCALES.get(operand.granularity, torch.float32)
         if operand.inverse.shape != shape or operand.inverse.dtype is not dtype:
             raise ValueError(
                 f"{_shown(a, b)}: scales are {operand.inverse.dtype} of shape "
@@ -141,7 +158,7 @@ def _rocm_name(device: torch.device) -> str:
 
 @torch.compiler.assume_constant_result
 @functools.cache
-def way_of(device: torch.device, a: Granularity, b: Granularity) -> str:
+def way_of(device: torch.device, a: AnyGranularity, b: AnyGranularity) -> str:
     """Return how products are computed on a device: `native`, `as 1x32`, `emulated`."""
     if device.type != "cuda" or not (HAS_SCALED_MM or a in ("tensor", "row")):
         return "emulated"
@@ -152,7 +169,7 @@ def way_of(device: torch.device, a: Granularity, b: Granularity) -> str:
     if a in ("tensor", "row"):
         since = _rows_since(capability) if a == "row" else "2.6"
         return "native" if capability >= (8, 9) and torch.__version__ >= since else "emulated"
-    if a == "1x32":
+    if a in ("1x32", "1x16"):
         return "native" if capability >= (10, 0) else "emulated"
     if capability[0] == 9:
         return "native" if _cuda() >= (12, 9) else "emulated"
@@ -191,8 +208,10 @@ def emulated(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     if a.granularity in ("tensor", "row"):
         inverse_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
         return (_mm(a.values, b.values) * (a.inverse * inverse_b)).to(out_dtype)
+    if a.outer is not None and b.outer is not None:
+        return (_mm(values_of(a), values_of(b)) * (a.outer * b.outer)).to(out_dtype)
     if a.power_of_2 and b.power_of_2:
-        return _mm(dequantize(a), dequantize(b)).to(out_dtype)
+        return _mm(values_of(a), values_of(b)).to(out_dtype)
     return _sum_of_strips(a, b).to(out_dtype)
 
 
@@ -269,6 +288,36 @@ def _by_1x32(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
 def _swizzled(operand: Operand) -> Tensor:
     scales = operand.inverse if operand.inverse.dim() == 1 else swizzle(operand.inverse)
     return scales.view(torch.float8_e8m0fnu)
+
+
+def _by_1x16(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    """Multiply in FP4; torch multiplies the scales of tensors."""
+    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+    assert a.outer is not None
+    assert b.outer is not None
+    types = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    product: Tensor = scaled_mm(
+        a.values.view(torch.float4_e2m1fn_x2),
+        b.values.view(torch.float4_e2m1fn_x2).t(),
+        [_swizzled_1x16(a), a.outer],
+        types,
+        [_swizzled_1x16(b), b.outer],
+        types,
+        swizzle_a=swizzles,
+        swizzle_b=swizzles,
+        output_dtype=out_dtype,
+    )
+    return product
+
+
+def _swizzled_1x16(operand: Operand) -> Tensor:
+    """Return the scales of blocks as tensor cores read them: each row has its own."""
+    scales = operand.inverse.view(torch.uint8)
+    if operand.granularity == "16x16":
+        scales = scales.repeat_interleave(16, 0)
+    return swizzle(scales).view(torch.float8_e4m3fn)
 
 
 def _by_1x128(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The strategy that runs linear layers in FP8, and the choice of these layers.
+"""The strategy that runs linear layers in FP8 or FP4, and the choice of these layers.
 
 A layer's class becomes a subclass with another `forward`. Patching `torch.nn.functional.linear` would
 reach more layers, but could not tell them apart, to skip one or to keep its amax history.
@@ -20,34 +20,39 @@ from amp.casting.strategy import Strategy
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of, swap_classes
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpRuntimeError, brief, first_few, warn
-from amp.profiles.fp8_recipe import Fp8Recipe
+from amp.errors import AmpRuntimeError, AmpValueError, brief, first_few, warn
+from amp.profiles.fp8_recipe import FP4, LARGEST_SEED, Counted, Fp8Recipe, counted
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.state_checks import StateChecks
 from amp.undo import Undo
 
 if TYPE_CHECKING:
+    from amp.casting.fp4_draws import Draws
     from amp.casting.fp8_history import AmaxHistory
-    from amp.casting.fp8_linear import Layer
+    from amp.casting.fp8_linear import Layer, Switch
 
-MULTIPLES = {"mxfp8": 32, "block": 128}
+MULTIPLES = {"mxfp8": 32, "nvfp4": 32, "mxfp4": 32, "block": 128}
 """The number that must divide both dimensions of a weight, by recipe; 16 for the other recipes."""
 
 
 class Fp8Linears(Strategy):
-    """Runs linear layers in FP8, on top of whatever else the level does to the model.
+    """Runs linear layers in FP8 or FP4, on top of whatever else the level does to the model.
 
     Attributes:
         history: the amax history of `delayed`; None for the other recipes.
+        draws: the counts of random draws, where gradients are rounded stochastically; or None.
+        switch: what all layers share.
     """
 
     state_key = "fp8"
 
     def __init__(self, properties: Properties) -> None:
         super().__init__(properties)
-        self._is_delayed = properties.fp8 is not None and properties.fp8.recipe == "delayed"
         self.history: AmaxHistory | None = None
+        self.draws: Draws | None = None
+        self.switch: Switch | None = None
+        self._forward_is_high = properties.fp8 is not None and properties.fp8.forward == "high"
         self._models = self._prepared = 0
         self._reached: list[str] = []
         self._missed: dict[str, list[str]] = {}
@@ -73,7 +78,7 @@ class Fp8Linears(Strategy):
         """Forget what was logged about earlier models."""
         self._reached, self._missed, self._prepared = [], {}, 0
         skip = self.properties.fp8.skip if self.properties.fp8 else ()
-        self._idle = set(skip) - {"first", "last", "tied"}
+        self._idle = {x for x in skip if x not in ("first", "last", "tied") and counted(x) is None}
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Run linear layers in FP8, and remove the FP8 of an earlier session."""
@@ -97,30 +102,61 @@ class Fp8Linears(Strategy):
         self._add(reached, prefix, undo)
 
     def _add(self, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
+        from amp.casting.fp4_draws import Draws
         from amp.casting.fp8_history import AmaxHistory
         from amp.casting.fp8_linear import FORMATS, Layer, Switch
 
         recipe = self.properties.fp8
         assert recipe is not None
-        switch = Switch()
-        undo.callback(setattr, switch, "on", False)
+        self.switch = self.switch or Switch(self._forward_is_high)
+        undo.callback(setattr, self.switch, "on", False)
         names = [prefix + name for name in reached]
         first = 0
-        if self._is_delayed and names:
-            if self.history is None:
-                self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
-            first = self.history.add(names, *[_stored(module).device for module in reached.values()])
-            undo.if_it_fails.append(functools.partial(self.history.remove, len(names)))
+        if names and recipe.recipe == "delayed" and self.history is None:
+            self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
+        if names and recipe.draws and self.draws is None:
+            self.draws = Draws(recipe)
+        kept = self._kept
+        if names and kept is not None:
+            first = kept.add(names, *[_stored(module).device for module in reached.values()])
+            undo.if_it_fails.append(functools.partial(kept.remove, len(names)))
         layers: dict[nn.Module, Layer] = {
-            module: Layer(recipe, name, self.history, i, switch)
+            module: Layer(recipe, name, self.history, self.draws, i, self.switch)
             for i, (name, module) in enumerate(zip(names, reached.values(), strict=True), start=first)
         }
         undo.callback(_release, layers)
         _put_in(layers)
-        if self._loaded is not None and self.history is not None and names:
+        if self._loaded is not None and kept is not None and names:
             if message := _unknown(self._loaded, names):
                 warn(message)
-            self.history.load_state_dict(self._loaded, first)
+            kept.load_state_dict(self._loaded, first)
+
+    def set_forward(self, forward: str) -> None:
+        """See `Session.set_fp4_forward`."""
+        recipe = self.properties.fp8
+        if recipe is None or not recipe.is_fp4:
+            raise AmpRuntimeError(
+                f"set_fp4_forward is for layers in FP4, and this session has fp8={recipe or 'none'}. "
+                "Take opt_level='O8' or 'O9', or fp4=True on top of a half-precision level"
+            )
+        if forward not in ("fp4", "high"):
+            raise AmpValueError(f"forward={brief(forward)} is not one of fp4, high")
+        self._forward_is_high = forward == "high"
+        if self.switch is not None:
+            self.switch.forward_is_high = self._forward_is_high
+
+    @property
+    def _kept(self) -> "AmaxHistory | Draws | None":
+        """What layers keep from one step to the next, and a checkpoint has."""
+        return self.history or self.draws
+
+    @property
+    def _entry(self) -> str | None:
+        """The entry of a state that has it, or None."""
+        recipe = self.properties.fp8
+        if recipe is None or not (recipe.draws or recipe.recipe == "delayed"):
+            return None
+        return "draws" if recipe.draws else "amaxes"
 
     def finish(self) -> str:
         """Return a log line with the layers in FP8; warn instead if there are none."""
@@ -128,12 +164,14 @@ class Fp8Linears(Strategy):
             return ""
         missed = sum(map(len, self._missed.values()))
         reasons = "; ".join(f"{_listed(names)}: {why}" for why, names in self._missed.items())
-        of = f"{len(self._reached)} of {len(self._reached) + missed} layers run in FP8"
-        message = f"fp8={self.properties.fp8}: {of}" + (f". The others: {reasons}" if missed else "")
+        recipe, reached = self.properties.fp8, len(self._reached)
+        of = f"{reached} of {reached + missed} layers run in {recipe.number_format}"
+        message = f"fp8={recipe}: {of}" + (f". The others: {reasons}" if missed else "")
         if self._idle:
             warn(
                 f"fp8 has skip: {', '.join(sorted(self._idle))}, which is the name of no module and no "
-                "glob over names; write first, last, tied, a name, or a glob such as 'blocks.0.*'"
+                "glob over names; write first, last, tied, 'last 2', 'last 15%', a name, or a glob "
+                "such as 'blocks.0.*'"
             )
         if not self._reached:
             nothing = "" if missed else ": the model has no linear layers"
@@ -142,58 +180,83 @@ class Fp8Linears(Strategy):
         return message
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the amax history of `delayed`; an empty dict for the other recipes."""
-        return {} if self.history is None else self.history.state_dict()
+        """Return the amax history of `delayed`, or FP4's counts; an empty dict for other recipes."""
+        return {} if self._kept is None else self._kept.state_dict()
 
     @staticmethod
     def checked_state(state: dict[Any, Any], path: str, checks: StateChecks) -> dict[str, Any]:
-        """Check a saved state, and return the names and the amax history of its layers."""
-        expected = "a list of the names of layers, each once"
-        names = checks.items(state, "names", path, expected)
-        if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
-            checks.fail(path, "names", brief(names), expected)
-        expected = f"a contiguous float32 tensor [1 + amax_history, {3 * len(names)}], with values"
-        amaxes = checks.entry(state, "amaxes", path, expected)
-        shape = tuple(amaxes.shape) if isinstance(amaxes, Tensor) and not amaxes.is_nested else ()
-        if len(shape) != 2 or shape[0] < 2 or shape[1] != 3 * len(names):
-            checks.fail(path, "amaxes", brief(amaxes), expected)
-        if amaxes.is_meta or amaxes.layout is not torch.strided or not amaxes.is_contiguous():
-            checks.fail(path, "amaxes", f"{brief(amaxes)} on {amaxes.device}", expected)
-        amaxes = checks.tensor_like(state, "amaxes", path, amaxes, torch.float32, low=0.0)
-        if not isinstance(recipe := state.get("recipe", "delayed"), str) or recipe != "delayed":
-            checks.fail(path, "recipe", brief(recipe), "'delayed', which alone is saved")
-        for key in state.keys() - {"names", "amaxes", "recipe"}:
-            checks.fail(path, key, "fp8 has no such entry", "only recipe, names and amaxes")
-        return {"recipe": recipe, "names": list(names), "amaxes": amaxes}
+        """Check a saved state, and return what it has of layers."""
+        recipe = state.get("recipe", "delayed")
+        if not isinstance(recipe, str) or recipe not in ("delayed", *FP4):
+            checks.fail(path, "recipe", brief(recipe), f"one of {', '.join(('delayed', *FP4))}")
+        checked: dict[str, Any] = {"recipe": recipe}
+        if recipe in FP4:
+            checked["seed"] = checks.count(state, "seed", path, LARGEST_SEED)
+            draws = checks.mapping(state, "draws", path, "the counts of layers by their names")
+            within = f"{path}['draws']"
+            if odd := [name for name in draws if not isinstance(name, str)]:
+                checks.fail(within, odd[0], brief(odd[0]), "names of layers")
+            checked["draws"] = {name: checks.count(draws, name, within) for name in draws}
+        else:
+            expected = "a list of the names of layers, each once"
+            names = checks.items(state, "names", path, expected)
+            if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+                checks.fail(path, "names", brief(names), expected)
+            expected = f"a contiguous float32 tensor [1 + amax_history, {3 * len(names)}], with values"
+            amaxes = checks.entry(state, "amaxes", path, expected)
+            shape = tuple(amaxes.shape) if isinstance(amaxes, Tensor) and not amaxes.is_nested else ()
+            if len(shape) != 2 or shape[0] < 2 or shape[1] != 3 * len(names):
+                checks.fail(path, "amaxes", brief(amaxes), expected)
+            if amaxes.is_meta or amaxes.layout is not torch.strided or not amaxes.is_contiguous():
+                checks.fail(path, "amaxes", f"{brief(amaxes)} on {amaxes.device}", expected)
+            amaxes = checks.tensor_like(state, "amaxes", path, amaxes, torch.float32, low=0.0)
+            checked |= {"names": list(names), "amaxes": amaxes}
+        for key in state.keys() - checked.keys():
+            checks.fail(path, key, "fp8 has no such entry", f"only {', '.join(checked)}")
+        return checked
 
     def differences(self, state: Mapping[str, Any] | None) -> str:
-        """Return a message about layers whose amax history is not in the state, or an empty string."""
-        if not self._is_delayed:
+        """Return a message about layers that are not in the state, or an empty string."""
+        recipe = self.properties.fp8
+        if self._entry is None or recipe is None:
             return ""
-        if not state:
+        if not state or self._entry not in state:
+            of = f" of {state['recipe']}" if state else ""
+            missing = "no 'fp8'" if not state else f"an 'fp8'{of}"
             return (
-                "the state_dict has no 'fp8', which fp8='delayed' resumes from; the amax history of "
-                "all layers starts empty"
+                f"the state_dict has {missing}, and fp8='{recipe.recipe}' resumes from its own; "
+                f"{_ANEW[self._entry]}"
             )
-        return _unknown(state, self.history.names if self.history is not None else ())
+        if recipe.draws and state["seed"] != recipe.seed:
+            return (
+                f"the state_dict was saved with seed {state['seed']} of fp8, and this session has "
+                f"{recipe.seed}: gradients are rounded by other random bits"
+            )
+        return _unknown(state, self._kept.names if self._kept is not None else ())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load the history of layers that are prepared now, and keep it for those prepared later."""
-        if state and self._is_delayed:
+        """Load what is kept of layers that are prepared now, and keep it for those prepared later."""
+        if state and self._entry in state:
             self._loaded = state
-            if self.history is not None:
-                self.history.load_state_dict(state)
+            if self._kept is not None:
+                self._kept.load_state_dict(state)
+
+
+_ANEW = {
+    "amaxes": "the amax history of all layers starts empty",
+    "draws": "all layers draw from the beginning, so gradients are rounded by other random bits",
+}
+"""What is said of layers that a state lacks, by what it has of layers."""
 
 
 def _unknown(state: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return a message about the layers that a state lacks, or an empty string."""
-    missing = [name for name in names if name not in state["names"]]
+    known = state.get("draws", state.get("names", ()))
+    missing = [name for name in names if name not in known]
     if not missing:
         return ""
-    return (
-        f"the state_dict has no FP8 entries of {_listed(missing)}; the amax history of these layers "
-        "starts empty"
-    )
+    anew = _ANEW["draws" if "draws" in state else "amaxes"].replace("all", "these")
+    return f"the state_dict has no FP8 entries of {_listed(missing)}; {anew}"
 
 
 # Which layers.
@@ -209,6 +272,8 @@ def choose(
     tied = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     unused = {module.out_proj for module in others if isinstance(module, nn.MultiheadAttention)}
     ruled = ruled_modules(model, rules)
+    counted_out = _counted_out(model, linears, recipe)
+    number_format = recipe.number_format
     reached: dict[str, nn.Linear] = {}
     missed: dict[str, list[str]] = {}
     for name, module in modules.items():
@@ -216,6 +281,7 @@ def choose(
         if isinstance(module, nn.Linear):
             words = {"first": module is linears[0], "last": module is linears[-1]}
             words["tied"] = id(_stored(module)) in tied
+            words |= {item: module in found for item, found in counted_out.items()}
             if module in unused:
                 why = "nn.MultiheadAttention multiplies by itself"
             elif module in ruled:
@@ -227,10 +293,34 @@ def choose(
         elif type(module).__name__ == "Conv1D" and not isinstance(module, _ConvNd):
             why = "Hugging Face's Conv1D multiplies by addmm"
         elif isinstance(module, (_ConvNd, nn.Bilinear)):
-            why = "there are no FP8 kernels for convolutions and nn.Bilinear"
+            why = f"there are no {number_format} kernels for convolutions and nn.Bilinear"
         if why is not None:
             missed.setdefault(why, []).append(name)
     return reached, missed
+
+
+def _counted_out(
+    model: nn.Module, linears: Sequence[nn.Module], recipe: Fp8Recipe
+) -> dict[str, set[nn.Module]]:
+    """Return the modules that items of `skip` such as `last 15%` mean.
+
+    They count the children of the longest list of modules of one class, as the blocks of a transformer
+    are; or linear layers, if there is no such list.
+    """
+    counts = {item: found for item in recipe.skip if (found := counted(item)) is not None}
+    if not counts:
+        return {}
+    lists = [list(x) for x in model.modules() if isinstance(x, (nn.ModuleList, nn.Sequential))]
+    lists = [each for each in lists if len(each) > 1 and len({type(x) for x in each}) == 1]
+    blocks = max(lists, key=len, default=list(linears))
+    return {item: _end_of(blocks, count) for item, count in counts.items()}
+
+
+def _end_of(blocks: Sequence[nn.Module], counted: Counted) -> set[nn.Module]:
+    """Return all modules in the first or the last ones of some blocks."""
+    count = counted.of(len(blocks))
+    chosen = blocks[:count] if counted.end == "first" else blocks[len(blocks) - count :]
+    return {module for block in chosen for module in block.modules()}
 
 
 def _skipped(name: str, words: Mapping[str, bool], recipe: Fp8Recipe) -> str | None:

@@ -1,29 +1,33 @@
-"""One linear layer in FP8: its three products, and the tensors saved for backward.
+"""One linear layer in FP8 or FP4: its three products, and the tensors saved for backward.
 
     output      = input @ weight.T          input by row, weight by row
     grad_input  = grad_output @ weight      grad_output by row, weight by column
     grad_weight = grad_output.T @ input     grad_output by column, input by column
 
 "By row" and "by column" are those of `amp.kernels.quantize`. Saved for backward are the input by
-column, 1 byte for each element, shared by layers with the same input, and the weight itself, which the
-backward quantizes again: an FP8 copy would take another byte for each parameter, and keep memory that
-FSDP frees. Gradients have the dtype of their input or weight. The bias is added to the product.
+column, 1 byte for each element, or 9/16 in FP4, shared by layers with the same input, and the weight
+itself, which the backward quantizes again: a copy would take more memory, and keep what FSDP frees.
+Gradients have the dtype of their input or weight. The bias is added to the product. A recipe may keep
+each product in half precision; in FP4 also that of the output, for the last steps of a training.
 """
 
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from amp.casting.fp4_draws import Draws
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.casting.regions import disable_casts
 from amp.errors import AmpRuntimeError, warn
-from amp.kernels.fp8 import Operand, Quantized
+from amp.kernels.fp8 import AnyGranularity, Fp4Granularity, Granularity, Operand, Quantized
+from amp.kernels.philox import Draw
 from amp.kernels.quantize import quantize
+from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import scaled_mm
 from amp.kernels.tables import stream_of
 from amp.profiles.fp8_recipe import GRANULARITIES, Fp8Recipe
@@ -35,15 +39,18 @@ FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}
 
 
 class Switch:
-    """Whether the layers of a session run in FP8.
+    """Whether the layers of a session run in FP8, or FP4.
 
     Attributes:
         on: whether the session is open.
+        forward_is_high: whether outputs are computed in half precision.
         has_warned: whether it was said that a layer does not run in FP8 under a transform.
     """
 
-    on = True
-    has_warned = False
+    def __init__(self, forward_is_high: bool = False) -> None:
+        self.on = True
+        self.forward_is_high = forward_is_high
+        self.has_warned = False
 
 
 class Layer(NamedTuple):
@@ -53,13 +60,15 @@ class Layer(NamedTuple):
         recipe: the session's recipe.
         name: the module's name, for errors.
         history: the amax history of `delayed`, or None.
-        number: the module's index in the history.
+        draws: the counts of FP4's random bits, or None.
+        number: the module's index in the history or the counts.
         switch: turned off when the session closes; copies of the module share it.
     """
 
     recipe: Fp8Recipe
     name: str
     history: AmaxHistory | None = None
+    draws: Draws | None = None
     number: int = 0
     switch: Switch = Switch()
 
@@ -69,22 +78,37 @@ class Layer(NamedTuple):
         It runs in half precision where its products would be transformed: under `torch.func`, in
         forward-mode differentiation, and in `torch.jit.trace`. This warns once in a session.
         """
-        if not (self.switch.on and (is_training or self.recipe.eval == "fp8")):
+        if not (self.switch.on and (is_training or self.recipe.eval != "high")):
             return False
         if torch.compiler.is_compiling() or not _is_transformed():
             return True
         if not self.switch.has_warned:
             self.switch.has_warned = True
             warn(
-                f"'{self.name}' and the other layers in FP8 run in half precision under torch.func, in "
-                "forward-mode differentiation and in torch.jit.trace, which know no FP8 products"
+                f"'{self.name}' and the other layers in {self.recipe.number_format} run in half "
+                "precision under torch.func, in forward-mode differentiation and in torch.jit.trace, "
+                "which know no such products"
             )
         return False
 
-    def operand(self, values: Tensor, inverse: Tensor, entry: int) -> Operand:
-        """Return the operand for an input, or a weight by row, from `quantize`'s values and scales."""
-        granularity = GRANULARITIES[self.recipe.recipe][entry]
-        return Operand(values, inverse, granularity, bool(self.recipe.power_of_2_scales))
+    def operand(self, parts: tuple[Tensor | None, ...], entry: int) -> Operand:
+        """Return the operand for an input, or a weight by row, from what `parts_of` returned of it."""
+        values, inverse, outer = parts
+        assert values is not None
+        assert inverse is not None
+        granularity = self._granularity(entry)
+        return Operand(values, inverse, granularity, bool(self.recipe.power_of_2_scales), outer)
+
+    def _granularity(self, entry: int, is_backward: bool = False) -> AnyGranularity:
+        """Return what shares a scale: for a weight, in the forward or in the backward."""
+        of_values, of_weight, of_columns = GRANULARITIES[self.recipe.recipe]
+        if entry != WEIGHT or self.recipe.square_weights is False:
+            return of_values
+        return of_columns if is_backward else of_weight
+
+    def _draw(self, device: torch.device) -> Draw | None:
+        """Return the random bits for the gradient of a backward, or None to round to nearest."""
+        return None if self.draws is None else self.draws.next(self.number, device)
 
     def quantize(
         self,
@@ -96,7 +120,7 @@ class Layer(NamedTuple):
         sees: bool = False,
         factor: Tensor | None = None,
     ) -> Quantized:
-        """Return a matrix in FP8, as the recipe says for an input, a weight or a gradient.
+        """Return a matrix in FP8 or FP4, as the recipe says for an input, a weight or a gradient.
 
         Args:
             x: `[M, K]`.
@@ -106,15 +130,22 @@ class Layer(NamedTuple):
             sees: whether the history records the amax.
             factor: the scale factor, float32 `[]`, or None for that of the history or of `x` itself.
         """
-        granularity, of_weight, of_columns = GRANULARITIES[self.recipe.recipe]
-        if entry == WEIGHT:
-            granularity = of_weight if by_row else of_columns
+        granularity = self._granularity(entry, by_column and not by_row)
+        if self.recipe.is_fp4:
+            return quantize_fp4(
+                x,
+                cast(Fp4Granularity, granularity),
+                by_row=by_row,
+                by_column=by_column,
+                hadamard=bool(self.recipe.hadamard) and entry != WEIGHT,
+                draw=self._draw(x.device) if entry == GRADIENT else None,
+            )
         if self.history is not None and factor is None:
             factor = self.history.factor(self.number, entry, x.device)
         result = quantize(
             x,
             FORMATS[self.recipe.format or "hybrid"][entry],
-            granularity,
+            cast(Granularity, granularity),
             by_row=by_row,
             by_column=by_column,
             power_of_2=bool(self.recipe.power_of_2_scales),
@@ -139,19 +170,23 @@ class Layer(NamedTuple):
             is_training: whether the module is in training mode; only then the history records amaxes.
         """
         sees = torch.is_grad_enabled() and is_training
-        keeps = torch.is_grad_enabled() and weight.requires_grad and self.recipe.grad_weight == "fp8"
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        keeps = trains and self.recipe.grad_weight != "high"
+        is_high = self.switch.forward_is_high
+        of_x = of_weight = Quantized(None, None)
         with disable_casts():
-            of_x = _quantized_input(x, self, by_column=keeps, sees=sees)
-            of_weight = self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
-            assert of_x.by_row is not None
-            assert of_weight.by_row is not None
-            columns = of_x.by_column
+            if keeps or not is_high:
+                of_x = _quantized_input(x, self, not is_high, keeps, sees)
+            if not is_high:
+                of_weight = self.quantize(
+                    weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees
+                )
             product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
                 x.reshape(-1, x.shape[-1]),
                 weight,
-                *of_x.by_row[:2],  # values and scales: torch does not look for tensors in tuples
-                *((None, None) if columns is None else columns[:2]),
-                *of_weight.by_row[:2],
+                *_parts_of(of_x.by_row),
+                *_parts_of(of_x.by_column),
+                *_parts_of(of_weight.by_row),
                 of_weight.factor,
                 dtype,
                 self,
@@ -201,7 +236,12 @@ def _is_transformed() -> bool:
     )
 
 
-def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Quantized:
+def _parts_of(operand: Operand | None) -> tuple[Tensor | None, ...]:
+    """Return an operand's tensors: torch does not look for them in tuples."""
+    return (None,) * 3 if operand is None else (operand.values, operand.inverse, operand.outer)
+
+
+def _quantized_input(x: Tensor, layer: Layer, by_row: bool, by_column: bool, sees: bool) -> Quantized:
     """Return an input in FP8, flattened to rows; the last result, if the input is the same.
 
     Layers with one input share its scale under `delayed`, too, in training and under `no_grad` alike.
@@ -209,10 +249,10 @@ def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Qu
     rows = x.detach().reshape(-1, x.shape[-1])
     stream = None if torch.compiler.is_compiling() else stream_of(x.device)
     if stream is None:  # compiled, or captured in a graph, whose replays change no version
-        return layer.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
+        return layer.quantize(rows, INPUT, by_row=by_row, by_column=by_column, sees=sees)
     iteration = None if layer.history is None else (id(layer.history), layer.history.iteration)
     version = x._version if _counts_writes(x) else None
-    key = (version, x.data_ptr(), stream, layer.recipe, iteration, by_column, sees)
+    key = (version, x.data_ptr(), stream, layer.recipe, iteration, by_row, by_column, sees)
     is_same = _latest.of is not None and _latest.of() is x and _latest.key == key
     sample = rows.reshape(-1)[:: rows.numel() // _SAMPLE + 1] if x.device.type == "cpu" else None
     if is_same and version is not None and _is_equal(sample, _latest.sample):
@@ -220,7 +260,7 @@ def _quantized_input(x: Tensor, layer: Layer, by_column: bool, sees: bool) -> Qu
         return _latest.result
     number = _latest.number if is_same else layer.number
     of_scale = layer._replace(number=number)
-    result = of_scale.quantize(rows, INPUT, by_row=True, by_column=by_column, sees=sees)
+    result = of_scale.quantize(rows, INPUT, by_row=by_row, by_column=by_column, sees=sees)
     _latest.of = weakref.ref(x, _latest.forget)
     _latest.key, _latest.number, _latest.result = key, number, result
     _latest.sample = None if sample is None else sample.clone()
@@ -245,54 +285,46 @@ def _is_equal(sample: Tensor | None, other: Tensor | None) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        x_values: Tensor,
-        x_inverse: Tensor,
-        columns: Tensor | None,
-        columns_inverse: Tensor | None,
-        weight_values: Tensor,
-        weight_inverse: Tensor,
-        weight_factor: Tensor | None,
-        dtype: torch.dtype,
-        layer: Layer,
-        sees: bool,
-    ) -> Tensor:
-        rows = layer.operand(x_values, x_inverse, INPUT)
-        weights = layer.operand(weight_values, weight_inverse, WEIGHT)
+    def forward(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+        of_rows, of_weight = more[:3], more[6:9]
+        dtype, layer, _ = more[10:]
+        if of_rows[0] is None:
+            return x.to(dtype) @ weight.to(dtype).t()
+        rows, weights = layer.operand(of_rows, INPUT), layer.operand(of_weight, WEIGHT)
         return scaled_mm(rows, weights, dtype, fast_accum=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, _, columns, columns_inverse, _, _, factor, ctx.low, ctx.layer, ctx.sees = inputs
+        x, weight, _, _, _, *of_columns, _, _, _, factor, ctx.low, ctx.layer, ctx.sees = inputs
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.dtypes = x.dtype, weight.dtype
-        kept = x if needs_weight and columns is None else None
-        ctx.save_for_backward(kept, weight if needs_x else None, columns, columns_inverse, factor)
+        kept = x if needs_weight and of_columns[0] is None else None
+        ctx.save_for_backward(kept, weight if needs_x else None, *of_columns, factor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         layer: Layer = ctx.layer
+        recipe = layer.recipe
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise AmpRuntimeError(
-                f"the gradients of '{layer.name}', which runs in FP8, cannot be differentiated again "
-                f"(create_graph=True). Keep the layer out: fp8={{'skip': ['{layer.name}']}}"
+                f"the gradients of '{layer.name}', which runs in {recipe.number_format}, cannot be "
+                "differentiated again (create_graph=True). Keep the layer out: "
+                f"fp8={{'skip': ['{layer.name}']}}"
             )
-        x, weight, columns, columns_inverse, factor = ctx.saved_tensors
+        x, weight, *of_columns, factor = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_dtype, weight_dtype = ctx.dtypes
         grad_x = grad_weight = None
+        of_grad = Quantized(None, None)
         with disable_casts():
-            of_grad = layer.quantize(
-                grad,
-                GRADIENT,
-                by_row=needs_x,
-                by_column=needs_weight and columns is not None,
-                sees=ctx.sees,
-            )
-            if needs_x:
+            quantizes_x = needs_x and recipe.grad_input != "high"
+            quantizes_weight = needs_weight and of_columns[0] is not None
+            if quantizes_x or quantizes_weight:
+                of_grad = layer.quantize(
+                    grad, GRADIENT, by_row=quantizes_x, by_column=quantizes_weight, sees=ctx.sees
+                )
+            if quantizes_x:
                 columns_of_weight = layer.quantize(
                     weight, WEIGHT, by_row=False, by_column=True, factor=factor
                 ).by_column
@@ -300,13 +332,15 @@ class _Linear(torch.autograd.Function):
                 assert columns_of_weight is not None
                 of_weight = _scaled_alike(columns_of_weight, of_grad.by_row)
                 grad_x = scaled_mm(of_grad.by_row, of_weight, x_dtype)
-            if needs_weight and columns is not None:
+            elif needs_x:
+                grad_x = (grad.to(ctx.low) @ weight.to(ctx.low)).to(x_dtype)
+            if quantizes_weight:
                 assert of_grad.by_column is not None
-                of_x = layer.operand(columns, columns_inverse, INPUT)
+                of_x = layer.operand(tuple(of_columns), INPUT)
                 grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
             elif needs_weight:
                 grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)
-        return grad_x, grad_weight, *[None] * 10
+        return grad_x, grad_weight, *[None] * 13
 
 
 def _scaled_alike(operand: Operand, other: Operand) -> Operand:

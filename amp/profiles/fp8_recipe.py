@@ -1,16 +1,17 @@
-"""How linear layers run in FP8: the value of the key `fp8`."""
+"""How linear layers run in FP8 or FP4: the value of the keys `fp8` and `fp4`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from amp.errors import AmpValueError, brief, did_you_mean
 from amp.profiles import keys
 from amp.profiles.keys import OneOf, key, or_none, parse_count, wrong_type
 
 if TYPE_CHECKING:
-    from amp.kernels.fp8 import Granularity
+    from amp.kernels.fp8 import AnyGranularity
 
 RECIPES = {
     "current": ("tensorwise", "float8currentscaling"),
@@ -19,16 +20,23 @@ RECIPES = {
     "rowwise_gw_hp": ("rowwise_with_gw_hp",),
     "block": ("blockwise", "float8blockscaling"),
     "mxfp8": ("mxfp8blockscaling",),
+    "nvfp4": ("nvfp4blockscaling", "nvfp4trainingconfig", "e2m1"),
+    "mxfp4": ("mxfp4blockscaling",),
 }
 """The recipes, and the names that torchao, Megatron and Transformer Engine have for them."""
 
-GRANULARITIES: "dict[str, tuple[Granularity, Granularity, Granularity]]" = {
+FP4 = ("nvfp4", "mxfp4")
+"""The recipes with two values in a byte."""
+
+GRANULARITIES: "dict[str, tuple[AnyGranularity, AnyGranularity, AnyGranularity]]" = {
     "current": ("tensor", "tensor", "tensor"),
     "delayed": ("tensor", "tensor", "tensor"),
     "rowwise": ("row", "row", "row"),
     "rowwise_gw_hp": ("row", "row", "tensor"),
     "block": ("1x128", "128x128", "128x128"),
     "mxfp8": ("1x32", "1x32", "1x32"),
+    "nvfp4": ("1x16", "16x16", "16x16"),
+    "mxfp4": ("1x32", "1x32", "1x32"),
 }
 """The granularity of scales: of inputs and gradients, of the weight in forward, and in backward."""
 
@@ -37,26 +45,67 @@ _ALL_E4M3 = ("rowwise", "rowwise_gw_hp", "block", "mxfp8")
 _HISTORY = {"amax_history": 16, "amax_algo": "max", "margin": 0, "reduce_amax": True}
 """The defaults of the fields that only `delayed` has."""
 
-_FP8_OR_HIGH = {True: "fp8", False: "high"}
+_OF_FP4 = {
+    "hadamard": True,
+    "stochastic_rounding": True,
+    "square_weights": True,
+    "forward": "fp4",
+    "grad_input": "fp4",
+    "seed": 0,
+}
+"""The defaults of the fields that only recipes of FP4 have."""
+
+_LOW_OR_HIGH = {True: "low", False: "high"}
 _FIRST_AND_LAST = {True: ("first", "last"), False: ()}
+LARGEST_SEED = 2**53
+_COUNTED = re.compile(r"(first|last) +(\d+) *(%?)")
 
 
 _parse_exponent = or_none(partial(parse_count, least=0, most=16))
 _parse_history = or_none(partial(parse_count, most=2**16))  # Transformer Engine's default is 1024
+_parse_seed = or_none(partial(parse_count, least=0, most=LARGEST_SEED))
+_parse_places = OneOf("fp8", "fp4", "high", means={**_LOW_OR_HIGH, None: None})
 
 
 def _parse_skip(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
-        remedy = "give a list of first, last, tied, and globs over module names: [last, 'blocks.0.*']"
+        remedy = (
+            "give a list of first, last, tied, counts such as 'last 2' and 'last 15%', and globs over "
+            "module names: [last, 'blocks.0.*']"
+        )
         raise wrong_type(name, value, remedy)
     return keys.parse_globs(name, value)
 
 
+class Counted(NamedTuple):
+    """Blocks at the beginning or the end of a model that an item of `skip` means.
+
+    Attributes:
+        end: `first` or `last`.
+        number: how many, or how many percent of them, rounded up.
+        is_share: whether the number is in percent.
+    """
+
+    end: str
+    number: int
+    is_share: bool
+
+    def of(self, total: int) -> int:
+        """Return how many of `total` blocks are meant."""
+        return min(-(-self.number * total // 100) if self.is_share else self.number, total)
+
+
+def counted(item: str) -> Counted | None:
+    """Return what an item of `skip`, such as `last 15%`, counts; None for a name or a glob."""
+    found = _COUNTED.fullmatch(item.strip().lower())
+    return Counted(found[1], int(found[2]), bool(found[3])) if found else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fp8Recipe:
-    """How linear layers run in FP8; see docs/fp8.md.
+    """How linear layers run in FP8 or FP4; see docs/fp8.md and docs/fp4.md.
 
     Fields that are None when it is made get the recipe's own value, or stay None where they would do
     nothing.
@@ -70,21 +119,28 @@ class Fp8Recipe:
         amax_algo: `delayed`: the largest of them, or the newest.
         margin: `delayed`: how many powers of 2 the scale stays below what would just fit.
         reduce_amax: `delayed`: ranks share the largest magnitudes that they saw.
-        grad_weight: gradients of weights are computed in FP8, or in the level's half precision;
+        grad_weight: gradients of weights are computed in FP8 or FP4, or in the level's half precision;
             `fp8_wgrad: false` is high.
-        skip: layers that stay in half precision: the first, the last, those that share their weight
-            with an embedding, and globs over names.
-        eval: modules in evaluation run in FP8, or in half precision; `use_autocast_during_eval: false`
-            is high.
+        skip: layers that stay in half precision: the first, the last, the blocks of `last 15%` or
+            `first 2`, those that share their weight with an embedding, and globs over names.
+        eval: modules in evaluation run in FP8 or FP4, or in half precision;
+            `use_autocast_during_eval: false` is high.
+        hadamard: FP4: the operands of weights' gradients get a random Hadamard transform.
+        stochastic_rounding: FP4: gradients are rounded stochastically.
+        square_weights: `nvfp4`: 16 x 16 numbers of a weight share a scale, so that forward and backward
+            use the same weight.
+        forward: FP4: outputs are computed in FP4, or in half precision, as for the end of a training.
+        grad_input: FP4: gradients of inputs are computed in FP4, or in half precision.
+        seed: FP4: of the random bits.
 
     Raises:
         AmpValueError: a field is not in its range, or does nothing under the recipe.
         AmpTypeError: a field is something else.
     """
 
-    recipe: Literal["current", "delayed", "rowwise", "rowwise_gw_hp", "block", "mxfp8"] = key(
-        "current", OneOf(*RECIPES, means=_ALIASES), aliases=("fp8_recipe",)
-    )
+    recipe: Literal[
+        "current", "delayed", "rowwise", "rowwise_gw_hp", "block", "mxfp8", "nvfp4", "mxfp4"
+    ] = key("current", OneOf(*RECIPES, means=_ALIASES), aliases=("fp8_recipe", "fp4_recipe"))
     format: Literal["hybrid", "e4m3"] | None = key(
         None, OneOf("hybrid", "e4m3", means={None: None}), aliases=("fp8_format",)
     )
@@ -101,32 +157,68 @@ class Fp8Recipe:
     )
     margin: int | None = key(None, _parse_exponent, aliases=("fp8_margin",))
     reduce_amax: bool | None = key(None, OneOf(True, False, None))
-    grad_weight: Literal["fp8", "high"] | None = key(
-        None, OneOf("fp8", "high", means={**_FP8_OR_HIGH, None: None})
-    )
+    grad_weight: Literal["fp8", "fp4", "high"] | None = key(None, _parse_places)
     skip: tuple[str, ...] = key(("last", "tied"), _parse_skip)
-    eval: Literal["fp8", "high"] = key("fp8", OneOf("fp8", "high", means=_FP8_OR_HIGH))
+    eval: Literal["fp8", "fp4", "high"] | None = key(None, _parse_places)
+    hadamard: bool | None = key(None, OneOf(True, False, None), aliases=("rht", "use_rht"))
+    stochastic_rounding: bool | None = key(
+        None, OneOf(True, False, None), aliases=("use_stochastic_rounding",)
+    )
+    square_weights: bool | None = key(
+        None, OneOf(True, False, None), aliases=("use_2d_quantization", "weight_2d_scaling")
+    )
+    forward: Literal["fp8", "fp4", "high"] | None = key(None, _parse_places)
+    grad_input: Literal["fp8", "fp4", "high"] | None = key(None, _parse_places)
+    seed: int | None = key(None, _parse_seed)
 
     def __post_init__(self) -> None:
         keys.parse_fields(self, FP8_KEYS)
+        low = "fp4" if self.is_fp4 else "fp8"
         own = {
             "format": "e4m3" if self.recipe in _ALL_E4M3 else "hybrid",
             "power_of_2_scales": True,
-            "grad_weight": None if self.recipe == "rowwise_gw_hp" else "fp8",
+            "grad_weight": None if self.recipe == "rowwise_gw_hp" else low,
+            "eval": low,
             **(_HISTORY if self.recipe == "delayed" else dict.fromkeys(_HISTORY)),
+            **(_OF_FP4 if self.is_fp4 else dict.fromkeys(_OF_FP4)),
         }
+        if self.is_fp4:
+            own |= {"format": None, "power_of_2_scales": None if self.recipe == "nvfp4" else True}
+        if self.recipe == "mxfp4":
+            own["square_weights"] = None
         for name, value in own.items():
             given = getattr(self, name)
-            is_fixed = name == "power_of_2_scales" and self.recipe == "mxfp8"
+            if given == "low":
+                given = low
+                object.__setattr__(self, name, low)
+            is_fixed = name == "power_of_2_scales" and self.recipe in ("mxfp8", "mxfp4")
+            is_other = given in ("fp8", "fp4") and given != low
             if given is None:
                 object.__setattr__(self, name, value)
-            elif given != value and (value is None or is_fixed):
+            elif given != value and (value is None or is_fixed or is_other):
                 remedy = ", or take recipe: delayed" if name in _HISTORY else ""
+                remedy = ", or take recipe: nvfp4" if name in _OF_FP4 else remedy
                 remedy = ": its scales are powers of 2" if is_fixed else remedy
+                remedy = f": say {low} or high" if is_other and value is not None else remedy
                 raise AmpValueError(
                     f"fp8 has {name}: {given}, which does nothing under {self.recipe}; "
                     f"leave it out{remedy}"
                 )
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether layers run in FP4."""
+        return self.recipe in FP4
+
+    @property
+    def number_format(self) -> str:
+        """`FP8` or `FP4`, for messages."""
+        return "FP4" if self.is_fp4 else "FP8"
+
+    @property
+    def draws(self) -> bool:
+        """Whether gradients are rounded stochastically."""
+        return bool(self.stochastic_rounding) and "fp4" in (self.grad_input, self.grad_weight)
 
     def __str__(self) -> str:
         defaults = Fp8Recipe(recipe=self.recipe)
@@ -153,9 +245,12 @@ def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
         return None
     if isinstance(value, Fp8Recipe):
         return value
+    if name == "fp4" and value is True:
+        return Fp8Recipe(recipe="nvfp4")
     recipes = ", ".join(RECIPES)
     if isinstance(value, Mapping):
-        return Fp8Recipe(**keys.fields_of(name, value, _fields)[0])
+        given = keys.fields_of(name, _with_skip(name, value), _fields)[0]
+        return Fp8Recipe(**({"recipe": "nvfp4"} if name == "fp4" else {}) | given)
     if not isinstance(value, str):
         raise wrong_type(name, value, f"allowed: one of {recipes}, a mapping, or none")
     if word in ("hybrid", "e4m3"):
@@ -168,19 +263,64 @@ def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
     )
 
 
+_NOT = {True: False, False: True}
 _FLAGS: dict[str, tuple[str, Mapping[bool, Any]]] = {
-    "fp8_wgrad": ("grad_weight", _FP8_OR_HIGH),
-    "use_autocast_during_eval": ("eval", _FP8_OR_HIGH),
-    "first_last_layers_bf16": ("skip", _FIRST_AND_LAST),
+    "fp8_wgrad": ("grad_weight", _LOW_OR_HIGH),
+    "use_autocast_during_eval": ("eval", _LOW_OR_HIGH),
+    "disable_rht": ("hadamard", _NOT),
+    "disable_stochastic_rounding": ("stochastic_rounding", _NOT),
+    "disable_2d_quantization": ("square_weights", _NOT),
     "filter_first_and_last_linear_layers": ("skip", _FIRST_AND_LAST),
 }
 """Boolean options of other libraries: the field that each sets, and its values."""
 
+_OF_MEGATRON = {"num_layers_at_start_in_bf16": "first", "num_layers_at_end_in_bf16": "last"}
+"""Megatron's counts of layers in half precision, and the items of `skip` that they are."""
+_OTHERS = (*_FLAGS, "first_last_layers_bf16", *_OF_MEGATRON, "fp4_format", "backward_override")
+
+_REFUSED = {
+    "4over6|four_?over_?six": "a block's largest number is scaled to 6 only; leave it out",
+    "row_?scal": "NVFP4 has one scale for a tensor and one for each block; leave it out",
+    "fp4_?param|param.*fp4": "weights are kept in the level's dtype, and are quantized when they are "
+    "used; leave it out, and take master_weights='split24' to save memory",
+}
+"""What other libraries have for FP4, by a pattern, and what is said of it."""
+
 
 def _fields(written: str, value: Any) -> dict[str, Any]:
-    """Return the field that an item of a mapping sets."""
+    """Return the fields that an item of a mapping sets."""
     if written in _FLAGS:
         field, means = _FLAGS[written]
         return {field: OneOf(True, False, means=means)(written, value)}
-    found = keys.find_key(written, FP8_KEYS, "fp8 has no key", tuple(_FLAGS))
+    if written == "fp4_format":
+        OneOf("e2m1", None)(written, value)
+        return {}
+    if written == "backward_override":
+        high = {"grad_weight": "high", "grad_input": "high"}
+        return dict(
+            OneOf("high_precision", None, means={"high_precision": high, None: {}})(written, value)
+        )
+    for pattern, why in _REFUSED.items():
+        if re.search(pattern, written.lower()):
+            raise AmpValueError(f"fp8 does not offer {written}: {why}")
+    found = keys.find_key(written, FP8_KEYS, "fp8 has no key", _OTHERS)
     return {} if value is None else {found.field: value}
+
+
+def _with_skip(name: str, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping with `skip` for Megatron's three keys that say it together."""
+    rest = dict(mapping)
+    counts = {}
+    for written, end in _OF_MEGATRON.items():
+        if (count := rest.pop(written, None)) is not None:
+            counts[end] = parse_count(written, count, least=0)
+    is_on = OneOf(True, False, None)("first_last_layers_bf16", rest.pop("first_last_layers_bf16", None))
+    if is_on is None and not counts:
+        return rest
+    if "skip" in rest:
+        first = "first_last_layers_bf16" if is_on is not None else next(iter(_OF_MEGATRON))
+        raise AmpValueError(f"{name} has both '{first}' and 'skip', which are one thing; keep one")
+    items = [f"{end} {counts[end]}" if end in counts else end for end in ("first", "last")]
+    if is_on is None:
+        items = [f"{end} {count}" for end, count in counts.items()]
+    return {**rest, "skip": items if is_on is not False else []}

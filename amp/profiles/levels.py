@@ -28,7 +28,7 @@ from amp.errors import (
     brief,
     did_you_mean,
 )
-from amp.profiles.keys import find_key, shortened, shown, wrong_type
+from amp.profiles.keys import Key, find_key, shortened, shown, wrong_type
 from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, SCALE_BOUNDS, Properties, hint_at
 from amp.profiles.rules import parse_rules
 from amp.profiles.yamlfile import Lines, read_mapping
@@ -92,6 +92,7 @@ def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> 
     for name, value in overrides.items():
         key = find_key(name, OVERRIDE_KEYS, "there is no property", _OF_SESSIONS, hint_at)
         if value is not None:
+            _check_once(key, overrides)
             changes[key.field] = key.parse(key.name, value)
     if "rules" in changes:
         changes["rules"] = properties.rules + changes["rules"]
@@ -154,7 +155,13 @@ def _hint(name: object) -> str:
     )
 
 
-_FORMATS = {**DTYPES, "16": torch.float16, "32": torch.float32, "fp8": "fp8", "float8": "fp8"}
+_FORMATS = {**DTYPES, "16": torch.float16, "32": torch.float32, "fp8": "FP8", "float8": "FP8"}
+_FORMATS |= {"fp4": "FP4", "nvfp4": "FP4", "float4": "FP4"}
+
+
+def _format_of(p: Properties) -> object:
+    """Return the format of most matrix products."""
+    return p.fp8.number_format if p.fp8 else compute_dtype(p)
 
 
 def _levels_of(text: str) -> str:
@@ -166,7 +173,7 @@ def _levels_of(text: str) -> str:
         elif word in ("pure", "true"):
             wanted = [p for p in profiles if not p.patch_torch_functions]
         elif word in _FORMATS:
-            wanted = [p for p in profiles if ("fp8" if p.fp8 else compute_dtype(p)) == _FORMATS[word]]
+            wanted = [p for p in profiles if _format_of(p) == _FORMATS[word]]
         else:
             return ""
         profiles = wanted or profiles
@@ -205,7 +212,7 @@ def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
                 ]
                 changes[name] = base.rules + parse_rules(name, value, sources)
             else:
-                changes |= _field(name, value)
+                changes |= _field(name, value, values)
     try:
         return _changed(base, changes)
     except AmpRuntimeError as error:  # its message begins with the name of the property
@@ -233,8 +240,14 @@ def _is_word_of(text: str, word: str) -> bool:
     return word in text and bool(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text))
 
 
-def _field(name: str, value: Any) -> dict[str, Any]:
-    """Return the field that a key of a profile sets."""
+def _check_once(key: Key, given: Mapping[str, Any]) -> None:
+    """Raise AmpValueError if both keys of one property are given."""
+    if key.field == "fp8" and given.get("fp8") is not None and given.get("fp4") is not None:
+        raise AmpValueError("fp8 and fp4 are given, which are one property; keep one")
+
+
+def _field(name: str, value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field that a key of a profile sets; `values` has them all."""
     if name == "brief":
         if isinstance(value, (list, dict)):
             raise wrong_type(name, value, "give a line of text")
@@ -242,6 +255,7 @@ def _field(name: str, value: Any) -> dict[str, Any]:
     if name == "opt_level":
         raise AmpTypeError("there is no property 'opt_level'; did you mean 'extends'?")
     key = find_key(name, PROPERTY_KEYS, "there is no property", ("extends", "brief"), hint_at)
+    _check_once(key, values)
     return {key.field: key.parse(key.name, value)}
 
 
@@ -309,6 +323,7 @@ def _fp8_misfits(p: Properties) -> Iterator[Misfit]:
     dtype = p.patch_torch_functions_type if p.patch_torch_functions else p.cast_model_type
     if p.fp8 is not None and dtype not in LOW_PRECISION:
         levels = " or ".join(repr(level) for level in LEVELS if load_profile(level).fp8)
-        where = "linear layers run in FP8 where the rest of the model is float16 or bfloat16"
+        low = p.fp8.number_format
+        where = f"linear layers run in {low} where the rest of the model is float16 or bfloat16"
         take = f"Take opt_level={levels}, or fp8 on top of a level of half precision."
         yield "fp8", p.fp8, f"{where}. {take}"

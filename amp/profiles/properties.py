@@ -86,7 +86,7 @@ class Properties:
         protect_buffers: running statistics that an overflow has made inf or NaN get their last finite
             values back, where gradients are checked.
         diagnose: a step after a streak of overflows is watched, and what was wrong is logged.
-        fp8: linear layers run in FP8, on top of a half-precision level.
+        fp8: linear layers run in FP8 or FP4, on top of a half-precision level.
         cast_model_inputs: a cast model casts floating inputs; `{except: [positions, rope.*]}` leaves
             arguments and modules of these names alone.
         cast_model_outputs: dtype of the model's outputs; none is FP32 where the model is cast.
@@ -141,7 +141,7 @@ class Properties:
         return "\n".join(f"{name:26} : {shown(value)}" for name, value in rows.items())
 
 
-PROPERTY_KEYS = keys_of(Properties)
+PROPERTY_KEYS = {**keys_of(Properties), "fp4": Key(parse_fp8, name="fp4", field="fp8")}
 """The keys of a YAML profile, besides `extends` and `brief`, by name."""
 
 SCALE_BOUNDS = {"min_loss_scale": "min", "max_loss_scale": "max"}
@@ -185,6 +185,7 @@ class Overrides(TypedDict, total=False):
     protect_buffers: bool | str | None
     diagnose: Literal["on_overflow"] | None
     fp8: str | Mapping[str, Any] | Fp8Recipe | Literal[False] | None
+    fp4: str | Mapping[str, Any] | Fp8Recipe | bool | None
     cast_model_inputs: bool | Mapping[str, Any] | Sequence[str] | None
     cast_model_outputs: _Dtype | None
     rules: Sequence[Any] | None

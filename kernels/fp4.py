@@ -1,0 +1,133 @@
+"""FP4 matrices with their scales, and quantization to them in plain torch.
+
+`amp.kernels.quantize_fp4` has the formulas.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from amp.kernels.fp8 import (
+    LARGEST_FLOAT,
+    Fp4Granularity,
+    Operand,
+    Quantized,
+    amax_of,
+    blocks_of,
+    columns_of,
+    exponent_of,
+    packed,
+    power_below,
+    shape_of_scales,
+)
+from amp.kernels.philox import Draw, random_bytes
+
+LARGEST = 6.0
+"""E2M1's largest number; the others are 0, 0.5, 1, 1.5, 2, 3 and 4."""
+LARGEST_SCALE = 448.0
+"""E4M3's largest number."""
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""What 16 neighbours are multiplied by before their Hadamard transform: Transformer Engine's signs."""
+
+
+def quantize_reference(
+    x: Tensor,
+    granularity: Fp4Granularity,
+    by_row: bool,
+    by_column: bool,
+    hadamard: bool,
+    draw: Draw | None,
+) -> Quantized:
+    """Do `quantize_fp4` in plain torch."""
+    x = x.float()
+    rows = _operand(x, granularity, draw) if by_row else None
+    if not by_column:
+        return Quantized(rows, None)
+    turned = pad(x, (0, 0, 0, columns_of(x.shape[0], granularity) - x.shape[0])).t().contiguous()
+    if hadamard:
+        turned = transformed(turned)
+    return Quantized(rows, _operand(turned, granularity, draw and draw.of_columns()))
+
+
+def transformed(x: Tensor) -> Tensor:
+    """Return the Hadamard transform of each 16 neighbours in a row times `SIGNS`, rounded to bfloat16.
+
+    The transform is orthogonal and Sylvester's. Sums are made in a fixed order, so all devices round
+    alike.
+    """
+    y = x.view(-1, 16) * x.new_tensor(SIGNS)
+    for half in (1, 2, 4, 8):
+        a, b = y.view(-1, 8 // half, 2, half).unbind(2)
+        y = torch.stack([a + b, a - b], 2)
+    return (y * 0.25).bfloat16().float().view(x.shape)
+
+
+def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None) -> Operand:
+    """Return float32 `[R, C]` in FP4."""
+    blocks = blocks_of(x, granularity)
+    amax = amax_of(blocks)
+    outer = None
+    if granularity == "1x32":
+        power = power_below(LARGEST, amax)
+        factor = torch.where(amax < torch.inf, (power << 23).view(torch.float32), torch.nan)
+        inverse = exponent_of(torch.where(amax < torch.inf, 1 / factor, torch.nan))
+    else:
+        inverse, factor, outer = two_levels(amax)
+    y = (blocks * factor[:, None, :, None]).reshape(x.shape).clamp(-LARGEST, LARGEST)
+    size = y.abs()
+    kept = to_nearest(size) if draw is None else stochastically(size, random_bytes(x.shape, draw))
+    codes = code_of(kept) | ((y.view(torch.int32) >> 28) & 8).to(torch.uint8)
+    inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
+    return Operand(packed(codes), inverse, granularity, outer=outer)
+
+
+def two_levels(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return NVFP4's scales for the amaxes of blocks, float32 `[down, across]`.
+
+    Returns:
+        The scales of blocks, E4M3 `[down, across]`; the factors of their values, float32; and the
+        tensor's scale, float32 `[]`.
+    """
+    largest = amax.amax() if amax.numel() else amax.new_zeros(())
+    encode = (torch.full_like(largest, LARGEST * LARGEST_SCALE) / largest).clamp(max=LARGEST_FLOAT)
+    encode = torch.where((largest == 0) | (encode == 0), 1.0, encode)
+    decode = 1 / encode
+    sixth = torch.full_like(encode, LARGEST).reciprocal()
+    scale = (amax * (encode * sixth)).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn)
+    factor = (1 / (scale.float() * decode)).clamp(max=LARGEST_FLOAT)
+    return scale, factor, torch.where(largest < torch.inf, decode, torch.nan)
+
+
+# E2M1.
+
+
+def _step(size: Tensor) -> Tensor:
+    """Return the distance of E2M1's numbers at magnitudes: 0.5 below 2, 1 below 4, else 2."""
+    exponent = (size.view(torch.int32) >> 23).clamp(127, 129)
+    return ((exponent - 1) << 23).view(torch.float32)
+
+
+def to_nearest(size: Tensor) -> Tensor:
+    """Return magnitudes of up to 6, float32, rounded to E2M1; ties go to the even code."""
+    added = _step(size) * 2.0**23  # a float32 of this size has steps of E2M1's
+    return (size + added) - added
+
+
+def stochastically(size: Tensor, random: Tensor) -> Tensor:
+    """Return magnitudes of up to 6 rounded to E2M1, up with a probability of how far they are.
+
+    Args:
+        size: float32.
+        random: uint8, of the same shape. Eight bits round down with 1/512 of a step too much.
+    """
+    raised = size + (random.float() * (1 / 256)) * _step(size)
+    step = _step(raised)
+    return ((raised / step).floor() * step).clamp(max=LARGEST)
+
+
+def code_of(size: Tensor) -> Tensor:
+    """Return the codes, uint8, of magnitudes that E2M1 has; 7 for NaN."""
+    code = torch.where(size < 2, (size * 2).int(), (size.view(torch.int32) >> 22) - 252)
+    return torch.where(size == size, code, 7).to(torch.uint8)
