@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from amp.kernels import cpu_passes
 from amp.kernels.fp8 import (
     LARGEST_FLOAT,
     Fp4Granularity,
     Operand,
     Quantized,
     amax_of,
-    blocks_of,
     columns_of,
     exponent_of,
     packed,
     power_below,
     shape_of_scales,
+    times,
 )
 from amp.kernels.philox import Draw, random_bytes
 
@@ -40,34 +41,37 @@ def quantize_reference(
     hadamard: bool,
     draw: Draw | None,
 ) -> Quantized:
-    """Do `quantize_fp4` in plain torch."""
-    x = x.float()
+    """Do `quantize_fp4` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
     rows = _operand(x, granularity, draw) if by_row else None
     if not by_column:
         return Quantized(rows, None)
-    turned = pad(x, (0, 0, 0, columns_of(x.shape[0], granularity) - x.shape[0])).t().contiguous()
+    padded = columns_of(x.shape[0], granularity)
     if hadamard:
-        turned = transformed(turned)
+        turned = transformed(x, padded)
+    else:
+        turned = pad(x, (0, 0, 0, padded - x.shape[0])).t().contiguous()
     return Quantized(rows, _operand(turned, granularity, draw and draw.of_columns()))
 
 
-def transformed(x: Tensor) -> Tensor:
-    """Return the Hadamard transform of each 16 neighbours in a row times `SIGNS`, rounded to bfloat16.
+def transformed(x: Tensor, padded: int) -> Tensor:
+    """Return the transpose, bfloat16 `[K, padded]`, with the Hadamard transform of 16 neighbours in rows.
 
-    The transform is orthogonal and Sylvester's. Sums are made in a fixed order, so all devices round
-    alike.
+    They are multiplied by `SIGNS` before. The transform is orthogonal and Sylvester's. Sums are made in
+    a fixed order, so all devices round alike.
     """
-    y = x.view(-1, 16) * x.new_tensor(SIGNS)
+    if cpu_passes.take(x):
+        return cpu_passes.transformed(x, padded, SIGNS)
+    turned = pad(x.float(), (0, 0, 0, padded - x.shape[0])).t()
+    y = turned.reshape(-1, 16) * turned.new_tensor(SIGNS)
     for half in (1, 2, 4, 8):
         a, b = y.view(-1, 8 // half, 2, half).unbind(2)
         y = torch.stack([a + b, a - b], 2)
-    return (y * 0.25).bfloat16().float().view(x.shape)
+    return (y * 0.25).bfloat16().view(turned.shape)
 
 
 def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None) -> Operand:
-    """Return float32 `[R, C]` in FP4."""
-    blocks = blocks_of(x, granularity)
-    amax = amax_of(blocks)
+    """Return `[R, C]` in FP4."""
+    amax = amax_of(x, granularity)
     outer = None
     if granularity == "1x32":
         power = power_below(LARGEST, amax)
@@ -75,12 +79,20 @@ def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None) -> Opera
         inverse = exponent_of(torch.where(amax < torch.inf, 1 / factor, torch.nan))
     else:
         inverse, factor, outer = two_levels(amax)
-    y = (blocks * factor[:, None, :, None]).reshape(x.shape).clamp(-LARGEST, LARGEST)
+    inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
+    return Operand(_times(x, factor, draw), inverse, granularity, outer=outer)
+
+
+def _times(x: Tensor, factors: Tensor, draw: Draw | None) -> Tensor:
+    """Return a matrix times the factors `[down, across]` of its blocks, in FP4, uint8 `[R, C / 2]`."""
+    if cpu_passes.take(x, factors):
+        return cpu_passes.to_fp4(x, factors, draw)
+    y = times(x.float(), factors).clamp(-LARGEST, LARGEST)
     size = y.abs()
     kept = to_nearest(size) if draw is None else stochastically(size, random_bytes(x.shape, draw))
-    codes = code_of(kept) | ((y.view(torch.int32) >> 28) & 8).to(torch.uint8)
-    inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
-    return Operand(packed(codes), inverse, granularity, outer=outer)
+    sign = (y.view(torch.int32) >> 28) & 8
+    codes = torch.where(size == size, code_of(kept) | sign, 7)
+    return packed(codes.to(torch.uint8))
 
 
 def two_levels(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,6 +140,5 @@ def stochastically(size: Tensor, random: Tensor) -> Tensor:
 
 
 def code_of(size: Tensor) -> Tensor:
-    """Return the codes, uint8, of magnitudes that E2M1 has; 7 for NaN."""
-    code = torch.where(size < 2, (size * 2).int(), (size.view(torch.int32) >> 22) - 252)
-    return torch.where(size == size, code, 7).to(torch.uint8)
+    """Return the codes, int32, of magnitudes that E2M1 has."""
+    return torch.where(size < 2, (size * 2).int(), (size.view(torch.int32) >> 22) - 252)

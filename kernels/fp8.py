@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from amp.kernels import cpu_passes
 
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32"]
 Fp4Granularity = Literal["1x16", "16x16", "1x32"]
@@ -112,13 +115,6 @@ def shape_of_scales(granularity: AnyGranularity, rows: int, columns: int) -> tup
     return {"tensor": (), "1x128": (across, down)}.get(granularity, (down, across))
 
 
-def blocks_of(x: Tensor, granularity: AnyGranularity) -> Tensor:
-    """Return a view `[down, rows, across, columns]` of a matrix: the blocks that share a scale."""
-    down, across = counts_of(granularity, *x.shape)
-    height, width = BLOCKS[granularity]
-    return x.view(down, height or x.shape[0], across, width or x.shape[1])
-
-
 def quantize_reference(
     x: Tensor,
     dtype: torch.dtype,
@@ -128,14 +124,14 @@ def quantize_reference(
     power_of_2: bool,
     factor: Tensor | None,
 ) -> Quantized:
-    """Do `quantize` in plain torch."""
-    count, x = x.shape[0], x.float()
+    """Do `quantize` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
+    count = x.shape[0]
     if by_column:
         x = pad(x, (0, 0, 0, columns_of(count, granularity) - count))
     to = dtype, granularity, power_of_2, factor
     if granularity not in ("tensor", "128x128"):
         rows = _operand(x[:count], *to)[0] if by_row else None
-        return Quantized(rows, _operand(x.t(), *to)[0] if by_column else None)
+        return Quantized(rows, _operand(x.t().contiguous(), *to)[0] if by_column else None)
     both, amax, used = _operand(x, *to)  # the cast to FP8 takes most of the time: once for both
     rows = columns = None
     if by_row:
@@ -154,9 +150,8 @@ def _operand(
     power_of_2: bool,
     factor: Tensor | None,
 ) -> tuple[Operand, Tensor, Tensor]:
-    """Return float32 `[R, C]` in FP8, and for each block its amax and its factor `[down, across]`."""
-    blocks = blocks_of(x, granularity)
-    amax = amax_of(blocks)
+    """Return `[R, C]` in FP8, and for each block its amax and its factor, float32 `[down, across]`."""
+    amax = amax_of(x, granularity)
     if granularity == "1x32":
         own = factor_of(amax, dtype, power_of_2=True, of_zero=2.0**126)
     else:
@@ -168,10 +163,24 @@ def _operand(
     elif granularity == "1x128":
         inverse = inverse.t()
     inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
+    return Operand(_times(x, used, dtype), inverse, granularity, power_of_2), amax, used
+
+
+def _times(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix times the factors `[down, across]` of its blocks, in FP8, saturated."""
+    if cpu_passes.take(x, factors):
+        return cpu_passes.to_fp8(x, factors, dtype)
     largest = torch.finfo(dtype).max
-    values = (blocks * used[:, None, :, None]).clamp(-largest, largest).to(dtype)
-    values = values.reshape(x.shape).contiguous()
-    return Operand(values, inverse, granularity, power_of_2), amax, used
+    return times(x.float(), factors).clamp(-largest, largest).to(dtype)
+
+
+def times(x: Tensor, factors: Tensor) -> Tensor:
+    """Return a float32 matrix times the factors `[down, across]` of its blocks."""
+    (rows, columns), (down, across) = x.shape, factors.shape
+    if not x.numel():
+        return x
+    blocks = x.view(down, rows // down, across, columns // across)
+    return (blocks * factors[:, None, :, None]).view(x.shape)
 
 
 def exponent_of(scale: Tensor) -> Tensor:
@@ -179,10 +188,15 @@ def exponent_of(scale: Tensor) -> Tensor:
     return ((scale.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
 
 
-def amax_of(blocks: Tensor) -> Tensor:
-    """Return the largest magnitude of each block `[down, across]`; inf where one is inf or NaN."""
-    if not blocks.numel():
-        return blocks.new_zeros(blocks.shape[::2])
+def amax_of(x: Tensor, granularity: AnyGranularity) -> Tensor:
+    """Return the largest magnitude of each block, float32 `[down, across]`; inf for inf and NaN."""
+    counts = counts_of(granularity, *x.shape)
+    if not x.numel():
+        return x.new_zeros(counts, dtype=torch.float32)
+    if cpu_passes.take(x):
+        return cpu_passes.amax_of(x, counts)
+    (rows, columns), (down, across) = x.shape, counts
+    blocks = x.float().view(down, rows // down, across, columns // across)
     amax = blocks.abs().amax((1, 3))
     return torch.where(amax < torch.inf, amax, torch.inf)
 
@@ -260,9 +274,20 @@ def values_of(operand: Operand) -> Tensor:
         inverse = torch.where(exponent == E8M0_NAN, torch.nan, inverse)
     elif granularity == "1x128":
         inverse = inverse.t()
-    values = unpacked(operand.values) if operand.is_fp4 else operand.values.float()
-    blocks = blocks_of(values, granularity)
-    return (blocks * inverse.float().reshape(counts)[:, None, :, None]).view(values.shape)
+    values, scales = operand.values, inverse.float().reshape(counts)
+    if cpu_passes.take(values, scales):
+        table = _numbers_of(values.dtype)
+        return cpu_passes.decoded(values, table, scales, operand.shape[1])
+    return times(unpacked(values) if operand.is_fp4 else values.float(), scales)
+
+
+@functools.cache
+def _numbers_of(dtype: torch.dtype) -> Tensor:
+    """Return the numbers, float32, of the 256 bytes of FP8, or of the 16 codes of FP4 in uint8."""
+    every = torch.arange(256, dtype=torch.uint8, device="cpu")
+    return (
+        unpacked(every[:16, None])[:, 0].clone() if dtype is torch.uint8 else every.view(dtype).float()
+    )
 
 
 def packed(codes: Tensor) -> Tensor:
