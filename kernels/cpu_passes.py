@@ -17,7 +17,7 @@ from torch import Tensor
 
 from amp.kernels.backend import requested
 from amp.kernels.compiled_library import load
-from amp.kernels.philox import MULTIPLIERS, ROUNDS, WEYL, WORD, Draw
+from amp.kernels.philox import MULTIPLIERS, ROUNDS, WEYL, Draw
 
 logger = logging.getLogger("amp")
 
@@ -30,7 +30,7 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _SIGNATURES = {
     "amaxes": "pilllpi",
     "to_fp8": "pillllpipi",
-    "to_fp4": "pillllppipi",
+    "to_fp4": "pillllpplllpi",
     "transform": "pilllppi",
     "decode": "piplllllpi",
 }
@@ -135,17 +135,20 @@ extern "C" void to_fp8(const void *x, int type, int64_t rows, int64_t columns, i
     });
 }
 
-/* Philox4x32-10 for LANES groups of numbers from `first` on. A seed, a count, a name and a last word. */
+/* Where random bits begin; see Draw. */
+struct Draw { int64_t seed, name, last_word; const int64_t *calls; };
+
+/* Philox4x32-10 for LANES groups of numbers from `first` on. */
 constexpr int LANES = 8;
-static inline void philox(const int64_t *draw, int64_t first, uint32_t words[4][LANES])
+static inline void philox(const Draw &draw, int64_t first, uint32_t words[4][LANES])
 {
     uint32_t a[LANES], b[LANES], c[LANES], d[LANES];
-    uint32_t low = (uint32_t)draw[0], high = (uint32_t)(draw[0] >> 32);
+    uint32_t low = (uint32_t)draw.seed, high = (uint32_t)(draw.seed >> 32);
     for (int k = 0; k < LANES; k++) {
         a[k] = (uint32_t)(first + k);
-        b[k] = (uint32_t)draw[1];
-        c[k] = (uint32_t)draw[2];
-        d[k] = (uint32_t)draw[3];
+        b[k] = (uint32_t)*draw.calls;
+        c[k] = (uint32_t)draw.name;
+        d[k] = (uint32_t)draw.last_word;
     }
     for (int round = 0; round < %(rounds)d; round++, low += %(weyl0)du, high += %(weyl1)du)
         for (int k = 0; k < LANES; k++) {
@@ -191,7 +194,7 @@ template <bool RANDOM> static inline int32_t fp4(float x, int32_t byte)
 
 template <bool RANDOM, class T>
 static void write_fp4(const T *x, int64_t rows, int64_t columns, int64_t height, int64_t width,
-                      const float *factors, const int64_t *draw, uint8_t *values, int threads)
+                      const float *factors, const Draw &draw, uint8_t *values, int threads)
 {
     #pragma omp parallel num_threads(threads) if (rows * columns >= %(parallel)d)
     {
@@ -219,12 +222,13 @@ static void write_fp4(const T *x, int64_t rows, int64_t columns, int64_t height,
 }
 
 extern "C" void to_fp4(const void *x, int type, int64_t rows, int64_t columns, int64_t height,
-                       int64_t width, const float *factors, const int64_t *draw, int is_random,
-                       uint8_t *values, int threads)
+                       int64_t width, const float *factors, const int64_t *calls, int64_t seed,
+                       int64_t name, int64_t last_word, uint8_t *values, int threads)
 {
+    const Draw draw = {seed, name, last_word, calls};
     of_type(type, x, [&](auto *of_type) {
-        auto write = is_random ? write_fp4<true, std::decay_t<decltype(*of_type)>>
-                               : write_fp4<false, std::decay_t<decltype(*of_type)>>;
+        auto write = calls ? write_fp4<true, std::decay_t<decltype(*of_type)>>
+                           : write_fp4<false, std::decay_t<decltype(*of_type)>>;
         write(of_type, rows, columns, height, width, factors, draw, values, threads);
     });
 }
@@ -235,7 +239,7 @@ static inline uint16_t bfloat16(float x)
     return x != x ? 0x7FC0 : (all + 0x7FFF + ((all >> 16) & 1)) >> 16;
 }
 
-/* Write the transpose `[columns, padded]`, with the Hadamard transform of each 16 numbers in its rows. */
+/* Write the transpose `[columns, padded]`, with a Hadamard transform of each 16 numbers in rows. */
 extern "C" void transform(const void *x, int type, int64_t rows, int64_t columns, int64_t padded,
                           const float *signs, uint16_t *values, int threads)
 {
@@ -247,8 +251,8 @@ extern "C" void transform(const void *x, int type, int64_t rows, int64_t columns
                 float tile[16][WIDE], buffer[WIDE], zeros[WIDE] = {};
                 const int64_t n = std::min(WIDE, columns - k);
                 for (int64_t i = 0; i < 16; i++) {
-                    const bool is_there = m + i < rows;
-                    const float *row = is_there ? floats(of_type + (m + i) * columns + k, n, buffer) : zeros;
+                    const float *row = zeros;
+                    if (m + i < rows) row = floats(of_type + (m + i) * columns + k, n, buffer);
                     for (int64_t j = 0; j < n; j++) tile[i][j] = row[j] * signs[i];
                     for (int64_t j = n; j < WIDE; j++) tile[i][j] = 0;
                 }
@@ -268,7 +272,7 @@ extern "C" void transform(const void *x, int type, int64_t rows, int64_t columns
     });
 }
 
-/* Write values times their scales as float32. A table has the numbers of all bytes, or of half bytes. */
+/* Write values times their scales as float32. A table has the numbers of bytes, or of half bytes. */
 extern "C" void decode(const uint8_t *values, int is_fp4, const float *table, int64_t rows,
                        int64_t columns, int64_t height, int64_t width, const float *scales,
                        float *decoded, int threads)
@@ -370,16 +374,15 @@ def to_fp4(x: Tensor, factors: Tensor, draw: Draw | None) -> Tensor:
     factors = factors.contiguous()
     values = torch.empty(len(x), x.shape[1] // 2, dtype=torch.uint8, device="cpu")
     sides = _sides(x, (factors.shape[0], factors.shape[1]), x.shape[1])
-    words = (0, 0, 0, 0)
+    of_draw = (None, 0, 0, 0)
     if draw is not None:
-        words = (draw.seed, int(draw.calls) & WORD, draw.name, draw.last_word)
+        of_draw = (draw.calls.data_ptr(), draw.seed, draw.name, draw.last_word)
     _library().to_fp4(
         x.data_ptr(),
         _TYPES[x.dtype],
         *sides,
         factors.data_ptr(),
-        (ctypes.c_int64 * 4)(*words),
-        draw is not None,
+        *of_draw,
         values.data_ptr(),
         _threads(),
     )

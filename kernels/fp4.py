@@ -54,7 +54,7 @@ def quantize_reference(
 
 
 def transformed(x: Tensor, padded: int) -> Tensor:
-    """Return the transpose, bfloat16 `[K, padded]`, with the Hadamard transform of 16 neighbours in rows.
+    """Return the transpose, bfloat16 `[K, padded]`, with Hadamard transforms of 16 neighbours in rows.
 
     They are multiplied by `SIGNS` before. The transform is orthogonal and Sylvester's. Sums are made in
     a fixed order, so all devices round alike.

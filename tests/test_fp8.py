@@ -23,6 +23,7 @@ from amp.casting import fp8_linear
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize import quantize
+from amp.profiles.fp8_recipe import FP4
 from amp.training import scaler
 from tests.covering import covering
 from tests.fp8_models import (
@@ -64,7 +65,8 @@ def test_every_recipe_follows_half_precision(level: str, recipe: str) -> None:
     start = math.log(10)
     assert losses[recipe] < 0.5 * start
     assert losses[recipe] != losses[False]
-    assert losses[recipe] == pytest.approx(losses[False], abs=0.05 * start)
+    tolerance = 0.1 if recipe in FP4 else 0.05
+    assert losses[recipe] == pytest.approx(losses[False], abs=tolerance * start)
 
 
 @pytest.mark.parametrize("level", ["O6", "O7", "fp8-mixed"])
@@ -224,11 +226,11 @@ def test_layers_that_share_an_input_give_what_each_gives_by_itself(
 
 
 def saved_bytes(block: nn.Module, x: Tensor) -> int:
-    """Return the bytes of FP8 that a forward keeps for the backward, each tensor counted once."""
+    """Return the bytes of FP8 or FP4 that a forward keeps for the backward, each tensor counted once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.dtype in (E4M3, E5M2):
+        if tensor.dtype in (E4M3, E5M2, torch.uint8):
             kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
         return tensor
 
@@ -243,7 +245,8 @@ def test_seven_bytes_for_each_token_and_hidden_unit_are_kept(recipe: str) -> Non
     block, _ = initialize(Attention(), "O5", {"recipe": recipe, "skip": []})
     tokens = 4 * 128
     # q, k and v share 1; o has 1; gate and up share 1; down has 4.
-    assert saved_bytes(block, torch.randn(4, 128, WIDTH)) == 7 * tokens * WIDTH
+    of_number = {"mxfp8": 33 / 32, "nvfp4": 9 / 16, "mxfp4": 17 / 32}.get(recipe, 1)
+    assert saved_bytes(block, torch.randn(4, 128, WIDTH)) == 7 * tokens * WIDTH * of_number
 
 
 def test_what_is_quantized_is_freed_with_its_input() -> None:
@@ -547,7 +550,9 @@ def test_an_overflow_skips_the_step_and_the_next_scale_is_right_at_once(
 ) -> None:
     found = []
     for injects in (False, True):
-        model, optimizer = initialize(net(), "O2", recipe)
+        # A step that is skipped has drawn random bits, which are then not drawn again.
+        rounding = {"stochastic_rounding": False} if recipe in FP4 else {}
+        model, optimizer = initialize(net(), "O2", {"recipe": recipe, **rounding})
         data = batches()
         train(model, optimizer, data, 2)
         if injects:
@@ -592,8 +597,8 @@ def test_an_inf_that_saturates_would_train_on(monkeypatch: pytest.MonkeyPatch) -
     """The opposite of the test above: without the NaN in scales nothing would notice."""
     from amp.kernels import fp8
 
-    def hides(blocks: Tensor) -> Tensor:
-        return blocks.abs().nan_to_num(posinf=1e4).amax((1, 3))
+    def hides(x: Tensor, granularity: object) -> Tensor:
+        return x.float().abs().nan_to_num(posinf=1e4).amax().view(1, 1)
 
     monkeypatch.setattr(fp8, "amax_of", hides)
     model, optimizer = initialize(net(), "O2", "current")

@@ -28,6 +28,7 @@ def trained(level: str, recipe: str, compiles: bool) -> tuple[list[Tensor], int]
     train(forward, optimizer, data, 8)
     found = [value.clone() for value in model.state_dict().values()]
     found += [] if history() is None else [history().amaxes]
+    found += [torch.tensor(list(amp.state_dict().get("fp8", {}).get("draws", {}).values()))]
     more = torch._dynamo.utils.counters["stats"]["unique_graphs"] - first
     amp.get_session().close()
     return found, more
@@ -35,7 +36,10 @@ def trained(level: str, recipe: str, compiles: bool) -> tuple[list[Tensor], int]
 
 @pytest.mark.parametrize(
     ("level", "recipe"),
-    [("O5", "delayed"), *(("O4", name) for name in ("delayed", "rowwise_gw_hp", "block", "mxfp8"))],
+    [
+        ("O5", "delayed"),
+        *(("O4", name) for name in ("delayed", "rowwise_gw_hp", "block", "mxfp8", "nvfp4", "mxfp4")),
+    ],
 )
 def test_one_graph_with_the_bits_of_eager_mode(level: str, recipe: str) -> None:
     expected, _ = trained(level, recipe, compiles=False)

@@ -171,7 +171,7 @@ class Layer(NamedTuple):
         """
         sees = torch.is_grad_enabled() and is_training
         trains = torch.is_grad_enabled() and weight.requires_grad
-        keeps = trains and self.recipe.grad_weight != "high"
+        keeps = trains and self.recipe.grad_weight in ("fp8", "fp4")
         is_high = self.switch.forward_is_high
         of_x = of_weight = Quantized(None, None)
         with disable_casts():
