@@ -374,7 +374,7 @@ def to_fp4(x: Tensor, factors: Tensor, draw: Draw | None) -> Tensor:
     factors = factors.contiguous()
     values = torch.empty(len(x), x.shape[1] // 2, dtype=torch.uint8, device="cpu")
     sides = _sides(x, (factors.shape[0], factors.shape[1]), x.shape[1])
-    of_draw = (None, 0, 0, 0)
+    of_draw: tuple[int | None, int, int, int] = (None, 0, 0, 0)
     if draw is not None:
         of_draw = (draw.calls.data_ptr(), draw.seed, draw.name, draw.last_word)
     _library().to_fp4(

@@ -1,4 +1,4 @@
-"""Training in FP4: recipes and their words, exact resume, draws, layers that are left out, the switch."""
+"""Training in FP4: recipes and their words, exact resume, draws, layers left out, the switch."""
 
 from __future__ import annotations
 

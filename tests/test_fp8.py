@@ -226,7 +226,7 @@ def test_layers_that_share_an_input_give_what_each_gives_by_itself(
 
 
 def saved_bytes(block: nn.Module, x: Tensor) -> int:
-    """Return the bytes of FP8 or FP4 that a forward keeps for the backward, each tensor counted once."""
+    """Return the bytes of FP8 or FP4 that a forward keeps for backward, each tensor counted once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
