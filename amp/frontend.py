@@ -113,7 +113,8 @@ def initialize(
             - `reduce_dtype`: the dtype in which FSDP2 reduces gradients of a cast model.
             - `protect_buffers`: running statistics survive an overflow.
             - `diagnose`: `"on_overflow"` watches a step after a streak of overflows.
-            - `fp8`: linear layers run in FP8, by a recipe.
+            - `fp8`: linear layers run in FP8 or FP4, by a recipe.
+            - `fp4`: the same; True is the recipe `nvfp4`.
             - `cast_model_inputs`: whether a cast model casts its inputs, and which it does not cast.
             - `rules`: the precision of single ops and modules, on top of the profile's.
 

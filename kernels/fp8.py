@@ -275,7 +275,7 @@ def values_of(operand: Operand) -> Tensor:
     elif granularity == "1x128":
         inverse = inverse.t()
     values, scales = operand.values, inverse.float().reshape(counts)
-    if cpu_passes.take(values, scales):
+    if values.element_size() == 1 and cpu_passes.take(values, scales):
         table = _numbers_of(values.dtype)
         return cpu_passes.decoded(values, table, scales, operand.shape[1])
     return times(unpacked(values) if operand.is_fp4 else values.float(), scales)

@@ -39,6 +39,8 @@ TABLE = {
     "O5": (torch.bfloat16, False, None, True, True, 1.0),
     "O6": (None, True, torch.bfloat16, None, None, 1.0),
     "O7": (torch.bfloat16, False, None, True, True, 1.0),
+    "O8": (None, True, torch.bfloat16, None, None, 1.0),
+    "O9": (torch.bfloat16, False, None, True, True, 1.0),
 }
 
 
@@ -106,7 +108,8 @@ def test_o_zero_in_every_confusion(wrong: str) -> None:
         (16, "O1 O2 O3"),
         ("fp32", "O0"),
         ("FP8", "O6 O7"),
-        ("mixed", "O1 O4 O6"),
+        ("FP4", "O8 O9"),
+        ("mixed", "O1 O4 O6 O8"),
         ("fp16-mixed", "O1"),
         ("bf16_mixed", "O4"),
         ("bf16-true", "O5"),
@@ -120,7 +123,7 @@ def test_a_number_format_is_led_to_its_levels(wrong: Any, levels: str) -> None:
     assert all(amp.load_profile(level).brief in hint for level in levels.split())
 
 
-@pytest.mark.parametrize("wrong", ["O9", "fast", None, 3.5, b"O1", ["O1"]])
+@pytest.mark.parametrize("wrong", ["O99", "fast", None, 3.5, b"O1", ["O1"]])
 def test_unknown_levels_are_refused_with_what_is_allowed(wrong: Any) -> None:
     with pytest.raises(RuntimeError, match=f"is not one of {', '.join(LEVELS)}"):
         amp.load_profile(wrong)
@@ -418,7 +421,9 @@ def test_the_tables_of_keys_in_the_docs_are_the_keys() -> None:
         assert row["default"] == shown
     header = "| key | values | default | also known as | meaning |"
     for row in check_table("fp8.md", Fp8Recipe, FP8_KEYS, header):
-        default = getattr(Fp8Recipe(recipe="delayed"), name := row["key"].strip("`"))
+        name = row["key"].strip("`")
+        recipe: Any = "nvfp4" if row["meaning"].startswith(("FP4: ", "`nvfp4`: ")) else "delayed"
+        default = getattr(Fp8Recipe(recipe=recipe), name)
         shown = ", ".join(default) if name == "skip" else str(default).lower()
         assert row["default"] == {"recipe": "current", "format": "by recipe"}.get(name, shown)
 

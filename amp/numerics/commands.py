@@ -291,7 +291,7 @@ _AMAXES = [2.0 ** (4 - step / 6) * (64 if step == 20 else 1) for step in range(4
     _argument("--format", "e4m3, or e5m2 as for gradients (e4m3)", type=_format, default="e4m3"),
 )
 def _simulate_fp8(arguments: argparse.Namespace, printer: Printer) -> Any:
-    """Scale a tensor for FP8, and a tensor over time.
+    """Scale a tensor for FP8 and FP4, and a tensor over time.
 
     reamp simulate-fp8
     reamp simulate-fp8 activations.pt --format e5m2
@@ -306,16 +306,18 @@ def _simulate_fp8(arguments: argparse.Namespace, printer: Printer) -> Any:
         x[::64] *= arguments.outlier
         tensors = [x]
     fmt = arguments.format
-    losses = fp8_losses(tensors, [fmt])
+    losses = fp8_losses(tensors, [fmt, "e2m1"])
     recipe = _given(arguments, "amax_history", "amax_algo", "margin")
     history = simulate_fp8(arguments.amaxes, fmt, **recipe)
     if arguments.plot is not None:
         plots.plot_fp8(tensors, history, arguments.plot, fmt)
-    printer.line(f"{sum(x.numel() for x in tensors):,} numbers in {fmt.name}")
+    printer.line(f"{sum(x.numel() for x in tensors):,} numbers in {fmt.name}, and in FP4 (E2M1)")
     rows = []
     for each in losses:
         shares = [f"{part:.2%}" for part in (each.zero, each.subnormal, each.saturated, each.median)]
-        rows.append((each.scaling, *shares, f"{each.decibels:.1f}"))
+        of_fp4 = {"1x16": "nvfp4 1x16", "1x32": "mxfp4 1x32"}
+        name = each.scaling if each.format == fmt.name else of_fp4[each.scaling]
+        rows.append((name, *shares, f"{each.decibels:.1f}"))
     printer.table(("scale for", "become 0", "subnormal", "saturate", "median error", "dB"), rows)
     printer.line("dB: numbers above their errors, without the largest of each 50")
     printer.line(f"\ndelayed: {arguments.amax_algo} of the last {arguments.amax_history}")

@@ -1,6 +1,7 @@
-"""What FP8 loses of a tensor with each granularity of scales, and a simulation of delayed scaling.
+"""What FP8 and FP4 lose of a tensor with each granularity of scales, and delayed scaling simulated.
 
-Both use the code that training uses: `amp.kernels.quantize`, and the amax history of `fp8="delayed"`.
+Both use the code that training uses: `amp.kernels.quantize` and `quantize_fp4`, and the amax history of
+`fp8="delayed"`.
 """
 
 import math
@@ -13,16 +14,29 @@ from torch.nn.functional import pad
 
 from amp.casting.fp8_history import GRADIENT, INPUT, AmaxHistory
 from amp.errors import AmpTypeError, AmpValueError
-from amp.kernels.fp8 import DTYPES, SIDE, SOURCES, Granularity, dequantize, factor_of
+from amp.kernels.fp8 import (
+    DTYPES,
+    SIDE,
+    SOURCES,
+    Granularity,
+    Operand,
+    dequantize,
+    factor_of,
+    unpacked,
+)
 from amp.kernels.quantize import quantize
+from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.profiles.fp8_recipe import Fp8Recipe
 
 SCALINGS = ("none", *get_args(Granularity))
 """The granularities of scales: no scale, one for a tensor, one for a row, or one for a block."""
+FP4_SCALINGS = ("1x16", "1x32")
+"""Those of FP4: `nvfp4`, where the tensor has a scale besides, and `mxfp4`."""
 
 _DTYPES = {as_format(dtype): dtype for dtype in DTYPES}
+_E2M1 = as_format("e2m1")
 
 
 class Fp8Loss(NamedTuple):
@@ -30,7 +44,7 @@ class Fp8Loss(NamedTuple):
 
     Attributes:
         format: the format's name.
-        scaling: the granularity of scales, one of `SCALINGS`.
+        scaling: the granularity of scales, one of `SCALINGS` or `FP4_SCALINGS`.
         zero: the fraction of the numbers other than 0 that become 0.
         subnormal: the fraction of them that become subnormal numbers, which have fewer digits.
         saturated: the fraction of them that are too large, and become the largest number.
@@ -53,9 +67,9 @@ class Fp8Loss(NamedTuple):
 def fp8_losses(
     tensors: Tensor | Iterable[Tensor],
     formats: Sequence[FormatLike] = ("float8_e4m3fn", "float8_e5m2"),
-    scalings: Sequence[str] = SCALINGS,
+    scalings: Sequence[str] | None = None,
 ) -> list[Fp8Loss]:
-    """Return what FP8 loses of tensors, for each format and granularity of scales.
+    """Return what FP8 or FP4 loses of tensors, for each format and granularity of scales.
 
         >>> x = torch.tensor([[1.0] * 32 + [2.0**-10] * 32 + [2.0**9] * 32])
         >>> [(loss.scaling, loss.zero) for loss in fp8_losses(x, ["e4m3"], ["none", "tensor", "1x32"])]
@@ -63,9 +77,9 @@ def fp8_losses(
 
     Args:
         tensors: float16, bfloat16 or float32 tensors of any shape; their last dimension is a row.
-        formats: `float8_e4m3fn` and `float8_e5m2`, or one of them.
-        scalings: some of `SCALINGS`. The last block of a row or column may be smaller. Scales are
-            powers of 2.
+        formats: some of `float8_e4m3fn`, `float8_e5m2` and `float4_e2m1fn`.
+        scalings: some of `SCALINGS`, for FP4 of `FP4_SCALINGS`; None is all of them. The last block of
+            a row or column may be smaller. Scales are powers of 2, but for E4M3 in `1x16`.
 
     Returns:
         A loss for each format and granularity. The host waits for the device.
@@ -76,8 +90,8 @@ def fp8_losses(
     """
     matrices = [_matrix(x) for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
     found = []
-    for fmt in map(as_fp8_format, formats):
-        for scaling in scalings:
+    for fmt in map(_as_scaled_format, formats):
+        for scaling in _scalings_of(fmt) if scalings is None else scalings:
             each = [_errors(x, fmt, scaling) for x in matrices]
             sums = [(0,) * 4, *(counts for counts, _, _ in each)]
             count, *fates = map(sum, zip(*sums, strict=True))
@@ -136,6 +150,15 @@ def as_fp8_format(fmt: FormatLike) -> Format:
     return found
 
 
+def _as_scaled_format(fmt: FormatLike) -> Format:
+    """Return the `Format` of FP4, or an FP8 format that matrix products support."""
+    return _E2M1 if as_format(fmt) == _E2M1 else as_fp8_format(fmt)
+
+
+def _scalings_of(fmt: Format) -> tuple[str, ...]:
+    return FP4_SCALINGS if fmt == _E2M1 else SCALINGS
+
+
 def _matrix(x: Tensor) -> Tensor:
     """Return a tensor as float32 `[M, K]`, after checks. The host waits for the device."""
     if isinstance(x, Tensor) and x.is_meta:
@@ -152,18 +175,26 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, fmt: Format, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float32 `[M, K]` times its scales, that product rounded to FP8, and the inverse scales."""
-    if scaling not in SCALINGS:
-        raise AmpValueError(f"scaling={scaling!r} is not one of {', '.join(SCALINGS)}")
+    """Return float32 `[M, K]` times its scales, that product rounded, and the inverse scales."""
+    if scaling not in _scalings_of(fmt):
+        raise AmpValueError(f"scaling={scaling!r} is not one of {', '.join(_scalings_of(fmt))}")
     rows, columns = x.shape
     padded = pad(x, (0, -columns % SIDE, 0, -rows % SIDE))
-    one = torch.ones((), device=x.device) if scaling == "none" else None
     granularity: Any = "tensor" if scaling == "none" else scaling
-    operand = quantize(padded, _DTYPES[fmt], granularity, by_column=False, factor=one).by_row
-    assert operand is not None
-    kept = operand.values.float()
-    inverse = dequantize(operand._replace(values=torch.ones_like(kept)))
-    parts = (padded / inverse, kept, inverse)
+    operand: Operand | None
+    if fmt == _E2M1:
+        operand = quantize_fp4(padded, granularity, by_column=False).by_row
+        assert operand is not None
+        kept, ones = unpacked(operand.values), torch.full_like(operand.values, 0x22)
+    else:
+        one = torch.ones((), device=x.device) if scaling == "none" else None
+        operand = quantize(padded, _DTYPES[fmt], granularity, by_column=False, factor=one).by_row
+        assert operand is not None
+        kept = operand.values.float()
+        ones = torch.ones_like(kept).to(operand.values.dtype)
+    inverse = dequantize(operand._replace(values=ones))
+    kept = torch.where(inverse == 0, 0.0, kept)  # a block far below the tensor's largest is lost
+    parts = (padded / torch.where(inverse == 0, 1.0, inverse), kept, inverse)
     scaled, kept, inverse = (part[:rows, :columns].contiguous() for part in parts)
     return scaled, kept, inverse
 

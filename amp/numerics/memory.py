@@ -10,12 +10,13 @@ Bytes for each parameter of AdamW:
     split24, packed   2         2         1        2       the optimizer keeps moments in packed16
     O2, O5, FSDP2     4         4         -        8       over the ranks; the masters are the weights
     O3                2         2         -        4
-    O6, O7                                         as O4 and O5
+    O6 to O9                                       as O4 and O5
 
 Bytes for each element of an input that linear layers save for backward: 4 at O0, 2 at O1 to O5, 1 in
-FP8. A block as in Llama saves 7 elements for each token and hidden unit: 1 shared by q, k and v, 1 of
-the output projection, 1 shared by gate and up, 4 of the down projection. So it saves 14 bytes, and 7 in
-FP8; it would be 10 if each layer saved its own, and 20 with a second, transposed copy.
+FP8, 9/16 in NVFP4, 17/32 in MXFP4. A block as in Llama saves 7 elements for each token and hidden unit:
+1 shared by q, k and v, 1 of the output projection, 1 shared by gate and up, 4 of the down projection.
+So it saves 14 bytes, 7 in FP8, and 3.9 in NVFP4; FP8 would take 10 if each layer saved its own, and 20
+with a second, transposed copy.
 
 The terms are for one process, between backward and the step.
 """
@@ -23,6 +24,7 @@ The terms are for one process, between backward and the step.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -39,6 +41,8 @@ from amp.training.attachment import AttachedOptimizer
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp2"]
 
+_BYTES_OF = {"nvfp4": Fraction(9, 16), "mxfp4": Fraction(17, 32)}
+"""Bytes of a number, with its part of a scale, where it is not 1."""
 _CUT_FROM = {"masters": 1, "optimizer_state": 1, "gradients": 2, "weights": 3}
 """The index of the first sharding in `Sharding` that shards a term."""
 
@@ -106,7 +110,7 @@ class Footprint:
         activations: activations saved for backward, for the numbers that were given.
         transient: copies that exist for a part of an iteration: casts of weights in a forward, 16-bit
             gradients while they are unscaled into FP32 ones, FP32 values of lean masters in a step, the
-            weight of one layer in FP8.
+            weight of one layer in FP8 or FP4.
     """
 
     opt_level: str
@@ -162,7 +166,8 @@ def footprint(
         activations: how many elements are saved for backward, besides `linear_inputs`. They take 4
             bytes at levels that cast to FP32, such as O0, and 2 at the others.
         linear_inputs: how many elements linear layers save of their inputs; an input that several
-            layers share counts once. They take 1 byte in FP8, else as much as `activations`.
+            layers share counts once. They take 1 byte in FP8, 9/16 in NVFP4 and 17/32 in MXFP4, else
+            as much as `activations`.
         world_size: how many processes there are.
         sharding: what is sharded over the processes: nothing; `zero1`: masters and optimizer state;
             `zero2`: gradients too; `zero3`: weights too; `fsdp2`: the same, with FP32 weights that are
@@ -198,11 +203,16 @@ def footprint(
     for term, first in _CUT_FROM.items():
         if get_args(Sharding).index(sharding) >= first:
             terms[term] = -(-terms[term] // world_size)
-    terms["transient"] += max((tensor.numel for tensor in tensors if tensor.in_fp8), default=0)
-    activation = linear_input = 4 if computes_in is torch.float32 else 2
-    if properties.fp8 is not None:
-        linear_input = 1 if properties.fp8.grad_weight == "fp8" else 2
-    terms["activations"] = round(activations) * activation + round(linear_inputs) * linear_input
+    activation = 4 if computes_in is torch.float32 else 2
+    linear_input = Fraction(activation)
+    if (fp8 := properties.fp8) is not None:
+        of_low = _BYTES_OF.get(fp8.recipe, Fraction(1))
+        linear_input = of_low if fp8.grad_weight in ("fp8", "fp4") else Fraction(2)
+        largest = max((tensor.numel for tensor in tensors if tensor.in_fp8), default=0)
+        terms["transient"] += math.ceil(of_low * largest)
+    terms["activations"] = round(activations) * activation + math.ceil(
+        linear_input * round(linear_inputs)
+    )
     return Footprint(
         opt_level=str(opt_level),
         masters_kept="-" if not kept else "float32" if kept is True else str(kept),

@@ -23,17 +23,19 @@ class Gpu(NamedTuple):
         memory: its bytes.
         has_bfloat16: whether it computes in bfloat16.
         has_fp8: whether it has FP8 tensor cores.
+        has_fp4: whether it has FP4 tensor cores.
     """
 
     memory: float
     has_bfloat16: bool = True
     has_fp8: bool = False
+    has_fp4: bool = False
 
     def runs(self, level: str) -> bool:
         """Whether it computes in the formats of a level, without emulation."""
         profile = load_profile(level)
         if profile.fp8 is not None:
-            return self.has_fp8
+            return self.has_fp4 if profile.fp8.is_fp4 else self.has_fp8
         return self.has_bfloat16 or compute_dtype(profile) is not torch.bfloat16
 
 
@@ -49,7 +51,7 @@ GPUS = {
     "RTX4090": Gpu(24e9, has_fp8=True),
     "H100": Gpu(80e9, has_fp8=True),
     "H200": Gpu(141e9, has_fp8=True),
-    "B200": Gpu(180e9, has_fp8=True),
+    "B200": Gpu(180e9, has_fp8=True, has_fp4=True),
     "MI250X": Gpu(64e9),  # each of its two devices
     "MI300X": Gpu(192e9, has_fp8=True),
 }
@@ -187,7 +189,8 @@ def rows_of(parameters: float, optimizer: str, gpu: Gpu | None = None, **options
 
 _FIRST = ("O5", "O2", "O4", "O1", "O0")
 """The levels to take, the first one that fits."""
-_ELSE = {"O6": "in FP8", "O7": "in FP8", "O3": "without masters"}
+_ELSE = {**dict.fromkeys(("O6", "O7"), "in FP8"), **dict.fromkeys(("O8", "O9"), "in FP4")}
+_ELSE |= {"O3": "without masters"}
 """The others, and why they are not recommended."""
 _KEYS = {
     **{kind: f"master_weights: {kind}" for kind in ("split16", "split24")},

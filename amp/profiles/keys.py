@@ -169,6 +169,8 @@ class OneOf:
         hint = did_you_mean(word, names)
         if takes_dtypes and any(x in brief(value) for x in ("float8", "fp8", "e4m3", "e5m2")):
             hint = "; FP8 is a property of linear layers: take opt_level='O6' or 'O7', or fp8='current'"
+        if takes_dtypes and any(x in brief(value) for x in ("float4", "fp4", "e2m1")):
+            hint = "; FP4 is a property of linear layers: take opt_level='O8' or 'O9', or fp4=True"
         raise error(f"{name}={brief(value)} is not one of {', '.join(names)}{hint}")
 
 
