@@ -93,6 +93,10 @@ static inline Ints bits(const Floats &x) { return {cast<int32_t>(x[0]), cast<int
 static inline Floats number(const Ints &x) { return {cast<float>(x[0]), cast<float>(x[1])}; }
 static inline Floats real(const Ints &x) { return convert<float, 2, int32_t, 2>(x); }
 static inline Ints whole(const Floats &x) { return convert<int32_t, 2, float, 2>(x); }
+static inline Ints if_less(const Ints &x, const Ints &y, const Ints &one, const Ints &other)
+{
+    return Ints::blendv(other, one, x < y);
+}
 
 /* The indices of elements in the whole tensor, with their halves combined by ^; see Origin. */
 static inline Ints index_of(const int64_t *origin, int64_t i)
@@ -180,6 +184,7 @@ _IN_CPP = Functions(
     whole=lambda x: x.call("whole", of="Ints"),
     least=lambda x, y: x.call("minimum", y),
     most=lambda x, y: x.call("maximum", y),
+    if_less=lambda x, y, one, other: x.call("if_less", y, one, other),
     sqrt=_Expression.sqrt,
 )
 
@@ -306,7 +311,9 @@ def source_of(
         for k, (name, moment) in enumerate(zip(moments, new, strict=True)):
             results[name] = moment
             if is_random and type_of[name] == "c10::BFloat16":
-                results[name] = plain(bfloat16_bits)(moment, first >> 16 * k & 0xFFFF, _IN_CPP.bits)
+                results[name] = plain(bfloat16_bits)(
+                    moment, first >> 16 * k & 0xFFFF, _IN_CPP.bits, _IN_CPP.if_less
+                )
     if low:
         own = second if len(moments) == 2 else first
         results["param"], results["low"] = part_halves(p, own, *of_low, _IN_CPP)

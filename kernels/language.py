@@ -266,6 +266,12 @@ def most(x, y):
 
 
 @jit
+def if_less(x, y, one, other):
+    """Return `one` where x is less than y, and else `other`."""
+    return tl.where(x < y, one, other)
+
+
+@jit
 def not_finite(x):
     """Return where a block is inf or NaN."""
     y = wide(x, x.dtype)

@@ -2,8 +2,8 @@
 
 Each formula has operators of float32 and int32 blocks, and calls a few functions that it is given:
 `bits` and `number` reinterpret float32 as int32 and back, `whole` and `real` convert, `least` and
-`most` are the minimum and maximum. So Triton, plain torch and the loop in C++ run one source, and give
-the same bits. Masks are 0 or -1: `(x - y) >> 31` is -1 where x < y.
+`most` are the minimum and maximum, and `if_less(x, y, one, other)` is one where x < y. So Triton, plain
+torch and the loop in C++ run one source, and give the same bits.
 
 **Random bits.** An element's are a hash of the tensor's key, which depends on its seed and step, and of
 the element's index in the whole tensor, so they are the same however the tensor is divided:
@@ -47,22 +47,20 @@ def mixed(x):
 
 
 @jit
-def bfloat16_bits(value, noise, bits):
+def bfloat16_bits(value, noise, bits, if_less):
     """Return float32 values in bfloat16, as int32; `noise` has 16 random bits."""
     pattern = bits(value)
-    size = pattern & 0x7FFFFFFF
-    is_nan = (0x7F800000 - size) >> 31
-    return pattern + noise >> 16 & ~is_nan | 0x7FC0 & is_nan  # inf stays inf: its lower bits are 0
+    pattern = if_less(pattern & 0x7FFFFFFF, 0x7F800001, pattern, 0x7FC00000)  # one of all NaN
+    return pattern + noise >> 16  # inf stays inf: its lower bits are 0
 
 
 @jit
-def packed(m, v, x, sqrt, bits, number, least, most):
+def packed(m, v, x, sqrt, bits, number, least, most, if_less):
     """Return the words of two moments, int32, of which the lower half counts; `x` has random bits."""
     # `& 0x7FFFFFFF` and 0x7F800000 make one of all NaN.
     root = least(bits(sqrt(v)) & 0x7FFFFFFF, 0x7F800000)
-    is_there = least(root, 1)  # 0 where v is 0
-    code = least(most((root + (x << 4 & 0xFFFF0 | 8) >> 20) - 695, is_there), 511 * is_there)
-    s = code + 695 << 20
+    # From the code 1, which is 696 << 20, to the code 511.
+    s = most(least(root + (x << 4 & 0xFFFF0 | 8), 0x4B6FFFFF), 0x2B800000) & -0x100000
     # Newton's method gives the float that is nearest to 1 / s.
     inverse = number(0x7EF15E7A - s)
     inverse = inverse * (2.0 - number(s) * inverse)
@@ -71,86 +69,88 @@ def packed(m, v, x, sqrt, bits, number, least, most):
     ratio = bits(m * inverse)
     sign, size = ratio >> 31, ratio & 0x7FFFFFFF
     above = least(bits(number(size) + 0.25), 0x42700000) + (x >> 4 & 0xFF000 | 0x800)
-    above = above + (0x7F800000 - size >> 31 & 0x100000)  # NaN becomes 64
-    magnitude = ((above >> 20) - 1000) * is_there
-    return code << 7 | (magnitude ^ sign) - sign & 127
+    above = if_less(size, 0x7F800001, above, 0x42800000)  # NaN becomes 64
+    magnitude = (above >> 20) - 1000
+    word = s - 0x2B700000 >> 13 | (magnitude ^ sign) - sign & 127
+    return if_less(root, 1, 0, word)
 
 
 @jit
-def unpacked(word, bits, number):
+def unpacked(word, bits, number, most, if_less):
     """Return the two moments of words, int32."""
     code, ratio = word >> 7 & 511, word << 25 >> 25
-    s = number((code + 695) * (code + 511 >> 9) << 20)  # 0 for the code 0
-    sign = ratio >> 31
-    size = (ratio ^ sign) - sign
-    above = number((size + 1000 << 20) + (size >> 6) * 0x3D400000)  # NaN for 64
-    return number(bits((above - 0.25) * s) | sign & -0x80000000), s * s
+    s = number(if_less(code, 1, 0, code + 695 << 20))
+    size = most(ratio, 0 - ratio)
+    above = number(if_less(size, 64, size + 1000 << 20, 0x7FC00000))
+    return number(bits((above - 0.25) * s) | ratio & -0x80000000), s * s
 
 
 @jit
-def joined(high, low, number, BITS):
+def joined(high, low, number, if_less, BITS):
     """Return the masters of bfloat16 weights, given as int32, and of low halves of BITS bits."""
     rounded = high << 16
     pattern = rounded + (low << 16 - BITS)
     # The user may have written a zero: old low bits must not give it another sign, and make it NaN.
-    is_zero = (pattern ^ rounded) >> 31
-    return number(pattern & ~is_zero | rounded & is_zero)
+    return number(if_less(pattern ^ rounded, 0, rounded, pattern))
 
 
 @jit
-def parted(master, x, bits, BITS):
-    """Return bfloat16 weights and low halves, int32, of masters; `x` has random bits if BITS is 8."""
+def parted(master, x, bits, if_less, BITS):
+    """Return bfloat16 weights and low halves, int32, of masters; `x` has random bits if BITS is 8.
+
+    Of a weight the lower 16 bits count, and of a low half the lower BITS.
+    """
     pattern = bits(master)
-    is_nan = (0x7F800000 - (pattern & 0x7FFFFFFF)) >> 31
-    pattern = pattern & ~is_nan | 0x7FC00000 & is_nan
+    pattern = if_less(pattern & 0x7FFFFFFF, 0x7F800001, pattern, 0x7FC00000)  # one of all NaN
     if BITS == 8:
         pattern = pattern + (x >> 24 & 0xFF)  # inf and NaN stay so: their lower bits are 0
-    pattern = pattern >> 16 - BITS
-    high = pattern + (1 << BITS - 1) >> BITS
-    return high, pattern - (high << BITS)
+    return pattern + 0x8000 >> 16, pattern >> 16 - BITS
 
 
 @jit
-def joined_half(high, low, bits, number, real, BITS):
+def joined_half(high, low, bits, number, real, least, most, if_less, BITS):
     """Return the masters of float16 weights, given as int32, and of low halves of BITS bits.
 
     The bits of a normal float16, shifted left by 13, become FP32's by adding 112 << 23.
     """
     size = high & 0x7FFF
-    low = low & ~((size - 1 >> 31) & low >> 31)
-    is_small, is_nan = (size - 0x400 << 16) + low >> 31, 0x7C00 - size >> 31
-    small = bits(real((size << 16) + (low << 16 - BITS)) * 2.0**-40)
-    normal = (size << 13) + (low << (5 if BITS == 8 else 0)) + 0x38000000
-    pattern = small & is_small | normal & ~is_small
-    off = size ^ 0x7C00 | low ^ (1 << BITS - 1) - 1
-    is_inf = ~(off | -off) >> 31
-    pattern = pattern & ~is_inf | 0x7F800000 & is_inf
-    return number(pattern & ~is_nan | 0x7FC00000 & is_nan | high >> 31 << 31)
+    word = most((size << 16) + (low << 16 - BITS), 0)  # a zero has no low bits: see `joined`
+    if BITS == 8:
+        # For a subnormal float16 these bits give an x that is too large, as FP32's numbers lead with a
+        # 1: 2 * x - 2^-14 is right. For others it is not less than x. So no choice is needed.
+        twice = (word >> 3) + 0x38800000
+        pattern = least(bits(number(twice) - 2.0**-14), twice - 0x800000)
+    else:
+        normal = (size << 13) + low + 0x38000000
+        pattern = if_less(word, 0x4000000, bits(real(word) * 2.0**-40), normal)
+    inf = 0x7C008000 - (1 << 16 - BITS)  # with the largest low half; what is more is NaN
+    pattern = if_less(word, inf, pattern, 0x7F800000)
+    pattern = if_less(word, inf + 1, pattern, 0x7FC00000)
+    return number(pattern | high & -0x80000000)
 
 
 @jit
-def parted_half(master, x, bits, number, real, whole, least, BITS):
-    """Return float16 weights and low halves, int32, of masters; `x` has random bits if BITS is 8."""
-    size = bits(master) & 0x7FFFFFFF
-    normal = size - 0x38000000
-    is_small, is_nan = normal - 0x800000 >> 31, 0x7F800000 - size >> 31
+def parted_half(master, x, bits, number, real, whole, least, if_less, BITS):
+    """Return float16 weights and low halves, int32, of masters, as `parted` does for bfloat16."""
+    size, sign = bits(master) & 0x7FFFFFFF, bits(master) & -0x80000000
     smaller = number(least(size, 0x39000000))  # 2^-13
     if BITS == 8:
-        noise = x >> 24 & 0xFF
-        small = whole(smaller * 2.0**40) + noise >> 8
-        cut = small & is_small | normal + (noise >> 3) >> 5 & ~is_small
-        high = least(cut + 0x80 >> 8, 0x7C00)
-        low = cut - (high << 8)
-    else:
-        units = smaller * 2.0**24  # of float16's smallest number
-        down = whole(units)
-        left = units - real(down)
-        up = down + whole(left + left)
-        small = whole(left * 65536.0 + 0.5) - (up - down << 16)
-        high = least(up & is_small | normal + 0x1000 >> 13 & ~is_small, 0x7C00)
-        low = small & is_small | normal - (high << 13) & ~is_small
-    low = least(low, (1 << BITS - 1) - 1) & ~is_nan
-    return high & ~is_nan | 0x7E00 & is_nan | bits(master) >> 31 << 15, low
+        # The weight, the low half and 8 bits to round; the limit gives inf with the largest low half.
+        word = least(size, 0x47800FE0) - 0x38000000 << 3
+        word = if_less(size, 0x38800000, whole(smaller * 2.0**40), word)
+        word = if_less(size, 0x7F800001, word, 0x7E000000)
+        word = word + (x >> 24 & 0xFF) | sign
+        return word + 0x8000 >> 16, word >> 8
+    units = smaller * 2.0**24  # of float16's smallest number
+    down = whole(units)
+    left = units - real(down)
+    up = down + whole(left + left)
+    small = whole(left * 65536.0 + 0.5) - (up - down << 16)
+    normal = size - 0x38000000
+    high = least(if_less(normal, 0x800000, up, normal + 0x1000 >> 13), 0x7C00)
+    low = least(if_less(normal, 0x800000, small, normal - (high << 13)), 0x7FFF)
+    high = if_less(size, 0x7F800001, high, 0x7E00)
+    return high | sign >> 16, if_less(size, 0x7F800001, low, 0)
 
 
 # Outside of Triton.
@@ -165,6 +165,7 @@ class Functions(NamedTuple):
     whole: Callable[[Any], Any]
     least: Callable[[Any, int], Any]
     most: Callable[[Any, Any], Any]
+    if_less: Callable[[Any, Any, Any, Any], Any]
     sqrt: Callable[[Any], Any]
 
 
@@ -183,31 +184,34 @@ IN_TORCH = Functions(
     whole=lambda x: x.int(),
     least=lambda x, y: torch.clamp(x, max=y),
     most=lambda x, y: torch.clamp(x, min=y),
+    if_less=lambda x, y, one, other: torch.where(x < y, one, other),
     sqrt=_sqrt,
 )
 
 
 def pack(m: Any, v: Any, x: Any, of: Functions = IN_TORCH) -> Any:
     """Return the words of two moments, int32; see `packed`."""
-    return plain(packed)(m, v, x, of.sqrt, of.bits, of.number, of.least, of.most)
+    return plain(packed)(m, v, x, of.sqrt, of.bits, of.number, of.least, of.most, of.if_less)
 
 
 def unpack(word: Any, of: Functions = IN_TORCH) -> tuple[Any, Any]:
     """Return the two moments of words, int32."""
-    found: tuple[Any, Any] = plain(unpacked)(word, of.bits, of.number)
+    found: tuple[Any, Any] = plain(unpacked)(word, of.bits, of.number, of.most, of.if_less)
     return found
 
 
 def join_halves(high: Any, low: Any, is_half: bool, width: int, of: Functions = IN_TORCH) -> Any:
     """Return the masters of weights, float16 if `is_half`, and their low halves of `width` bits."""
     if is_half:
-        return plain(joined_half)(high, low, of.bits, of.number, of.real, width)
-    return plain(joined)(high, low, of.number, width)
+        return plain(joined_half)(
+            high, low, of.bits, of.number, of.real, of.least, of.most, of.if_less, width
+        )
+    return plain(joined)(high, low, of.number, of.if_less, width)
 
 
 def part_halves(master: Any, x: Any, is_half: bool, width: int, of: Functions = IN_TORCH) -> Any:
     """Return weights and low halves, int32, of masters; the arguments are those of `join_halves`."""
     if is_half:
-        functions = of.bits, of.number, of.real, of.whole, of.least
+        functions = of.bits, of.number, of.real, of.whole, of.least, of.if_less
         return plain(parted_half)(master, x, *functions, width)
-    return plain(parted)(master, x, of.bits, width)
+    return plain(parted)(master, x, of.bits, of.if_less, width)

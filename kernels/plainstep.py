@@ -303,5 +303,5 @@ def _both_moments(words: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_stochastically(source: Tensor, noise: Tensor, k: int) -> Tensor:
     """Return float32 values in bfloat16, rounded up or down by the k-th 16 of 32 random bits."""
-    half = noise >> 16 * k & 0xFFFF
-    return plain(bfloat16_bits)(source, half, IN_TORCH.bits).short().view(torch.bfloat16)  # type: ignore[no-any-return]
+    half, of = noise >> 16 * k & 0xFFFF, IN_TORCH
+    return plain(bfloat16_bits)(source, half, of.bits, of.if_less).short().view(torch.bfloat16)  # type: ignore[no-any-return]

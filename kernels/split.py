@@ -35,8 +35,10 @@ from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import (
     bits,
     each_part,
+    if_less,
     jit,
     least,
+    most,
     narrow,
     not_finite,
     number,
@@ -104,8 +106,10 @@ def decode_block(weight, low):
         return weight.to(tl.float32) + low.to(tl.float32)
     high, rest = weight.to(tl.int16, bitcast=True).to(tl.int32), low.to(tl.int32)
     if weight.dtype == tl.bfloat16:
-        return joined(high, rest, number, low.dtype.primitive_bitwidth)
-    return joined_half(high, rest, bits, number, real, low.dtype.primitive_bitwidth)
+        return joined(high, rest, number, if_less, low.dtype.primitive_bitwidth)
+    return joined_half(
+        high, rest, bits, number, real, least, most, if_less, low.dtype.primitive_bitwidth
+    )
 
 
 @jit
@@ -124,9 +128,9 @@ def encode_block(master, WEIGHT: tl.constexpr, LOW: tl.constexpr, noise):
         return _halves(weight.to(tl.float32) + low.to(tl.float32), WEIGHT)
     width: tl.constexpr = LOW.primitive_bitwidth  # pyright: ignore[reportAttributeAccessIssue]
     if WEIGHT == tl.bfloat16:  # noqa: SIM300
-        high, rest = parted(master, noise, bits, width)
+        high, rest = parted(master, noise, bits, if_less, width)
     else:
-        high, rest = parted_half(master, noise, bits, number, real, whole, least, width)
+        high, rest = parted_half(master, noise, bits, number, real, whole, least, if_less, width)
     return high.to(tl.int16).to(WEIGHT, bitcast=True), rest.to(LOW)
 
 

@@ -42,6 +42,7 @@ from amp.kernels.language import (
     STEP,
     bits,
     chunk_addresses,
+    if_less,
     jit,
     least,
     load_all,
@@ -64,7 +65,9 @@ BLOCK = 2048
 RANDOM_PARTS = 2
 """How many such parts a program steps if it rounds at random, for which it first computes much."""
 RANDOM_REGISTERS = 80
-"""So many registers let three programs share a multiprocessor of 64Ki. Halves of float16 need more."""
+"""So many registers let three programs share a multiprocessor of 64Ki. Halves of float16 have this
+limit only beside packed moments: other steps with them have more programs, or no spills, without it.
+"""
 COUNTERS = 256
 
 
@@ -157,10 +160,11 @@ def _prepared_launch(
         origins = [
             origin if origin.run else origin._replace(run=2**30, pitch=2**30) for origin in origins
         ]
+    needs_more = torch.float16 in each.dtypes and torch.int16 not in each.dtypes[2:3]
     return functools.partial(
         each.run,
         step_kernel,
-        registers=RANDOM_REGISTERS if origins and torch.float16 not in each.dtypes else None,
+        registers=RANDOM_REGISTERS if origins and not needs_more else None,
         n=len(each.indices),
         numbers=_on_device(arguments.numbers, device),
         of_tensor=of_tensor,
@@ -236,7 +240,7 @@ def _narrow_moment(x, dtype: tl.constexpr, noise):
     """Return a moment in its dtype, rounded by 16 random bits if there are any."""
     if noise is not None:
         if dtype == tl.bfloat16:
-            return bfloat16_bits(x, noise, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            return bfloat16_bits(x, noise, bits, if_less).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return narrow(x, dtype)
 
 
@@ -262,7 +266,7 @@ def _step_block(
     g = tl.load(pointers[1] + i, mask=mask, other=0.0).to(tl.float32) * scale
     if PACKED:
         word = tl.load(pointers[2] + i, mask=mask, other=0)
-        moments = unpacked(word.to(tl.int32), bits, number)
+        moments = unpacked(word.to(tl.int32), bits, number, most, if_less)
     else:
         moments = ()
         for k in tl.static_range(MOMENTS):
@@ -276,7 +280,7 @@ def _step_block(
     if random is not None:
         noise = _random_bits(random, i)
     if PACKED:
-        word = packed(moments[0], moments[1], noise, square_root, bits, number, least, most)
+        word = packed(moments[0], moments[1], noise, square_root, bits, number, least, most, if_less)
         tl.store(pointers[2] + i, word.to(tl.int16), mask=mask)
     else:
         for k in tl.static_range(MOMENTS):

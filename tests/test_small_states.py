@@ -105,6 +105,25 @@ def test_masters_keep_eight_more_bits(dtype: torch.dtype, exponent: int) -> None
             assert bool(((back - masters).abs() <= masters.abs() * 2.0**-18).all())
 
 
+def test_all_halves_beside_float16_are_joined_and_parted_again() -> None:
+    """Against the definition in FP64: float16's bits, with 8 more."""
+    high = ALL_WORDS.view(F16)
+    for i in range(-128, 128):
+        low = torch.full_like(high, i, dtype=torch.int8)
+        word = ((ALL_WORDS.int() & 0x7FFF) * 256 + i).clamp(min=0)
+        exponent, fraction = (word >> 18).clamp(min=1), word & 0x3FFFF
+        size = torch.ldexp((fraction + (word >> 18).clamp(max=1) * 2**18).double(), exponent - 33)
+        size[word == 0x7C007F] = torch.inf
+        size[word > 0x7C007F] = torch.nan
+        joined = decode(high, low)
+        torch.testing.assert_close(joined.double().abs(), size, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(joined.signbit(), high.signbit())
+        again, rest = encode(joined, F16, torch.int8)
+        is_same = (again.view(torch.int16) == ALL_WORDS) & (rest == low)
+        is_zero, is_nan = (ALL_WORDS & 0x7FFF) == 0, joined.isnan()
+        assert bool((is_same | (is_zero & (i < 0)) | (is_nan & again.isnan() & (rest == 0))).all())
+
+
 def test_zeros_that_the_user_writes_stay_zeros() -> None:
     for dtype in (BF16, F16):
         weight = torch.tensor([0.0, -0.0], dtype=dtype)

@@ -187,8 +187,9 @@ def compiled(case: Case, target: Any) -> Any:
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
     limit = {}
-    is_half = F16 in case.constants.get("DTYPES", ())
-    if target.backend == "cuda" and case.constants.get("PARTS", 1) > 1 and not is_half:
+    dtypes = case.constants.get("DTYPES", ())
+    needs_more = F16 in dtypes and tl.int16 not in dtypes[2:3]  # as in a launch
+    if target.backend == "cuda" and case.constants.get("PARTS", 1) > 1 and not needs_more:
         limit = {"maxnreg": stepping.RANDOM_REGISTERS}
     return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS, **limit})
 
