@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -111,21 +111,6 @@ def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
 def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Return models by the prefix of the names of their modules: none for a single model."""
     return {f"model {i}: " if len(models) > 1 else "": model for i, model in enumerate(models)}
-
-
-def module_named(models: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
-    """Return the model that has a module of this name, and the module's name in it.
-
-    Raises:
-        KeyError: none has.
-    """
-    for prefix, model in models.items():
-        if name.startswith(prefix):
-            inner = name.removeprefix(prefix)
-            with suppress(AttributeError):
-                model.get_submodule(inner)
-                return model, inner
-    raise KeyError(name)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

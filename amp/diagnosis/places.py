@@ -47,6 +47,12 @@ class Place(NamedTuple):
     line: int
 
 
+def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return all modules of models, which are given by the prefix of their names, by their names."""
+    every = ((prefix, each) for prefix, model in models.items() for each in model.named_modules())
+    return {prefix + name: module for prefix, (name, module) in every}
+
+
 class Hook:
     """A hook of a module. In a copy or a pickle of the module it does nothing."""
 
@@ -87,13 +93,12 @@ class Places(AbstractContextManager["Places"]):
 
     def __enter__(self) -> Places:
         with ExitStack() as stack:
-            for prefix, model in self._models.items():
-                for name, module in model.named_modules():
-                    self._names.setdefault(id(module), prefix + name)
-                    before = module.register_forward_pre_hook(Hook(self._enter_module), prepend=True)
-                    after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
+            for name, module in modules_of(self._models).items():
+                self._names.setdefault(id(module), name)
+                before = module.register_forward_pre_hook(Hook(self._enter_module), prepend=True)
+                after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
             stack.enter_context(_Calls(self))
             self._open = stack.pop_all()
         return self
@@ -169,20 +174,10 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.backward:
             self._places.note_loss(args[0])
+            gradient = kwargs.pop("gradient")  # torch passes all by their names
             with self:  # so that calls in recomputed forwards are seen too
-                return _backward(*args, **kwargs)
+                return torch.autograd.backward(args[0], gradient, **kwargs)
         return self._places.call(func, args, kwargs)
-
-
-def _backward(
-    loss: Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Do what `Tensor.backward` does, bypassing function modes."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _name_of(function: Any) -> str:

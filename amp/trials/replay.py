@@ -24,8 +24,9 @@ from amp.casting.cast_hooks import ModelInputs, cast_inputs_to
 from amp.casting.module_rules import run_in_float32
 from amp.casting.regions import disable_casts
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import module_named, open_scale, unwrapped
+from amp.diagnosis.diagnose import open_scale, unwrapped
 from amp.diagnosis.findings import Finding
+from amp.diagnosis.places import modules_of
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.masters.grads import grads_of, store_grads
@@ -123,8 +124,8 @@ class Replay:
     @contextmanager
     def _in_float32(self, names: Sequence[str]) -> Iterator[None]:
         """Run modules in FP32, like a rule for each."""
-        named = [module_named(self.models, name) for name in names]
-        chosen = [model.get_submodule(name) for model, name in named]
+        modules = modules_of(self.models)
+        chosen = [modules[name] for name in names]
         caster = next((x for x in self.owner.strategies if isinstance(x, CastOps)), None)
         is_cast = any(isinstance(x, CastModel) for x in self.owner.strategies)
         with ExitStack() as stack:
