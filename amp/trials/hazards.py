@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
+from amp.casting.module_rules import ruled_modules
 from amp.diagnosis.advice import keep_wide
 from amp.diagnosis.diagnose import computes_in_half, unchecked
 from amp.diagnosis.findings import Finding, grouped, one_a_rule
@@ -20,7 +21,6 @@ from amp.diagnosis.records import CASTS, CONSTANTS
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.profiles.properties import Properties
-from amp.profiles.rules import Rule
 from amp.training.attachment import AttachedOptimizer
 
 HEADROOM = 4
@@ -70,17 +70,14 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each parameter that is shared by modules with different rules."""
     if not properties.casts_model:
         return
-    chosen = dtypes_to_be(model, properties)
+    chosen, ruled = dtypes_to_be(model, properties), ruled_modules(model, properties.rules)
     holders: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             if parameter.dtype in CASTABLE:
                 holders[parameter].append(name)
     for parameter, names in holders.items():
-        rules = {
-            name: next((x for x in reversed(properties.rules) if _is_inside(x, name, model)), None)
-            for name in names
-        }
+        rules = {name: ruled.get(model.get_submodule(name)) for name in names}
         if len({None if rule is None else rule.dtype for rule in rules.values()}) > 1:
             said = "; ".join(
                 f"'{name}' has {'no rule' if rule is None else f'{rule.source}: {rule}'}"
@@ -90,15 +87,6 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
             what = f"modules share a weight, and rules do not treat them alike: {said}; it is {dtype}"
             todo = "Write one rule that names all of them, or none."
             yield Finding("tied", what, todo, module=names[-1])
-
-
-def _is_inside(rule: Rule, name: str, model: nn.Module) -> bool:
-    """Whether a rule matches a module, or a module around it."""
-    while not rule.matches(name, model.get_submodule(name)):
-        if not name:
-            return False
-        name = name.rpartition(".")[0]
-    return True
 
 
 def of_failure(shadow: Shadow, message: str, error: str) -> Finding:
