@@ -30,7 +30,7 @@ class Training:
     """Follows what trains in this process while it is open: one method for each event.
 
     Attributes:
-        is_in_scaler: whether a gradient scaler is at work.
+        is_in_scaler: whether a gradient scaler that is enabled is at work.
     """
 
     def __init__(self) -> None:
@@ -129,13 +129,14 @@ class Training:
         return result
 
     def _scaler_call(self, name: str, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, *args, **kwargs)
         was, self.is_in_scaler = self.is_in_scaler, True
         try:
             result = original(scaler, *args, **kwargs)
         finally:
             self.is_in_scaler = was
-        if scaler.is_enabled():
-            self.scaler_called(name, scaler, args[0] if args else None)
+        self.scaler_called(name, scaler, args[0] if args else None)
         return result
 
 
