@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from amp.trials.measuring import Error, gap_of, mean_of, median_of, spread_of
+from amp.trials.measuring import Error, gaps_of, mean_of, median_of
 from amp.trials.results import LevelResult, Problem
 
 FLOORS = 10
@@ -32,36 +31,24 @@ ON_A_GPU = ("O5", "O4", "O7", "O6", "O2", "O1")
 WITHOUT_BFLOAT16 = ("O2", "O1")
 
 
-class Gap(NamedTuple):
-    """How far a loss is above the reference, and how far it may be."""
-
-    size: float
-    allowed: float
-
-
 Losses = dict[str, list[float]]
 
 
-def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> Gap | None:
-    """Return the gap of the worst loss; None if the runs have no loss in common.
+def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> tuple[float, float] | None:
+    """Return how far the worst loss is above the reference, and may be; None if no loss is in both.
 
     Args:
         losses: the losses of the level.
         reference: the losses of the reference.
         floor: the losses of FP32, whose distance from the reference is due to rounding.
     """
-    gaps = [
-        Gap(
-            gap_of(losses[name], exact),
-            max(
-                FLOORS * spread_of(floor.get(name, exact), exact),
-                OF_THE_LOSS * mean_of(map(abs, exact)),
-            ),
-        )
-        for name, exact in reference.items()
-        if name in losses
-    ]
-    return max(gaps, key=lambda gap: gap.size / (gap.allowed or math.ulp(0.0)), default=None)
+    gaps = []
+    for name, exact in reference.items():
+        if name in losses:
+            noise = mean_of(map(abs, gaps_of(floor.get(name, exact), exact)))
+            allowed = max(FLOORS * noise, OF_THE_LOSS * mean_of(map(abs, exact)))
+            gaps.append((mean_of(gaps_of(losses[name], exact)), allowed))
+    return max(gaps, key=lambda gap: gap[0] / (gap[1] or math.ulp(0.0)), default=None)
 
 
 def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: float) -> set[str]:
