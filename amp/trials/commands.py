@@ -175,7 +175,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
     script = Script([arguments.script, *arguments.for_the_script], Progress(arguments.json))
-    seen, error = script.watched_by("explain", {}, arguments.opt_level)
+    seen, error = script.watched_by("explain", {"at": [1], "steps": 1}, arguments.opt_level)
     if seen is None:
         raise script.failure(error or "it ended before", "the script ran no forward of a model")
     found = chosen(seen, arguments.op, arguments.module)
