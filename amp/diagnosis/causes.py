@@ -21,7 +21,7 @@ import torch
 
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, lost_before
-from amp.diagnosis.findings import Finding, exact, one_a_rule, rule_for
+from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op
@@ -112,7 +112,8 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
         return _of_mathematics(op)
     if value is None or not math.isfinite(value) or value <= limit:
         loss = lost_before(shadow, op)
-        lost = [x for x in shadow.lost.scalars if x.op.place.module == op.place.module]
+        small = [x for x in shadow.lost.scalars if not x.is_large]
+        lost = [x for x in small if x.place.module == op.place.module]
         if lost and (loss is None or loss.cause == "underflow"):
             return _of_eps(shadow, op, lost[0])
         if loss is not None:
@@ -140,7 +141,7 @@ def _of_mathematics(op: Op) -> Finding:
 
 
 def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
-    at = _where(lost.op.place)
+    at = _where(lost.place)
     what = f"{lost.value!r} is 0 in float16 ({at}), and does not keep the result from infinity"
     keep = advice.keep_wide(op.place, shadow.properties)
     todo = f"Take an eps of at least {2.0**-14:.1e}. Or:\n{keep}"
@@ -263,8 +264,7 @@ def _counted(same: list[Still]) -> str:
     names = {one.owned.name: one.share == 1.0 for one in same if one.owned.name}
     whole = sorted(name for name, is_whole in names.items() if is_whole)
     named = whole or sorted(names)
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    which = f"; {'wholly' if whole else 'in'} {', '.join(named[:3])}{more}" if named else ""
+    which = f"; {'wholly' if whole else 'in'} {listed(named)}" if named else ""
     still, numbers = sum(one.share * one.numbers for one in same), sum(one.numbers for one in same)
     return f"{still:,.0f} of {numbers:,} ({still / numbers:.0%}) in {what}{by}{which}"
 

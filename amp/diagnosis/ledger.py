@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from amp.casting import wrappers
 from amp.diagnosis.memories import Memories
-from amp.diagnosis.places import Place, file_of_caller
+from amp.diagnosis.places import Place, is_called_by_amp
 from amp.diagnosis.records import CASTS, UNWRITTEN
 from amp.diagnosis.twins import floats_in
 
@@ -39,14 +37,6 @@ class Product(NamedTuple):
     flops: int
     sizes: tuple[int, ...]
     is_plain: bool
-
-
-class Constant(NamedTuple):
-    """A Python number among the arguments of an op, too large for the dtype of its first tensor."""
-
-    place: Place
-    value: float
-    dtype: torch.dtype
 
 
 class Call(NamedTuple):
@@ -75,7 +65,6 @@ class Ledger:
         is_open: whether such a forward runs.
         ops: how many ops there were.
         products: the matrix products, convolutions and attentions, in order.
-        constants: the constants that are too large for their dtype, in order.
         calls: the calls of torch functions with a floating result, in order.
         casts: how many casts of activations from one floating dtype to another there were.
         cast_bytes: how many bytes these read and wrote.
@@ -86,7 +75,6 @@ class Ledger:
         self.is_open = False
         self.ops = self.casts = self.cast_bytes = 0
         self.products: list[Product] = []
-        self.constants: list[Constant] = []
         self.calls: list[Call] = []
         self.undone = Counter[Place]()
         self._memories = memories
@@ -102,16 +90,6 @@ class Ledger:
         """Count a module that amp runs in FP8 as one product; return a handle to stop."""
         self._in_fp8.add(name)
         return module.register_forward_hook(functools.partial(self._note_fp8, name))
-
-    def op_begins(self, place: Place, func: Any, args: tuple[Any, ...]) -> None:
-        """Record constants, before the op may raise because of them."""
-        given = floats_in(args)
-        if not given or (torch.Tag.pointwise not in func.tags and "fill" not in func.name()):
-            return
-        limit = torch.finfo(given[0].dtype).max
-        for value in args:
-            if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > limit:
-                self.constants.append(Constant(place, float(value), given[0].dtype))
 
     def op_ends(
         self, place: Place, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -147,7 +125,7 @@ class Ledger:
         gives = tuple(x.dtype for x in tree_leaves(result) if _is_floating(x))
         if place.module in self._in_fp8:
             return
-        if function is Tensor.to and file_of_caller() == wrappers.__file__:
+        if function is Tensor.to and is_called_by_amp():
             self._cast_by_amp[id(result)] = (result, tensors[0].dtype)
             return
         takes: list[torch.dtype] = [self._cast_by_amp.get(id(x), (x, x.dtype))[1] for x in tensors]

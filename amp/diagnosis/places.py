@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _TORCH, _AMP = (
     str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules["amp"])
@@ -73,18 +73,11 @@ class Places(AbstractContextManager["Places"]):
 
     Args:
         models: the models whose modules are named, by the prefix of the names.
-        note_loss: called with the tensor that each backward starts from.
-        note_call: called after each call of a torch function, with the function, its arguments, its
-            keyword arguments and its result.
+        shadow: is told of calls of models and torch functions, and of backwards.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        note_loss: Callable[[Tensor], None],
-        note_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
-    ) -> None:
-        self._models, self._note_loss, self._note_call = models, note_loss, note_call
+    def __init__(self, models: Mapping[str, nn.Module], shadow: Any) -> None:
+        self._models, self._shadow = models, shadow
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
         self._stacks = threading.local()
@@ -95,11 +88,12 @@ class Places(AbstractContextManager["Places"]):
         with ExitStack() as stack:
             for name, module in modules_of(self._models).items():
                 self._names.setdefault(id(module), name)
-                before = module.register_forward_pre_hook(Hook(self._enter_module), prepend=True)
+                hook = Hook(self._enter_module)
+                before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            stack.enter_context(_Calls(self))
+            stack.enter_context(_Calls(self, self._shadow))
             self._open = stack.pop_all()
         return self
 
@@ -131,12 +125,17 @@ class Places(AbstractContextManager["Places"]):
         names: list[str] = self._stacks.names
         return names
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         self._stack.append(self._names.get(id(module), ""))
+        is_model = any(module is model for model in self._models.values())
+        if is_model and kwargs is not None:  # else the hook was removed by one before it
+            self._shadow.model_called(module, args, kwargs)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
             self._stack.pop()
+        if any(module is model for model in self._models.values()):
+            self._shadow.model_left()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function; the ops inside it get its name."""
@@ -148,32 +147,27 @@ class Places(AbstractContextManager["Places"]):
             result = function(*args, **kwargs)
         finally:
             self._api.name = None
-        self._note_call(function, args, kwargs, result)
+        self._shadow.function_called(function, args, kwargs, result)
         return result
 
     def of_call(self, function: Any) -> Place:
-        """Return where a function is called, to its `note_call`."""
+        """Return where a function is called that has just returned."""
         return Place(_name_of(function), self._module, *user_line())
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Pass on the tensor that a backward starts from."""
-        with torch.no_grad(), _disable_current_modes():
-            self._note_loss(loss)
 
 
 class _Calls(TorchFunctionMode):
-    """Reports calls of torch functions to a `Places`."""
+    """Reports calls of torch functions to a `Places`, and backwards to a shadow."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, shadow: Any) -> None:
         super().__init__()
-        self._places = places
+        self._places, self._shadow = places, shadow
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            self._places.note_loss(args[0])
+            self._shadow.backward_begins(args[0])
             gradient = kwargs.pop("gradient")  # torch passes all by their names
             with self:  # so that calls in recomputed forwards are seen too
                 return torch.autograd.backward(args[0], gradient, **kwargs)
@@ -213,12 +207,6 @@ def has_modes() -> bool:
     functions: Any = _get_current_function_mode_stack
     dispatches: Any = _get_current_dispatch_mode_stack
     return bool(functions() or dispatches())
-
-
-def file_of_caller() -> str:
-    """Return the file that called the torch function, in a `note_call`."""
-    told_by = ("places.py", "ledger.py", "shadow.py", "overrides.py")
-    return next(x for frame in _frames() if not (x := frame.f_code.co_filename).endswith(told_by))
 
 
 def is_called_by_amp() -> bool:

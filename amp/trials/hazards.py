@@ -15,7 +15,8 @@ from amp.casting.module_rules import ruled_modules
 from amp.diagnosis.advice import keep_wide
 from amp.diagnosis.diagnose import computes_in_half, unchecked
 from amp.diagnosis.findings import Finding, grouped, one_a_rule
-from amp.diagnosis.ledger import Constant, Ledger, Product
+from amp.diagnosis.ledger import Ledger, Product
+from amp.diagnosis.lost import LostScalar
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, CONSTANTS
 from amp.diagnosis.shadow import Shadow
@@ -92,9 +93,9 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
 def of_failure(shadow: Shadow, message: str, error: str) -> Finding:
     """Return a finding for a forward that raises at this level, but not in FP32."""
     place = shadow.failed or Place("", "", "", 0)
-    for constant in shadow.ledger.constants:
-        if constant.place == place:
-            return _of_constant(constant, "the op raises")
+    for scalar in shadow.lost.scalars:
+        if scalar.place == place and scalar.is_large:
+            return _of_constant(scalar, "the op raises")
     what = f"{error} at this level, and not in FP32: {message.partition(chr(10))[0]}"
     todo = "Give the op tensors of one dtype, or keep its module in FP32."
     return Finding("fails", what, todo, "forward", *place)
@@ -115,16 +116,10 @@ def _place(x: Finding) -> tuple[str, str, int]:
 
 def _of_numbers(shadow: Shadow) -> list[Finding]:
     """Return findings about constants that a format changes, and values near its limit."""
-    found = [
-        _of_constant(x, f"it becomes {math.copysign(math.inf, x.value)}")
-        for x in shadow.ledger.constants
-    ]
-    for op, value in shadow.lost.scalars:
-        todo = f"Take at least {2.0**-14:.1e}, or compute in FP32 (x.float())."
-        what = f"{value:g} is 0 in float16"
-        found.append(Finding("eps", what, todo, "forward", *op.place, gives="float16", value=value))
+    scalars = shadow.lost.scalars
+    found = [_of_constant(x, f"it becomes {math.copysign(math.inf, x.value)}") for x in scalars]
     limit = torch.finfo(torch.float16).max
-    known = {x.place for x in shadow.ledger.constants}
+    known = {x.place for x in scalars if x.is_large}
     for op in shadow.ops.values():
         is_near = op.gives is torch.float16 and limit / HEADROOM < op.largest < math.inf
         is_own = all(shadow.ops[each].largest <= limit / HEADROOM for each in op.parents)
@@ -145,9 +140,12 @@ def _of_numbers(shadow: Shadow) -> list[Finding]:
     return grouped(found)
 
 
-def _of_constant(constant: Constant, then: str) -> Finding:
-    place, value, dtype = constant
+def _of_constant(scalar: LostScalar, then: str) -> Finding:
+    place, value, dtype = scalar
     limit, name = float(torch.finfo(dtype).max), dtype_name(dtype)
+    if not scalar.is_large:
+        todo = f"Take at least {2.0**-14:.1e}, or compute in FP32 (x.float())."
+        return Finding("eps", f"{value:g} is 0 in {name}", todo, "forward", *place, (), name, value)
     what = f"{value:g} is beyond {name}, which ends at {limit:g}: {then}"
     todo = "To mask, take x.masked_fill(mask, torch.finfo(x.dtype).min): 0 times -inf is NaN."
     return Finding("mask", what, todo, "forward", *place, (), name, value, limit)
