@@ -80,8 +80,7 @@ class Places(AbstractContextManager["Places"]):
         self._models, self._shadow = models, shadow
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
-        self._stacks = threading.local()
-        self._api = threading.local()
+        self._thread = _Thread()
         self._open = ExitStack()
 
     def __enter__(self) -> Places:
@@ -103,56 +102,56 @@ class Places(AbstractContextManager["Places"]):
     def here(self, aten: str) -> tuple[Place, str]:
         """Return where the current op was called, and the phase; `aten` is the op's name."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and not self._stack:
+        if in_backward and not self._thread.modules:
             node: Any = torch._C._current_autograd_node()
             known = self._forward.get(node._sequence_nr()) if node is not None else None
             if isinstance(node, torch.autograd.function.BackwardCFunction):  # a backward in Python
                 return Place(aten, known.module if known else "", *user_line()), "backward"
             return known or Place(aten, "", *user_line()), "backward"
-        place = Place(getattr(self._api, "name", None) or aten, self._module, *user_line())
+        place = Place(self._thread.function or aten, self._module, *user_line())
         number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
         self._forward.setdefault(number() - 1, place)
         return place, "recompute" if in_backward else "forward"
 
     @property
     def _module(self) -> str:
-        return next((name for name in reversed(self._stack) if name), "")
-
-    @property
-    def _stack(self) -> list[str]:
-        if not hasattr(self._stacks, "names"):
-            self._stacks.names = []
-        names: list[str] = self._stacks.names
-        return names
+        return next((name for name in reversed(self._thread.modules) if name), "")
 
     def _enter_module(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        self._stack.append(self._names.get(id(module), ""))
+        self._thread.modules.append(self._names.get(id(module), ""))
         is_model = any(module is model for model in self._models.values())
         if is_model and kwargs is not None:  # else the hook was removed by one before it
             self._shadow.model_called(module, args, kwargs)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+        if self._thread.modules:
+            self._thread.modules.pop()
         if any(module is model for model in self._models.values()):
             self._shadow.model_left()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function; the ops inside it get its name."""
-        outer = getattr(self._api, "name", None)
-        if outer is not None:
+        if self._thread.function:  # the outermost one counts
             return function(*args, **kwargs)
-        self._api.name = _name_of(function)
+        self._thread.function = _name_of(function)
         try:
             result = function(*args, **kwargs)
         finally:
-            self._api.name = None
+            self._thread.function = ""
         self._shadow.function_called(function, args, kwargs, result)
         return result
 
     def of_call(self, function: Any) -> Place:
         """Return where a function is called that has just returned."""
         return Place(_name_of(function), self._module, *user_line())
+
+
+class _Thread(threading.local):
+    """What a thread is in: modules, by their names, and the outermost torch function."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+        self.function = ""
 
 
 class _Calls(TorchFunctionMode):

@@ -102,10 +102,8 @@ class Shadow(Observer):
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
-            begins = functools.partial(self._note_stepping, True)
-            ends = functools.partial(self._note_stepping, False)
-            stack.callback(register_optimizer_step_pre_hook(begins).remove)
-            stack.callback(register_optimizer_step_post_hook(ends).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             self._open = stack.pop_all()
         return self
 
@@ -137,8 +135,11 @@ class Shadow(Observer):
         with torch.no_grad(), _disable_current_modes():
             note(*args)
 
-    def _note_stepping(self, is_stepping: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._is_stepping = is_stepping
+    def _begin_step(self, *_: Any) -> None:
+        self._is_stepping = True
+
+    def _end_step(self, *_: Any) -> None:
+        self._is_stepping = False
 
     def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the arguments of a model, and what its first forward costs."""

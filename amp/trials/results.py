@@ -105,6 +105,12 @@ class LevelResult:
         return bool(self.losses)
 
     @property
+    def standing_out(self) -> list[ModuleError]:
+        """The modules that stand out, the worst one first."""
+        out = [module for module in self.modules if module.stands_out]
+        return sorted(out, key=lambda module: module.error or 0.0, reverse=True)
+
+    @property
     def worst_module(self) -> ModuleError | None:
         """The module with the largest gradient error at the first step, or None."""
         known = [each for each in self.modules if each.error is not None]

@@ -101,8 +101,7 @@ def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) 
 
 
 def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
-    out = [module for module in result.modules if module.stands_out]
-    worst = max(out, key=lambda module: module.error or 0.0, default=None)
+    worst = next(iter(result.standing_out), None)
     if worst is None or worst.error is None or worst.error <= LARGEST_ERROR:
         return
     together = result.gradient_error or 0.0
@@ -117,15 +116,13 @@ def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
 
 def remarks_of(result: LevelResult) -> Iterator[Problem]:
     """Yield remarks on a healthy level: they deserve a look, but do not speak against the level."""
-    known = {problem.cause for problem in result.problems}
-    if any(module.stands_out for module in result.modules) and not known:
+    if result.standing_out and not result.problems:
         yield Problem("module_stands_out", _standing_out(result))
 
 
 def _standing_out(result: LevelResult) -> str:
-    out = [module for module in result.modules if module.stands_out]
-    worst = max(out, key=lambda module: module.error or 0.0)
-    more = f" and {len(out) - 1} more" if len(out) > 1 else ""
+    worst, *others = result.standing_out
+    more = f" and {len(others)} more" if others else ""
     off = f"off by {'up to ' if more else ''}{percent(worst.error)}"
     gradients = "gradients" if more else "gradient"
     usual = f"the median is {percent(result.median_error)}"
