@@ -95,7 +95,7 @@ class Training:
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
 
-    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
+    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """A gradient scaler's `scale`, `unscale_`, `step` or `update` has returned."""
 
     def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
@@ -141,7 +141,7 @@ class Training:
             result = original(scaler, *args, **kwargs)
         finally:
             self.is_in_scaler = was
-        self.scaler_called(name, scaler, args[0] if args else None)
+        self.scaler_called(name, scaler, args[0] if args else None, result)
         return result
 
 

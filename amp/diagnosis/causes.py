@@ -122,15 +122,13 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
 
 
 def _of_mathematics(op: Op) -> Finding:
+    unmask = "Do not mask whole rows, or set these rows to 0 afterwards"
     if op.rows_of_minus_inf:
         what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision"
-        todo = "Do not mask whole rows, or set these rows to 0 afterwards. No rule cures it."
+        todo = f"{unmask}. No rule cures it."
     elif op.has_nan and op.bad_parents:
         what = "it is inf - inf or 0 times inf, in FP64 too"
-        todo = (
-            "Do not mask whole rows, or set these rows to 0 afterwards; subtract the maximum before "
-            "an exponential. No rule cures it."
-        )
+        todo = f"{unmask}; subtract the maximum before an exponential. No rule cures it."
     else:
         what = f"the result is {op.largest} in FP64 too"
         todo = (

@@ -224,11 +224,11 @@ class Watch(Looks, Observer):
         if not self.is_in_scaler:
             self._count(attached.optimizer)
 
-    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
+    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Count a step of a gradient scaler, taken or skipped."""
-        super().scaler_called(name, scaler, optimizer)
+        super().scaler_called(name, scaler, given, result)
         if name == "step":
-            self._count(optimizer)
+            self._count(given)
 
     def _count(self, optimizer: Optimizer) -> None:
         self._first = id(optimizer) if self._first is None else self._first
