@@ -100,7 +100,6 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
     if op.sources:
         return _of_source(shadow, op)
     assert op.gives is not None
-    limit, value = torch.finfo(op.gives).max, op.value
     for cast in shadow.lost.casts if op.aten in CASTS else ():
         if cast.op is op and cast.is_mask:
             return _of_cast(shadow, cast)
@@ -110,7 +109,7 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
         return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
     if op.rows_of_minus_inf or is_nan_of_inf or op.is_bad_exactly:
         return _of_mathematics(op)
-    if value is None or not math.isfinite(value) or value <= limit:
+    if op.value is None or not torch.finfo(op.gives).max < op.value < math.inf:
         loss = lost_before(shadow, op)
         small = [x for x in shadow.lost.scalars if not x.is_large]
         lost = [x for x in small if x.place.module == op.place.module]
@@ -118,7 +117,7 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
             return _of_eps(shadow, op, lost[0])
         if loss is not None:
             return _of_loss(shadow, op, loss)
-    return _of_range(shadow, op, value, limit)
+    return _of_range(shadow, op)
 
 
 def _of_mathematics(op: Op) -> Finding:
@@ -148,8 +147,9 @@ def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
     return _finding(op, "eps", what, todo)
 
 
-def _of_range(shadow: Shadow, op: Op, value: float | None, limit: float) -> Finding:
+def _of_range(shadow: Shadow, op: Op) -> Finding:
     assert op.gives is not None
+    value, limit = op.value, torch.finfo(op.gives).max
     ends, scale = f"{dtype_name(op.gives)} ends at {_number(limit)}", op.loss_scale
     if op.phase == "backward" and value is not None and value / scale <= limit < value:
         alike = [x for x in shadow.ops.values() if x.phase == "backward" and x.gives is op.gives]

@@ -20,6 +20,8 @@ from amp.errors import AmpTypeError
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
 
 @contextmanager
 def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Iterator[Report]:
@@ -115,13 +117,9 @@ def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    while hasattr(model, "_orig_mod") or isinstance(model, _WRAPPERS):
+        model = getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
+    return model
 
 
 def gathered(findings: list[Finding]) -> list[Finding]:
