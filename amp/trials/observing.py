@@ -6,7 +6,6 @@ of the run, and its own time is not counted as the run's.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -268,7 +267,6 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """Return a closure that notes gradients at its first evaluation in a step only."""
         evaluated = False
 
-        @functools.wraps(closure)
         def watched() -> Any:
             nonlocal evaluated
             sums = dict(log.sums)
