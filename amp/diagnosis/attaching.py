@@ -141,7 +141,7 @@ class Training:
             result = original(scaler, *args, **kwargs)
         finally:
             self.is_in_scaler = was
-        self.scaler_called(name, scaler, args[0] if args else None, result)
+        self.scaler_called(name, scaler, next(iter((*args, *kwargs.values())), None), result)
         return result
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from amp.casting import wrappers
 from amp.diagnosis.memories import Memories
-from amp.diagnosis.places import Place, is_called_by_amp
+from amp.diagnosis.places import Place, file_of_caller
 from amp.diagnosis.records import CASTS, UNWRITTEN
 from amp.diagnosis.twins import floats_in
 
@@ -125,7 +126,7 @@ class Ledger:
         gives = tuple(x.dtype for x in tree_leaves(result) if _is_floating(x))
         if place.module in self._in_fp8:
             return
-        if function is Tensor.to and is_called_by_amp():
+        if function is Tensor.to and file_of_caller() == wrappers.__file__:
             self._cast_by_amp[id(result)] = (result, tensors[0].dtype)
             return
         takes: list[torch.dtype] = [self._cast_by_amp.get(id(x), (x, x.dtype))[1] for x in tensors]

@@ -15,6 +15,8 @@ from amp.diagnosis.records import Op, Owned
 from amp.diagnosis.twins import floats_in, largest
 from amp.dtypes import LOW_PRECISION
 
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+
 
 class LostScalar(NamedTuple):
     """A Python number among the arguments of an op, which is 0 or inf in the dtype of its first tensor.
@@ -115,7 +117,8 @@ class Lost:
         if not given or (torch.Tag.pointwise not in func.tags and "fill" not in func.name()):
             return
         dtype = given[0].dtype
-        most, least = torch.finfo(dtype).max, 2.0**-25 if dtype is torch.float16 else 0.0
+        is_half = dtype is torch.float16 and func.overloadpacket.__name__ not in _COMPARISONS
+        most, least = torch.finfo(dtype).max, 2.0**-25 if is_half else 0.0
         for x in args:
             is_number = isinstance(x, (int, float)) and math.isfinite(x)
             if is_number and (abs(x) > most or 0 < abs(x) <= least):

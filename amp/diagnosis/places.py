@@ -208,6 +208,12 @@ def has_modes() -> bool:
     return bool(functions() or dispatches())
 
 
+def file_of_caller() -> str:
+    """Return the file that called the torch function which has just returned."""
+    told_by = ("places.py", "ledger.py", "shadow.py", "overrides.py")
+    return next(x for frame in _frames() if not (x := frame.f_code.co_filename).endswith(told_by))
+
+
 def is_called_by_amp() -> bool:
     """Whether this library, and not the user's code, called torch for the current op."""
     others = (_TORCH, *_LOOKING)
