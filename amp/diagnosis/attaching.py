@@ -26,17 +26,23 @@ from amp.diagnosis.twins import is_float
 from amp.dtypes import dtype_name
 
 
+class _Thread(threading.local):
+    """How many modules a thread is in."""
+
+    depth = 0
+
+
 class Training:
     """Follows what trains in this process while it is open: one method for each event.
 
     Attributes:
-        is_in_scaler: whether a gradient scaler is at work.
+        is_in_scaler: whether a gradient scaler that is enabled is at work.
     """
 
     def __init__(self) -> None:
         self.is_in_scaler = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._depth = threading.local()
+        self._thread = _Thread()
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -89,7 +95,7 @@ class Training:
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
 
-    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
+    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """A gradient scaler's `scale`, `unscale_`, `step` or `update` has returned."""
 
     def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
@@ -98,13 +104,12 @@ class Training:
     # Hooks, and what stands in for functions.
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        depth = getattr(self._depth, "modules", 0)
-        self._depth.modules = depth + 1
-        if depth == 0 and torch._C._current_graph_task_id() == -1:
+        self._thread.depth += 1
+        if self._thread.depth == 1 and torch._C._current_graph_task_id() == -1:
             self.root_called(module)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth.modules = max(getattr(self._depth, "modules", 0) - 1, 0)
+        self._thread.depth = max(self._thread.depth - 1, 0)
 
     def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.follow(optimizer)
@@ -129,13 +134,14 @@ class Training:
         return result
 
     def _scaler_call(self, name: str, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, *args, **kwargs)
         was, self.is_in_scaler = self.is_in_scaler, True
         try:
             result = original(scaler, *args, **kwargs)
         finally:
             self.is_in_scaler = was
-        if scaler.is_enabled():
-            self.scaler_called(name, scaler, args[0] if args else None)
+        self.scaler_called(name, scaler, next(iter((*args, *kwargs.values())), None), result)
         return result
 
 
@@ -177,8 +183,7 @@ def models_in_memory(optimizers: Iterable[Optimizer]) -> tuple[list[nn.Module], 
     tenth of a second.
     """
     modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    owned = {id(parameter) for group in groups for parameter in group["params"]}
+    owned = {x for optimizer in optimizers for x in _parameters_of(optimizer)}
     trained = _outermost([x for x in modules if any(id(p) in owned for p in x.parameters())])
     known = {id(parameter) for model in trained for parameter in model.parameters()}
     return trained, _outermost([x for x in modules if all(id(p) not in known for p in x.parameters())])
@@ -188,11 +193,12 @@ def optimizers_of(model: nn.Module) -> list[Optimizer]:
     """Return the optimizers, made before they could be followed, that have parameters of a model."""
     own = set(map(id, model.parameters()))
     found = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
-    return [
-        optimizer
-        for optimizer in found
-        if any(id(each) in own for group in optimizer.param_groups for each in group["params"])
-    ]
+    return [optimizer for optimizer in found if own & _parameters_of(optimizer)]
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters of an optimizer."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:

@@ -9,17 +9,16 @@ error was inherited, and the walk goes on to the op that made the value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from amp.diagnosis.memories import Value
+from amp.diagnosis.memories import Value, results_from
 from amp.diagnosis.records import Op
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, difference, fresh_in, has_twin, run_wide, written_by
+from amp.diagnosis.twins import CANNOT_RUN, difference, has_twin
 
 LONGEST = 64
 """How many ops a walk passes at most."""
@@ -60,26 +59,29 @@ def lost_before(shadow: Shadow, op: Op) -> Loss | None:
         if guilty is None:
             return None
         chain.insert(0, (at, guilty))
-        rounded = guilty.exact.to(guilty.real.dtype).to(guilty.exact.dtype)
         made = shadow.ops.get(guilty.made)
         is_moved = made is not None and made.args is not None and made.aten in _MOVES
-        if not is_moved and _ruins(chain, rounded, op):
-            return _of_argument(shadow, made, chain, op) or _classified(guilty, made, at)
+        if not is_moved and _ruins(chain, guilty.rounded, op):
+            by_cast = made and _of_argument(shadow, made, chain, op)
+            return by_cast or _classified(guilty, made, at)
         if made is None or made.args is None:
             return None
         at = made
     return None
 
 
-def _of_argument(shadow: Shadow, made: Op | None, chain: list[tuple[Op, Value]], op: Op) -> Loss | None:
+def _of_argument(shadow: Shadow, made: Op, chain: list[tuple[Op, Value]], op: Op) -> Loss | None:
     """Return the loss in a level's cast of an argument, if it alone ruins the result too."""
-    for value in [] if made is None else tree_leaves((made.args, made.kwargs)):
-        cast = shadow.ops.get(value.made) if isinstance(value, Value) else None
-        if made is not None and cast is not None and cast.argument:
-            rounded = value.exact.to(value.real.dtype).to(value.exact.dtype)
-            if _ruins([(made, value), *chain], rounded, op):
-                return _classified(value, cast, made)
+    for value in _inputs(made):
+        cast = shadow.ops.get(value.made)
+        is_cast = cast is not None and bool(cast.argument)
+        if is_cast and _ruins([(made, value), *chain], value.rounded, op):
+            return _classified(value, cast, made)
     return None
+
+
+def _inputs(op: Op) -> list[Value]:
+    return [x for x in tree_leaves((op.args, op.kwargs)) if isinstance(x, Value)]
 
 
 def _guilty(at: Op, chain: list[tuple[Op, Value]], op: Op) -> Value | None:
@@ -87,7 +89,7 @@ def _guilty(at: Op, chain: list[tuple[Op, Value]], op: Op) -> Value | None:
     if at.args is None or not has_twin(at.func):
         return None
     worst, most = None, 0.0
-    for value in {id(x): x for x in tree_leaves((at.args, at.kwargs)) if isinstance(x, Value)}.values():
+    for value in _inputs(at):
         harm = _harm([(at, value), *chain], value.real.to(value.exact.dtype), op)
         if harm > most:
             worst, most = value, harm
@@ -107,25 +109,15 @@ def _harm(chain: list[tuple[Op, Value]], replaced: Tensor, op: Op) -> float:
     found: list[Tensor] = []
     for i, (at, value) in enumerate(chain):
         try:
-            found = _results(at, lambda x, v=value, r=replaced: r if x is v else x.exact)
+            found = results_from(at, lambda x, v=value, r=replaced: r if x is v else x.exact)
             if i + 1 < len(chain):
                 replaced = _passed_on(found, at, chain[i + 1][1])
         except (*CANNOT_RUN, StopIteration):
             return 0.0
-    exact = _results(op, lambda x: x.exact)
+    exact = results_from(op, lambda x: x.exact)
     if any(bool((~x.isfinite() & y.isfinite()).any()) for x, y in zip(found, exact, strict=True)):
         return math.inf
     return max((difference(x, y) for x, y in zip(found, exact, strict=True)), default=0.0)
-
-
-def _results(op: Op, of: Callable[..., Tensor]) -> list[Tensor]:
-    """Return the results of an op on other values."""
-    args, kwargs = tree_map(
-        lambda x: of(x).clone() if isinstance(x, Value) else x, (op.args, op.kwargs)
-    )
-    result = run_wide(op.func, args, kwargs)
-    written = written_by(op.func, args, kwargs)
-    return [*written, *fresh_in(result, written)]
 
 
 def _passed_on(found: list[Tensor], made: Op, value: Value) -> Tensor:
@@ -144,7 +136,7 @@ def _passed_on(found: list[Tensor], made: Op, value: Value) -> Tensor:
 
 def _classified(value: Value, made: Op | None, taken: Op) -> Loss:
     """Return what the format does to a value."""
-    exact, rounded = value.exact, value.exact.to(value.real.dtype).to(value.exact.dtype)
+    exact, rounded = value.exact, value.rounded
     changed = rounded != exact
     is_gone = changed & (rounded == 0)
     if bool(is_gone.any()):

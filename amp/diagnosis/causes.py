@@ -21,7 +21,7 @@ import torch
 
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, lost_before
-from amp.diagnosis.findings import Finding, exact, one_a_rule, rule_for
+from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op
@@ -100,7 +100,6 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
     if op.sources:
         return _of_source(shadow, op)
     assert op.gives is not None
-    limit, value = torch.finfo(op.gives).max, op.value
     for cast in shadow.lost.casts if op.aten in CASTS else ():
         if cast.op is op and cast.is_mask:
             return _of_cast(shadow, cast)
@@ -110,26 +109,25 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
         return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
     if op.rows_of_minus_inf or is_nan_of_inf or op.is_bad_exactly:
         return _of_mathematics(op)
-    if value is None or not math.isfinite(value) or value <= limit:
+    if op.value is None or not torch.finfo(op.gives).max < op.value < math.inf:
         loss = lost_before(shadow, op)
-        lost = [x for x in shadow.lost.scalars if x.op.place.module == op.place.module]
+        small = [x for x in shadow.lost.scalars if not x.is_large]
+        lost = [x for x in small if x.place.module == op.place.module]
         if lost and (loss is None or loss.cause == "underflow"):
             return _of_eps(shadow, op, lost[0])
         if loss is not None:
             return _of_loss(shadow, op, loss)
-    return _of_range(shadow, op, value, limit)
+    return _of_range(shadow, op)
 
 
 def _of_mathematics(op: Op) -> Finding:
+    unmask = "Do not mask whole rows, or set these rows to 0 afterwards"
     if op.rows_of_minus_inf:
         what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision"
-        todo = "Do not mask whole rows, or set these rows to 0 afterwards. No rule cures it."
+        todo = f"{unmask}. No rule cures it."
     elif op.has_nan and op.bad_parents:
         what = "it is inf - inf or 0 times inf, in FP64 too"
-        todo = (
-            "Do not mask whole rows, or set these rows to 0 afterwards; subtract the maximum before "
-            "an exponential. No rule cures it."
-        )
+        todo = f"{unmask}; subtract the maximum before an exponential. No rule cures it."
     else:
         what = f"the result is {op.largest} in FP64 too"
         todo = (
@@ -140,7 +138,7 @@ def _of_mathematics(op: Op) -> Finding:
 
 
 def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
-    at = _where(lost.op.place)
+    at = _where(lost.place)
     what = f"{lost.value!r} is 0 in float16 ({at}), and does not keep the result from infinity"
     keep = advice.keep_wide(op.place, shadow.properties)
     todo = f"Take an eps of at least {2.0**-14:.1e}. Or:\n{keep}"
@@ -149,8 +147,9 @@ def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
     return _finding(op, "eps", what, todo)
 
 
-def _of_range(shadow: Shadow, op: Op, value: float | None, limit: float) -> Finding:
+def _of_range(shadow: Shadow, op: Op) -> Finding:
     assert op.gives is not None
+    value, limit = op.value, torch.finfo(op.gives).max
     ends, scale = f"{dtype_name(op.gives)} ends at {_number(limit)}", op.loss_scale
     if op.phase == "backward" and value is not None and value / scale <= limit < value:
         alike = [x for x in shadow.ops.values() if x.phase == "backward" and x.gives is op.gives]
@@ -263,8 +262,7 @@ def _counted(same: list[Still]) -> str:
     names = {one.owned.name: one.share == 1.0 for one in same if one.owned.name}
     whole = sorted(name for name, is_whole in names.items() if is_whole)
     named = whole or sorted(names)
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    which = f"; {'wholly' if whole else 'in'} {', '.join(named[:3])}{more}" if named else ""
+    which = f"; {'wholly' if whole else 'in'} {listed(named)}" if named else ""
     still, numbers = sum(one.share * one.numbers for one in same), sum(one.numbers for one in same)
     return f"{still:,.0f} of {numbers:,} ({still / numbers:.0%}) in {what}{by}{which}"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 @contextmanager
@@ -113,30 +115,11 @@ def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     return {f"model {i}: " if len(models) > 1 else "": model for i, model in enumerate(models)}
 
 
-def module_named(models: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
-    """Return the model that has a module of this name, and the module's name in it.
-
-    Raises:
-        KeyError: none has.
-    """
-    for prefix, model in models.items():
-        if name.startswith(prefix):
-            inner = name.removeprefix(prefix)
-            with suppress(AttributeError):
-                model.get_submodule(inner)
-                return model, inner
-    raise KeyError(name)
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    while hasattr(model, "_orig_mod") or isinstance(model, _WRAPPERS):
+        model = getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
+    return model
 
 
 def gathered(findings: list[Finding]) -> list[Finding]:

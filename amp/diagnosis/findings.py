@@ -88,8 +88,7 @@ class Finding:
         place = ", ".join([part for part in (f"{self.phase} {self.op}".strip(), *where) if part])
         lines = [f"{self.cause}: {place}" if place else self.cause, f"  {self.what}"]
         if self.reached:
-            more = f" and {len(self.reached) - 3} more" if len(self.reached) > 3 else ""
-            lines.append(f"  reached the gradients of {', '.join(self.reached[:3])}{more}")
+            lines.append(f"  reached the gradients of {listed(self.reached)}")
         return "\n".join([*lines, *(f"  {line}" for line in self.advice.splitlines())])
 
 
@@ -108,6 +107,12 @@ def rule_for(module: str) -> str:
     name = without_number(module)
     quoted = name if yaml.safe_load(name) == name else f"'{name}'"  # 0 of nn.Sequential is no name
     return f"{{module: {quoted}, cast: float32}}" if name else ""
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return separator.join(names[:3]) + more
 
 
 def exact(x: float) -> str:
@@ -144,8 +149,7 @@ def one_a_rule(findings: Iterable[Finding]) -> list[Finding]:
     kept = []
     for one, *others in first.values():
         lines = list(dict.fromkeys(f"{x.op}, line {x.line}" for x in others))
-        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        also = f"; its rule cures {'; '.join(lines[:3])}{more} too" if lines else ""
+        also = f"; its rule cures {listed(lines, '; ')} too" if lines else ""
         kept.append(replace(one, what=one.what + also))
     return kept
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -41,14 +40,6 @@ class Product(NamedTuple):
     is_plain: bool
 
 
-class Constant(NamedTuple):
-    """A Python number among the arguments of an op, too large for the dtype of its first tensor."""
-
-    place: Place
-    value: float
-    dtype: torch.dtype
-
-
 class Call(NamedTuple):
     """A call of a torch function, from outside of torch.
 
@@ -75,7 +66,6 @@ class Ledger:
         is_open: whether such a forward runs.
         ops: how many ops there were.
         products: the matrix products, convolutions and attentions, in order.
-        constants: the constants that are too large for their dtype, in order.
         calls: the calls of torch functions with a floating result, in order.
         casts: how many casts of activations from one floating dtype to another there were.
         cast_bytes: how many bytes these read and wrote.
@@ -86,7 +76,6 @@ class Ledger:
         self.is_open = False
         self.ops = self.casts = self.cast_bytes = 0
         self.products: list[Product] = []
-        self.constants: list[Constant] = []
         self.calls: list[Call] = []
         self.undone = Counter[Place]()
         self._memories = memories
@@ -102,16 +91,6 @@ class Ledger:
         """Count a module that amp runs in FP8 as one product; return a handle to stop."""
         self._in_fp8.add(name)
         return module.register_forward_hook(functools.partial(self._note_fp8, name))
-
-    def op_begins(self, place: Place, func: Any, args: tuple[Any, ...]) -> None:
-        """Record constants, before the op may raise because of them."""
-        given = floats_in(args)
-        if not given or (torch.Tag.pointwise not in func.tags and "fill" not in func.name()):
-            return
-        limit = torch.finfo(given[0].dtype).max
-        for value in args:
-            if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > limit:
-                self.constants.append(Constant(place, float(value), given[0].dtype))
 
     def op_ends(
         self, place: Place, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

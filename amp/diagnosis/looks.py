@@ -108,16 +108,16 @@ class Looks(Training):
             what += f"{dtype_name(dtype)}, where small changes of a running mean are lost"
             self._note("state", "step", what, advice.KEEP_MASTERS)
 
-    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
+    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Look at the order of a scaler's calls."""
         self.has_scaler = True
         self.scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
         if name == "step":
-            if id(optimizer) in self._not_updated:
+            if id(given) in self._not_updated:
                 what = "GradScaler.step is called again, and update was not: the loss scale stays"
                 todo = "Call scaler.update() after the scaler.step of all optimizers."
                 self._note("order", "step", what, todo)
-            self._not_updated.add(id(optimizer))
+            self._not_updated.add(id(given))
         elif name == "update":
             self._not_updated.clear()
 

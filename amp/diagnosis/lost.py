@@ -10,16 +10,31 @@ from torch import Tensor
 
 from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.memories import Value
+from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import largest
+from amp.diagnosis.twins import floats_in, largest
 from amp.dtypes import LOW_PRECISION
+
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 
 class LostScalar(NamedTuple):
-    """A Python number other than 0 that became 0 in the dtype of the op that took it."""
+    """A Python number among the arguments of an op, which is 0 or inf in the dtype of its first tensor.
 
-    op: Op
+    Attributes:
+        place: where the op was called.
+        value: the number.
+        dtype: the dtype.
+    """
+
+    place: Place
     value: float
+    dtype: torch.dtype
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is too large, and not too small."""
+        return abs(self.value) > 1
 
 
 class LossyCast(NamedTuple):
@@ -74,7 +89,7 @@ class Lost:
     """Numbers that ops have lost.
 
     Attributes:
-        scalars: scalars that became 0.
+        scalars: Python numbers that became 0 or inf.
         casts: casts that changed integers or masks.
         still: tensors that an op was to change, and did not, by memory and op.
     """
@@ -93,14 +108,21 @@ class Lost:
         if share > 0 and (known is None or known.share < share):
             self.still[key, op.aten] = Still(op, owned, key, x.dtype, x.numel(), share)
 
-    def note_scalars(self, op: Op, args: Any) -> None:
-        """Note Python numbers among the arguments that become 0 in the dtype of the result.
+    def note_scalars(self, place: Place, func: Any, args: Any) -> None:
+        """Note Python numbers among the arguments of an op, which may raise because of them.
 
         Only pointwise ops are checked: norms take an eps too, but compute with it in FP32.
         """
-        if op.gives is torch.float16 and torch.Tag.pointwise in op.func.tags:
-            lost = [x for x in args if isinstance(x, float) and 0 < abs(x) <= 2.0**-25]
-            self.scalars += [LostScalar(op, x) for x in lost]
+        given = floats_in(args)
+        if not given or (torch.Tag.pointwise not in func.tags and "fill" not in func.name()):
+            return
+        dtype = given[0].dtype
+        is_half = dtype is torch.float16 and func.overloadpacket.__name__ not in _COMPARISONS
+        most, least = torch.finfo(dtype).max, 2.0**-25 if is_half else 0.0
+        for x in args:
+            is_number = isinstance(x, (int, float)) and math.isfinite(x)
+            if is_number and (abs(x) > most or 0 < abs(x) <= least):
+                self.scalars.append(LostScalar(place, float(x), dtype))
 
     def note_cast(self, op: Op, name: str, y: Tensor, x: Tensor) -> None:
         """Note integers that a cast or a range has rounded to 16 bits, and masks that are -inf now."""

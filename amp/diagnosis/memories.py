@@ -7,7 +7,9 @@ that was there before the watch is widened when it is first read.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import CANNOT_RUN, has_twin, is_float, run_wide
+from amp.diagnosis.twins import CANNOT_RUN, fresh_in, has_twin, is_float, largest, run_wide, written_by
 
 _WeakReference: Any = StorageWeakRef
 KEPT = 2**31
@@ -44,6 +46,11 @@ class Value:
     exact: Tensor
     memory: Memory
     made: int
+
+    @property
+    def rounded(self) -> Tensor:
+        """Its exact values, rounded correctly to its format, in the dtype of the twin."""
+        return self.exact.to(self.real.dtype).to(self.exact.dtype)
 
 
 @dataclass(eq=False)
@@ -157,6 +164,34 @@ class Memories:
             oldest, freed = self._kept.popleft()
             oldest.args = oldest.kwargs = None
             self._bytes -= freed
+
+
+def results_from(op: Op, of: Callable[..., Tensor]) -> list[Tensor]:
+    """Return the results of an op, of which its inputs were kept, on other values in FP64.
+
+    Raises:
+        Exception: one of `CANNOT_RUN`.
+    """
+    args, kwargs = tree_map(
+        lambda x: of(x).clone() if isinstance(x, Value) else x, (op.args, op.kwargs)
+    )
+    result = run_wide(op.func, args, kwargs)
+    written = written_by(op.func, args, kwargs)
+    return [*written, *fresh_in(result, written)]
+
+
+def largest_from_inputs(op: Op) -> float | None:
+    """Return the largest magnitude of an op's results in FP64 from its own inputs.
+
+    Returns:
+        The magnitude; inf or NaN if the result is not finite in FP64 either. None for an op that cannot
+        be run again.
+    """
+    try:
+        results = results_from(op, lambda x: x.real.double()) if has_twin(op.func) else []
+    except CANNOT_RUN:
+        return None
+    return max(map(largest, results), key=lambda x: (math.isnan(x), x), default=None)
 
 
 def own_part(x: Any) -> Tensor:

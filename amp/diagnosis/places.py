@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _TORCH, _AMP = (
     str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules["amp"])
@@ -47,6 +47,12 @@ class Place(NamedTuple):
     line: int
 
 
+def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return all modules of models, which are given by the prefix of their names, by their names."""
+    every = ((prefix, each) for prefix, model in models.items() for each in model.named_modules())
+    return {prefix + name: module for prefix, (name, module) in every}
+
+
 class Hook:
     """A hook of a module. In a copy or a pickle of the module it does nothing."""
 
@@ -67,34 +73,26 @@ class Places(AbstractContextManager["Places"]):
 
     Args:
         models: the models whose modules are named, by the prefix of the names.
-        note_loss: called with the tensor that each backward starts from.
-        note_call: called after each call of a torch function, with the function, its arguments, its
-            keyword arguments and its result.
+        shadow: is told of calls of models and torch functions, and of backwards.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        note_loss: Callable[[Tensor], None],
-        note_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
-    ) -> None:
-        self._models, self._note_loss, self._note_call = models, note_loss, note_call
+    def __init__(self, models: Mapping[str, nn.Module], shadow: Any) -> None:
+        self._models, self._shadow = models, shadow
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
-        self._stacks = threading.local()
-        self._api = threading.local()
+        self._thread = _Thread()
         self._open = ExitStack()
 
     def __enter__(self) -> Places:
         with ExitStack() as stack:
-            for prefix, model in self._models.items():
-                for name, module in model.named_modules():
-                    self._names.setdefault(id(module), prefix + name)
-                    before = module.register_forward_pre_hook(Hook(self._enter_module), prepend=True)
-                    after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
-            stack.enter_context(_Calls(self))
+            for name, module in modules_of(self._models).items():
+                self._names.setdefault(id(module), name)
+                hook = Hook(self._enter_module)
+                before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(_Calls(self, self._shadow))
             self._open = stack.pop_all()
         return self
 
@@ -104,85 +102,75 @@ class Places(AbstractContextManager["Places"]):
     def here(self, aten: str) -> tuple[Place, str]:
         """Return where the current op was called, and the phase; `aten` is the op's name."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and not self._stack:
+        if in_backward and not self._thread.modules:
             node: Any = torch._C._current_autograd_node()
             known = self._forward.get(node._sequence_nr()) if node is not None else None
             if isinstance(node, torch.autograd.function.BackwardCFunction):  # a backward in Python
                 return Place(aten, known.module if known else "", *user_line()), "backward"
             return known or Place(aten, "", *user_line()), "backward"
-        place = Place(getattr(self._api, "name", None) or aten, self._module, *user_line())
+        place = Place(self._thread.function or aten, self._module, *user_line())
         number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
         self._forward.setdefault(number() - 1, place)
         return place, "recompute" if in_backward else "forward"
 
     @property
     def _module(self) -> str:
-        return next((name for name in reversed(self._stack) if name), "")
+        return next((name for name in reversed(self._thread.modules) if name), "")
 
-    @property
-    def _stack(self) -> list[str]:
-        if not hasattr(self._stacks, "names"):
-            self._stacks.names = []
-        names: list[str] = self._stacks.names
-        return names
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), ""))
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        self._thread.modules.append(self._names.get(id(module), ""))
+        is_model = any(module is model for model in self._models.values())
+        if is_model and kwargs is not None:  # else the hook was removed by one before it
+            self._shadow.model_called(module, args, kwargs)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+        if self._thread.modules:
+            self._thread.modules.pop()
+        if any(module is model for model in self._models.values()):
+            self._shadow.model_left()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function; the ops inside it get its name."""
-        outer = getattr(self._api, "name", None)
-        if outer is not None:
+        if self._thread.function:  # the outermost one counts
             return function(*args, **kwargs)
-        self._api.name = _name_of(function)
+        self._thread.function = _name_of(function)
         try:
             result = function(*args, **kwargs)
         finally:
-            self._api.name = None
-        self._note_call(function, args, kwargs, result)
+            self._thread.function = ""
+        self._shadow.function_called(function, args, kwargs, result)
         return result
 
     def of_call(self, function: Any) -> Place:
-        """Return where a function is called, to its `note_call`."""
+        """Return where a function is called that has just returned."""
         return Place(_name_of(function), self._module, *user_line())
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Pass on the tensor that a backward starts from."""
-        with torch.no_grad(), _disable_current_modes():
-            self._note_loss(loss)
+
+class _Thread(threading.local):
+    """What a thread is in: modules, by their names, and the outermost torch function."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+        self.function = ""
 
 
 class _Calls(TorchFunctionMode):
-    """Reports calls of torch functions to a `Places`."""
+    """Reports calls of torch functions to a `Places`, and backwards to a shadow."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, shadow: Any) -> None:
         super().__init__()
-        self._places = places
+        self._places, self._shadow = places, shadow
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            self._places.note_loss(args[0])
+            self._shadow.backward_begins(args[0])
+            gradient = kwargs.pop("gradient")  # torch passes all by their names
             with self:  # so that calls in recomputed forwards are seen too
-                return _backward(*args, **kwargs)
+                return torch.autograd.backward(args[0], gradient, **kwargs)
         return self._places.call(func, args, kwargs)
-
-
-def _backward(
-    loss: Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Do what `Tensor.backward` does, bypassing function modes."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _name_of(function: Any) -> str:
@@ -221,7 +209,7 @@ def has_modes() -> bool:
 
 
 def file_of_caller() -> str:
-    """Return the file that called the torch function, in a `note_call`."""
+    """Return the file that called the torch function which has just returned."""
     told_by = ("places.py", "ledger.py", "shadow.py", "overrides.py")
     return next(x for frame in _frames() if not (x := frame.f_code.co_filename).endswith(told_by))
 

@@ -24,15 +24,14 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils._pytree import tree_map
 
 from amp.casting.cast_hooks import positional_names
 from amp.diagnosis.advice import properties_of
 from amp.diagnosis.gradients import Gradients
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
-from amp.diagnosis.memories import Memories, Value
-from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, user_line
+from amp.diagnosis.memories import Memories, Value, largest_from_inputs
+from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
 from amp.diagnosis.records import CASTS, UNWRITTEN, Op, Owned, Source
 from amp.diagnosis.twins import (
     difference,
@@ -42,7 +41,6 @@ from amp.diagnosis.twins import (
     is_finite,
     is_float,
     largest,
-    largest_from,
     written_by,
 )
 from amp.masters.master_values import largest_in_master
@@ -82,7 +80,7 @@ class Shadow(Observer):
         self.without_twin = 0
         self.failed: Place | None = None
         self.properties = properties_of(models.values())
-        self._places = Places(models, self.gradients.note_loss, self._note_call)
+        self._places = Places(models, self)
         self._called: set[int] = set()  # the ids of the models whose first forward has begun
         self._is_stepping = False
         self._open = ExitStack()
@@ -96,14 +94,16 @@ class Shadow(Observer):
                     register: Any = parameter.register_post_accumulate_grad_hook
                     stack.callback(register(hook).remove)
             for prefix, model in self.models.items():
-                self._know(prefix, model, stack)
+                for name, buffer in model.named_buffers():
+                    self.own("buffer", prefix + name, buffer)
+            for name, module in modules_of(self.models).items():
+                if "_amp_fp8" in vars(module):
+                    stack.callback(self.ledger.follow_fp8(name, module).remove)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
-            begins = functools.partial(self._note_stepping, True)
-            ends = functools.partial(self._note_stepping, False)
-            stack.callback(register_optimizer_step_pre_hook(begins).remove)
-            stack.callback(register_optimizer_step_post_hook(ends).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             self._open = stack.pop_all()
         return self
 
@@ -128,19 +128,6 @@ class Shadow(Observer):
         """Give a tensor, which was rounded before the watch, the twin that it was rounded from."""
         self._memories.put(tensor, exact)
 
-    def _know(self, prefix: str, model: nn.Module, stack: ExitStack) -> None:
-        """Name the buffers of a model, and follow its forwards."""
-        for name, buffer in model.named_buffers():
-            self.own("buffer", prefix + name, buffer)
-        for name, module in model.named_modules():
-            if "_amp_fp8" in vars(module):
-                stack.callback(self.ledger.follow_fp8(prefix + name, module).remove)
-        hook = Hook(self._root_called)
-        handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-        stack.callback(handle.remove)
-        hook = Hook(self._root_left)
-        stack.callback(model.register_forward_hook(hook, always_call=True).remove)
-
     # Called by hooks and modes.
 
     def _unseen(self, note: Callable[..., None], *args: Any) -> None:
@@ -148,17 +135,21 @@ class Shadow(Observer):
         with torch.no_grad(), _disable_current_modes():
             note(*args)
 
-    def _note_stepping(self, is_stepping: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._is_stepping = is_stepping
+    def _begin_step(self, *_: Any) -> None:
+        self._is_stepping = True
 
-    def _root_called(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if kwargs is not None:  # else the hook was removed by one before it
-            self.note_arguments(model, args, kwargs)
-            if torch.is_grad_enabled() and id(model) not in self._called:
-                self._called.add(id(model))
-                self.ledger.is_open = True
+    def _end_step(self, *_: Any) -> None:
+        self._is_stepping = False
 
-    def _root_left(self, model: nn.Module, args: Any, output: Any) -> None:
+    def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the arguments of a model, and what its first forward costs."""
+        self.note_arguments(model, args, kwargs)
+        if torch.is_grad_enabled() and id(model) not in self._called:
+            self._called.add(id(model))
+            self.ledger.is_open = True
+
+    def model_left(self) -> None:
+        """Note no more of what a forward costs."""
         self.ledger.close()
 
     def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -167,9 +158,14 @@ class Shadow(Observer):
             self.own("argument", name, x)
             self._memories[x].before = None  # a cast back is of this model
 
-    def _note_call(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+    def function_called(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        """Note a call of a torch function."""
         if self.ledger.is_open:
             self.ledger.call_ends(self._places.of_call(function), function, args, kwargs, result)
+
+    def backward_begins(self, loss: Tensor) -> None:
+        """Note the tensor that a backward starts from."""
+        self._unseen(self.gradients.note_loss, loss)
 
     def note_output(self, output: Any) -> None:
         """Note the output of a forward that no backward follows."""
@@ -198,8 +194,8 @@ class Shadow(Observer):
         counts = self.ledger.is_open and phase == "forward"
         written, inputs = written_by(func, args, kwargs), floats_in((args, kwargs))
         with torch.no_grad():
-            if counts:
-                self.ledger.op_begins(place, func, args)
+            if phase != "backward":
+                self.lost.note_scalars(place, func, args)
             values = {id(x): self._memories.read(x) for x in inputs}
             for x in written:
                 self._memories.before_write(x)
@@ -239,15 +235,15 @@ class Shadow(Observer):
             is_drawn = op.func.namespace == "aten" and not has_twin(op.func)  # or a number as it is
             self.without_twin += bool(outputs) and not is_drawn
         if op.is_collective:  # whose result may not be there yet
-            self._note_bad(op, args, kwargs, values, [])
+            self._note_bad(op, values, [])
             for x in outputs:
                 self._memories[x].bad = op.number if op.bad_parents else 0
         elif op.aten not in UNWRITTEN:
             exact = list(map(self._memories.twin, outputs))
             op.error = max(map(difference, outputs, exact), default=0.0)
             op.largest = max(map(largest, exact), default=0.0)
-            self._note_bad(op, args, kwargs, values, outputs)
-        self._note_lost(op, args, values, outputs, written)
+            self._note_bad(op, values, outputs)
+        self._note_lost(op, values, outputs, written)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
             self.gradients.note_unscale(args[0], args[2], self.ops.values())
         elif written and op.phase != "backward":
@@ -258,9 +254,11 @@ class Shadow(Observer):
             self._memories[x].is_new = True
         if not isinstance(args[0] if args else None, (list, tuple)) or op.is_bad:
             self._memories.keep(op, args, kwargs, values, outputs)
+        if op.is_root and not op.is_constant:
+            op.value = largest_from_inputs(op)
 
     def _note_lost(
-        self, op: Op, args: Any, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
+        self, op: Op, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
     ) -> None:
         """Note numbers that an op has lost."""
         for x in written:
@@ -273,8 +271,6 @@ class Shadow(Observer):
                 self.lost.note_still(op, owned, value, x, self._memories.twin(x))
             elif not memory.gradient and not memory.is_new:
                 self.lost.note_still(op, memory.owned, value, x, self._memories.twin(x))
-        if op.phase != "backward" and outputs:
-            self.lost.note_scalars(op, args)
         if op.aten in (*CASTS, "arange") and outputs and op.phase not in ("backward", "step"):
             owned = next((value.memory.owned for value in reversed(values.values())), Owned())
             casts = self.properties is not None and self.properties.casts_model
@@ -283,9 +279,7 @@ class Shadow(Observer):
             if owned.kind != "weight":
                 self.lost.note_cast(op, owned.name, outputs[0], self._memories.twin(outputs[0]))
 
-    def _note_bad(
-        self, op: Op, args: Any, kwargs: Any, values: dict[int, Value], outputs: list[Tensor]
-    ) -> None:
+    def _note_bad(self, op: Op, values: dict[int, Value], outputs: list[Tensor]) -> None:
         """Note results that are inf or NaN."""
         bad = [x for x in outputs if not is_finite(x)]
         for value in values.values() if bad or op.is_collective else ():
@@ -299,9 +293,6 @@ class Shadow(Observer):
             if "softmax" in op.aten and op.phase != "backward":
                 reals = [value.real for value in values.values() if value.real.dim()]
                 op.rows_of_minus_inf = any(bool((x == -math.inf).all(-1).any()) for x in reals)
-            if op.is_root and not op.is_constant:
-                given = tree_map(lambda x: values[id(x)].real if id(x) in values else x, (args, kwargs))
-                op.value = largest_from(op.func, *given)
         for x in outputs:
             self._memories[x].bad = 0
         for x in bad:

@@ -89,24 +89,6 @@ def _widened(x: Any) -> Any:
     return torch.float64 if isinstance(x, torch.dtype) and x in _FLOATS else x
 
 
-def largest_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """Run an op in FP64 on its own arguments, and return the largest magnitude of its results.
-
-    Returns:
-        The magnitude; inf or NaN if the result is not finite in FP64 either. None for an op that cannot
-        be run again.
-    """
-    if not has_twin(func):
-        return None
-    args, kwargs = tree_map(lambda x: x.detach().double() if is_float(x) else x, (tuple(args), kwargs))
-    try:
-        result = run_wide(func, args, kwargs)
-    except CANNOT_RUN:
-        return None
-    magnitudes = [largest(x) for x in floats_in(args[:1] if result is None else result)]
-    return max(magnitudes, key=lambda x: (math.isnan(x), x), default=None)
-
-
 _NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """Ops that update running statistics, if their sixth argument is true."""
 

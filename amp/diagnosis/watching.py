@@ -58,7 +58,6 @@ class Watch(Looks, Observer):
         self._shadow: Shadow | None = None
         self._is_empty = True  # whether no forward of the window has begun
         self._stepped = Counter[int]()  # in this window, by the id of the optimizer
-        self._taken: set[int] = set()  # optimizers whose step is counted already
         self._seen: list[Finding] = []
         self._still: list[Still] = []
         self._models: list[nn.Module] = []
@@ -215,34 +214,27 @@ class Watch(Looks, Observer):
     # Counting steps.
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Count a step."""
+        """Count a step, unless it is one of amp's or of a gradient scaler, which may skip it."""
         super().optimizer_stepped(optimizer)
-        self._count(optimizer)
-
-    def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
-        """Be ready to count a step, which may be skipped."""
-        self._taken.discard(id(attached.optimizer))
-        return closure
+        if AttachedOptimizer.of(optimizer) is None and not self.is_in_scaler:
+            self._count(optimizer)
 
     def step_ends(self, attached: AttachedOptimizer) -> None:
-        """Count a step that amp has skipped without a call of the optimizer's own."""
-        if id(attached.optimizer) not in self._taken:
+        """Count a step of amp's, taken or skipped."""
+        if not self.is_in_scaler:
             self._count(attached.optimizer)
 
-    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
-        """Count a step that a gradient scaler has skipped."""
-        super().scaler_called(name, scaler, optimizer)
+    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
+        """Count a step of a gradient scaler, taken or skipped."""
+        super().scaler_called(name, scaler, given, result)
         if name == "step":
-            if id(optimizer) not in self._taken:
-                self._count(optimizer)
-            self._taken.discard(id(optimizer))
+            self._count(given)
 
     def _count(self, optimizer: Optimizer) -> None:
         self._first = id(optimizer) if self._first is None else self._first
         self.steps += id(optimizer) == self._first
         if self._shadow is not None:
             self._stepped[id(optimizer)] += 1
-        self._taken.add(id(optimizer))
         self._names[type(optimizer).__name__] = None
 
 

@@ -25,13 +25,13 @@ from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
 from amp.trials.script_watching import CallExplainer, ScriptWatch
 
-WATCHERS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Any]] = {
-    "compare": lambda options, end: RunObserver(Trial(**options), end),
-    "doctor": lambda options, end: ScriptWatch(**options, when_complete=end),
-    "explain": lambda options, end: CallExplainer(**options, when_complete=end),
+WATCHERS: dict[str, Callable[[dict[str, Any], bool, Callable[[], None]], Any]] = {
+    "compare": lambda options, needs_amp, end: RunObserver(Trial(**options), end),
+    "doctor": lambda options, needs_amp, end: ScriptWatch(needs_amp, end, **options),
+    "explain": lambda options, needs_amp, end: CallExplainer(needs_amp, end, **options),
 }
-"""What watches a script: a context manager with `steps`, `last_step`, `has_begun`,
-`is_complete` and `seen(error)`."""
+"""What watches a script, made of its options, of whether it needs amp, and of what ends the script: a
+context manager with `steps`, `last_step`, `has_begun`, `is_complete` and `seen(error)`."""
 
 
 class _EnoughError(BaseException):
@@ -68,7 +68,8 @@ def main(job: str) -> None:
     run = runner(given["arguments"])
     if given["seed"] is not None:
         seed_random_numbers(given["seed"])
-    with WATCHERS[given["watcher"]](given["options"], end) as watcher, ExitStack() as stack:
+    watcher = WATCHERS[given["watcher"]](given["options"], given["needs_amp"], end)
+    with watcher, ExitStack() as stack:
         if given["injects"]:
             injected = stack.enter_context(Injected(given["level"] or AS_IS, given["scale"]))
         else:

@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
     _add_explain(commands)
 
 
-def _add(commands: Any, name: str, text: str, epilog: str) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, text: str, epilog: str, run: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -57,6 +57,7 @@ def _add(commands: Any, name: str, text: str, epilog: str) -> argparse.ArgumentP
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.set_defaults(run=run)
     return parser
 
 
@@ -74,14 +75,13 @@ def _script_of(arguments: argparse.Namespace) -> list[str]:
 
 def _add_compare(commands: Any) -> None:
     text = "train a script at several levels, and say which match FP32"
-    parser = _add(commands, "compare", text, _COMPARE)
+    parser = _add(commands, "compare", text, _COMPARE, _compare)
     _add_script(parser)
     parser.add_argument("--levels", default=",".join(LEVELS), help=f"({','.join(LEVELS)})")
     parser.add_argument("--steps", type=int, default=25, help="optimizer steps of each run (25)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (0)")
     parser.add_argument("--reference", default="fp64", help=f"{' or '.join(REFERENCES)} (fp64)")
     parser.add_argument("--out", metavar="FILE", help="write a page with the curves and a heat map")
-    parser.set_defaults(run=_compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _add_doctor(commands: Any) -> None:
     text = "find what precision does wrong in the first steps of a script"
-    parser = _add(commands, "doctor", text, _DOCTOR)
+    parser = _add(commands, "doctor", text, _DOCTOR, _doctor)
     _add_script(parser)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to look at (3)")
     parser.add_argument("--opt-level", help="in place of the script's own, or of no amp")
@@ -116,7 +116,6 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--at", default="1,4,20", help="steps to look at in a script without amp (1,4,20)"
     )
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -125,10 +124,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"--steps {arguments.steps} must be at least 1")
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
-    try:
-        at = sorted({int(step) for step in arguments.at.split(",")})
-    except ValueError:
-        at = [0]
+    given = [step.strip() for step in arguments.at.split(",")]
+    at = sorted({int(step) if step.isdecimal() else 0 for step in given})
     if at[0] < 1:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
     options = {"steps": arguments.steps, "at": at}
@@ -156,14 +153,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _add_explain(commands: Any) -> None:
     text = "say what happens to an op, and why"
-    parser = _add(commands, "explain", text, _EXPLAIN)
+    parser = _add(commands, "explain", text, _EXPLAIN, _explain)
     parser.add_argument(
         "op", help="its full name, such as torch.softmax; with --script a short one too"
     )
     parser.add_argument("--opt-level", help="a level, an alias or a YAML profile (O1, or the script's)")
     parser.add_argument("--script", help="look at it where it runs: in the first forward of a script")
     parser.add_argument("--module", help="the name of a module, and those inside of it")
-    parser.set_defaults(run=_explain)
 
 
 def _explain(arguments: argparse.Namespace) -> None:
@@ -175,7 +171,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
     script = Script([arguments.script, *arguments.for_the_script], Progress(arguments.json))
-    seen, error = script.watched_by("explain", {}, arguments.opt_level)
+    seen, error = script.watched_by("explain", {"at": [1], "steps": 1}, arguments.opt_level)
     if seen is None:
         raise script.failure(error or "it ended before", "the script ran no forward of a model")
     found = chosen(seen, arguments.op, arguments.module)

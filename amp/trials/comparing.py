@@ -212,7 +212,7 @@ def compare_runs(
     if not floor.losses:
         raise AmpRuntimeError("the run made no step after a loss that was scaled: use amp.scale_loss")
     basis = _basis(run, base, floor, reference)
-    results = [_judged(_measured("O0", basis.floor, basis), basis.name, None)]
+    results = [_judged("O0", basis.floor, basis)]
     for level in dict.fromkeys([*rows_before(), *levels]):
         if level != "O0":
             try:
@@ -220,8 +220,7 @@ def compare_runs(
             except Exception as error:  # the script fails at this level: that is a result
                 results.append(LevelResult(level, (Problem("not_run", f"not run: {_short(error)}"),)))
             else:
-                result = _measured(level, record, basis, searched)
-                results.append(_judged(result, basis.name, results[0].still))
+                results.append(_judged(level, record, basis, results[0].still, searched))
     made, notes = len(floor.skipped), list(basis.notes)
     if made < steps:
         note = f"the run ended after {made} of {steps} steps: nothing is known of its last gradients"
@@ -301,8 +300,10 @@ def _short(error: Exception) -> str:
     return line if isinstance(error, AmpError) else f"{type(error).__name__}: {line}".removesuffix(": ")
 
 
-def _measured(level: str, record: Record, basis: _Basis, searched: int = 0) -> LevelResult:
-    """Return how far a run is from the reference, without a verdict."""
+def _judged(
+    level: str, record: Record, basis: _Basis, still_at_o0: float | None = None, searched: int = 0
+) -> LevelResult:
+    """Return how far a run is from the reference, and what is wrong with it."""
     exact = basis.record
     if not record.losses:
         return LevelResult(level, (Problem("not_run", "not run: it made no step"),))
@@ -312,20 +313,21 @@ def _measured(level: str, record: Record, basis: _Basis, searched: int = 0) -> L
     telling = {name: error for name, error in errors.items() if name not in vanishing}
     first, last = total_error_of(record.first, exact.first), total_error_of(record.last, exact.last)
     out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, first.relative)
-    gap = worst_gap(record.losses, exact.losses, basis.floor.losses)
+    gap = worst_gap(record.losses, exact.losses, basis.floor.losses) or (None, None)
     parts = (size for part, size in record.memory.items() if part != "peak")
-    return LevelResult(
+    result = LevelResult(
         level,
         losses=record.losses,
-        loss_gap=gap.size if gap else None,
-        loss_gap_allowed=gap.allowed if gap else None,
+        loss_gap=gap[0],
+        loss_gap_allowed=gap[1],
         gradient_error=first.relative if telling else None,
         gradient_cosine=first.cosine if telling else None,
         median_error=median_of(error.relative for error in telling.values()) if telling else None,
         later_error=last.relative if later else None,
         later_cosine=last.cosine if later else None,
         modules=tuple(
-            _of_module(name, telling.get(name), later.get(name), name in out) for name in errors
+            ModuleError(name, *_of_module(telling, name), *_of_module(later, name), name in out)
+            for name in errors
         ),
         skipped=sum(record.skipped),
         scale_search=searched,
@@ -334,16 +336,9 @@ def _measured(level: str, record: Record, basis: _Basis, searched: int = 0) -> L
         memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
     )
 
-
-def _of_module(name: str, first: Error | None, later: Error | None, stands_out: bool) -> ModuleError:
-    error, cosine = first or (None, None)
-    later_error, later_cosine = later or (None, None)
-    return ModuleError(name, error, cosine, later_error, later_cosine, stands_out)
-
-
-def _judged(result: LevelResult, reference: str, still_at_o0: float | None) -> LevelResult:
-    """Return a result with its problems and remarks."""
-    if not result.was_run:
-        return result
-    result = replace(result, problems=tuple(problems_of(result, reference, still_at_o0)))
+    result = replace(result, problems=tuple(problems_of(result, basis.name, still_at_o0)))
     return replace(result, remarks=tuple(remarks_of(result)))
+
+
+def _of_module(errors: dict[str, Error], name: str) -> tuple[float | None, float | None]:
+    return errors.get(name, (None, None))

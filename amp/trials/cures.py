@@ -130,15 +130,8 @@ def doctor(
     report = Report(findings, replay.ops)
     if not findings:
         return Prescription(report)
-    first = findings[0]
-    if first.cause not in CURABLE:
-        return Prescription(report, why_not=f"no precision cures the cause, {first.cause}")
-    if first.phase == "step":
-        return Prescription(report, why_not="it is in the optimizer's step, which a replay leaves out")
-    cure = _Search(replay, first).cure()
-    if isinstance(cure, str):
-        return Prescription(report, why_not=cure)
-    return Prescription(report, cure)
+    cure = _Search(replay, findings[0]).cure()
+    return Prescription(report, cure) if isinstance(cure, Cure) else Prescription(report, None, cure)
 
 
 class _Search:
@@ -160,6 +153,10 @@ class _Search:
 
     def cure(self) -> Cure | str:
         """Return a cure, or why there is none."""
+        if self._first.cause not in CURABLE:
+            return f"no precision cures the cause, {self._first.cause}"
+        if self._first.phase == "step":
+            return "it is in the optimizer's step, which a replay leaves out"
         if self._first.cause == "underflow" and not self._first.op:  # of all gradients
             return self._by_higher_scale()
         lowest = min(self._scale, 1.0)

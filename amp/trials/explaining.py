@@ -10,14 +10,14 @@ from torch import nn
 
 from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
+from amp.casting.module_rules import ruled_modules
 from amp.casting.policy import OpRule, describe
-from amp.diagnosis.diagnose import module_named
 from amp.diagnosis.findings import short_path, without_number
 from amp.diagnosis.ledger import Call
+from amp.diagnosis.places import modules_of
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
-from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.trials.checking import a_forward
@@ -111,7 +111,7 @@ def explain(
 
 def explained(session: Session | None, shadow: Shadow) -> Explanation:
     """Explain all calls of the forwards that a shadow has seen, in a session or without one."""
-    counts = Counter(_explained(session, shadow, call) for call in shadow.ledger.calls)
+    counts = Counter(map(_Explainer(session, shadow).explained, shadow.ledger.calls))
     calls = tuple(replace(call, count=count) for call, count in counts.items())
     level = session.properties.opt_level if session is not None else "no level"
     return Explanation(str(level or "this profile"), calls)
@@ -143,56 +143,50 @@ def _is_about(call: Explained, op: str | None, module: str | None) -> bool:
     return is_inside and (op is None or op in (call.op, call.op.rpartition(".")[2]))
 
 
-def _explained(session: Session | None, shadow: Shadow, call: Call) -> Explained:
-    place = call.place
-    name = f"torch.{place.op}" if place.op.startswith("Tensor.") else place.op
-    strategies = session.strategies if session is not None else ()
-    caster = next((x for x in strategies if isinstance(x, CastOps)), None)
-    rule = None
-    if caster is not None and (rule := caster.rule_of(call.function)) is not None:
-        name = rule.op
-    elif caster is not None:
-        rule = next((x for x in caster.policy.rules if x.op == name), None)
-    takes, gives = (tuple(map(dtype_name, dtypes)) for dtypes in (call.takes, call.gives))
-    why = _reason(None if session is None else session.properties, shadow, call, rule, caster)
-    return Explained(name, place.module, place.file, place.line, takes, gives, why)
+class _Explainer:
+    """Explains calls of functions, in a session or without one."""
 
+    def __init__(self, session: Session | None, shadow: Shadow) -> None:
+        self._modules = modules_of(shadow.models)
+        self._properties, self._caster = None, None
+        self._ruled: dict[nn.Module, Rule] = {}
+        if session is not None:
+            self._properties = session.properties
+            self._caster = next((x for x in session.strategies if isinstance(x, CastOps)), None)
+            for model in shadow.models.values():
+                self._ruled |= ruled_modules(model, session.properties.rules)
 
-def _reason(
-    properties: Properties | None,
-    shadow: Shadow,
-    call: Call,
-    rule: OpRule | None,
-    caster: CastOps | None,
-) -> str:
-    """Return, as a sentence, what decides the precision of a call."""
-    model, name = module_named(shadow.models, call.place.module)
-    module = model.get_submodule(name)
-    weights = {dtype_name(x.dtype): None for x in module.parameters(recurse=False)}
-    held = f"; its weights are {', '.join(weights)}" if weights else ""
-    if properties is None or not (properties.casts_model or properties.patch_torch_functions):
-        return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
-    if call.takes[1:] and call.takes[-1].itemsize == 1:
-        return f"multiplies in FP8, {dtype_name(call.takes[-1])}: fp8={properties.fp8}."
-    ruled = _module_rule(properties, model, name)
-    if ruled is not None and ruled.dtype is not None:
-        dtype = dtype_name(ruled.dtype)
-        return f"a rule for the module '{ruled.pattern}' says {dtype} ({ruled.source})."
-    if caster is not None:
-        if rule is not None and rule.category == "calls":
-            inner = next((x for x in caster.policy.rules if x.op == rule.note), None)
-            return f"calls {rule.note}, which {describe(inner, caster.policy)}"
-        return describe(rule, caster.policy)
-    if properties.casts_model and keeps_fp32(module, properties):
-        return f"its weights stay in FP32 at {properties.opt_level}, as those of norms do."
-    return f"follows its input: {properties.opt_level} casts models and no functions{held}."
+    def explained(self, call: Call) -> Explained:
+        """Explain a call."""
+        place, caster, rule = call.place, self._caster, None
+        name = f"torch.{place.op}" if place.op.startswith("Tensor.") else place.op
+        if caster is not None and (rule := caster.rule_of(call.function)) is not None:
+            name = rule.op
+        elif caster is not None:
+            rule = next((x for x in caster.policy.rules if x.op == name), None)
+        takes, gives = (tuple(map(dtype_name, dtypes)) for dtypes in (call.takes, call.gives))
+        why = self._reason(call, rule)
+        return Explained(name, place.module, place.file, place.line, takes, gives, why)
 
-
-def _module_rule(properties: Properties, model: nn.Module, name: str) -> Rule | None:
-    """Return the rule for a module, or for the innermost module around it with a rule."""
-    while True:
-        inner = model.get_submodule(name)
-        rule = next((x for x in properties.rules if x.matches(name, inner)), None)
-        if rule is not None or not name:
-            return rule
-        name = name.rpartition(".")[0]
+    def _reason(self, call: Call, rule: OpRule | None) -> str:
+        """Return, as a sentence, what decides the precision of a call."""
+        properties, caster = self._properties, self._caster
+        module = self._modules[call.place.module]
+        weights = {dtype_name(x.dtype): None for x in module.parameters(recurse=False)}
+        held = f"; its weights are {', '.join(weights)}" if weights else ""
+        if properties is None or not (properties.casts_model or properties.patch_torch_functions):
+            return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
+        if call.takes[1:] and call.takes[-1].itemsize == 1:
+            return f"multiplies in FP8, {dtype_name(call.takes[-1])}: fp8={properties.fp8}."
+        ruled = self._ruled.get(module)
+        if ruled is not None and ruled.dtype is not None:
+            dtype = dtype_name(ruled.dtype)
+            return f"a rule for the module '{ruled.pattern}' says {dtype} ({ruled.source})."
+        if caster is not None:
+            if rule is not None and rule.category == "calls":
+                inner = next((x for x in caster.policy.rules if x.op == rule.note), None)
+                return f"calls {rule.note}, which {describe(inner, caster.policy)}"
+            return describe(rule, caster.policy)
+        if properties.casts_model and keeps_fp32(module, properties):
+            return f"its weights stay in FP32 at {properties.opt_level}, as those of norms do."
+        return f"follows its input: {properties.opt_level} casts models and no functions{held}."

@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
+from amp.casting.module_rules import ruled_modules
 from amp.diagnosis.advice import keep_wide
 from amp.diagnosis.diagnose import computes_in_half, unchecked
 from amp.diagnosis.findings import Finding, grouped, one_a_rule
-from amp.diagnosis.ledger import Constant, Ledger, Product
+from amp.diagnosis.ledger import Ledger, Product
+from amp.diagnosis.lost import LostScalar
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, CONSTANTS
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.profiles.properties import Properties
-from amp.profiles.rules import Rule
 from amp.training.attachment import AttachedOptimizer
 
 HEADROOM = 4
@@ -70,17 +71,14 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each parameter that is shared by modules with different rules."""
     if not properties.casts_model:
         return
-    chosen = dtypes_to_be(model, properties)
+    chosen, ruled = dtypes_to_be(model, properties), ruled_modules(model, properties.rules)
     holders: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             if parameter.dtype in CASTABLE:
                 holders[parameter].append(name)
     for parameter, names in holders.items():
-        rules = {
-            name: next((x for x in reversed(properties.rules) if _is_inside(x, name, model)), None)
-            for name in names
-        }
+        rules = {name: ruled.get(model.get_submodule(name)) for name in names}
         if len({None if rule is None else rule.dtype for rule in rules.values()}) > 1:
             said = "; ".join(
                 f"'{name}' has {'no rule' if rule is None else f'{rule.source}: {rule}'}"
@@ -92,21 +90,12 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
             yield Finding("tied", what, todo, module=names[-1])
 
 
-def _is_inside(rule: Rule, name: str, model: nn.Module) -> bool:
-    """Whether a rule matches a module, or a module around it."""
-    while not rule.matches(name, model.get_submodule(name)):
-        if not name:
-            return False
-        name = name.rpartition(".")[0]
-    return True
-
-
 def of_failure(shadow: Shadow, message: str, error: str) -> Finding:
     """Return a finding for a forward that raises at this level, but not in FP32."""
     place = shadow.failed or Place("", "", "", 0)
-    for constant in shadow.ledger.constants:
-        if constant.place == place:
-            return _of_constant(constant, "the op raises")
+    for scalar in shadow.lost.scalars:
+        if scalar.place == place and scalar.is_large:
+            return _of_constant(scalar, "the op raises")
     what = f"{error} at this level, and not in FP32: {message.partition(chr(10))[0]}"
     todo = "Give the op tensors of one dtype, or keep its module in FP32."
     return Finding("fails", what, todo, "forward", *place)
@@ -127,16 +116,10 @@ def _place(x: Finding) -> tuple[str, str, int]:
 
 def _of_numbers(shadow: Shadow) -> list[Finding]:
     """Return findings about constants that a format changes, and values near its limit."""
-    found = [
-        _of_constant(x, f"it becomes {math.copysign(math.inf, x.value)}")
-        for x in shadow.ledger.constants
-    ]
-    for op, value in shadow.lost.scalars:
-        todo = f"Take at least {2.0**-14:.1e}, or compute in FP32 (x.float())."
-        what = f"{value:g} is 0 in float16"
-        found.append(Finding("eps", what, todo, "forward", *op.place, gives="float16", value=value))
+    scalars = shadow.lost.scalars
+    found = [_of_constant(x, f"it becomes {math.copysign(math.inf, x.value)}") for x in scalars]
     limit = torch.finfo(torch.float16).max
-    known = {x.place for x in shadow.ledger.constants}
+    known = {x.place for x in scalars if x.is_large}
     for op in shadow.ops.values():
         is_near = op.gives is torch.float16 and limit / HEADROOM < op.largest < math.inf
         is_own = all(shadow.ops[each].largest <= limit / HEADROOM for each in op.parents)
@@ -157,9 +140,12 @@ def _of_numbers(shadow: Shadow) -> list[Finding]:
     return grouped(found)
 
 
-def _of_constant(constant: Constant, then: str) -> Finding:
-    place, value, dtype = constant
+def _of_constant(scalar: LostScalar, then: str) -> Finding:
+    place, value, dtype = scalar
     limit, name = float(torch.finfo(dtype).max), dtype_name(dtype)
+    if not scalar.is_large:
+        todo = f"Take at least {2.0**-14:.1e}, or compute in FP32 (x.float())."
+        return Finding("eps", f"{value:g} is 0 in {name}", todo, "forward", *place, (), name, value)
     what = f"{value:g} is beyond {name}, which ends at {limit:g}: {then}"
     todo = "To mask, take x.masked_fill(mask, torch.finfo(x.dtype).min): 0 times -inf is NaN."
     return Finding("mask", what, todo, "forward", *place, (), name, value, limit)

@@ -64,9 +64,7 @@ class Injected(Training):
         self._until_begun = ExitStack()  # torch.compile traces no replaced call
         self._open.callback(self._until_begun.close)
         replace_in(self._until_begun, nn.Module, "__call__", self._call)
-        replace_in(self._open, Tensor, "backward", self._backward)
         if self._is_as_is:
-            replace_in(self._open, torch.amp.GradScaler, "scale", self._scale)
             replace_in(self._open, torch.amp.GradScaler, "__init__", self._make_scaler)
             return self
         replace_in(self._open, torch.amp.GradScaler, "__init__", _disabled)
@@ -125,7 +123,7 @@ class Injected(Training):
             return original(tensors, *args, **kwargs)
         if len(losses) != 1 or losses[0].numel() != 1:
             raise AmpRuntimeError("a backward from several tensors, or no scalar, cannot be compared")
-        self._is_busy = True  # Tensor.backward calls torch.autograd.backward
+        self._is_busy = True  # a backward may run others, as reentrant checkpoints do
         try:
             if not self._is_as_is:
                 with session.scale_loss(losses[0], self.optimizers) as scaled_loss:
@@ -156,8 +154,10 @@ class Injected(Training):
         """Note that steps are not skipped any more."""
         self._has_stepped = True
 
-    def scaler_called(self, name: str, scaler: Any, optimizer: Any) -> None:
-        """Note the scale after a step that was skipped, before any was taken."""
+    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
+        """Note losses that are scaled, and the scale after a step that was skipped before any other."""
+        if name == "scale" and isinstance(given, Tensor):
+            self._unscaled = {id(result): (result, given)}
         if name == "update" and not self._has_stepped:
             self.scale = scaler.get_scale()
 
@@ -165,13 +165,6 @@ class Injected(Training):
         original(scaler, *args, **kwargs)
         if self._begin_at is not None:
             scaler._init_scale = self._begin_at
-
-    def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
-        """Remember the loss that a gradient scaler has scaled."""
-        scaled = original(scaler, outputs)
-        if isinstance(outputs, Tensor):
-            self._unscaled = {id(scaled): (scaled, outputs)}
-        return scaled
 
 
 def _widen(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

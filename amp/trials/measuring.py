@@ -58,11 +58,8 @@ def vanishing_modules(reference: ModuleGradients, limit: float) -> set[str]:
         reference: the gradients of the reference.
         limit: the largest such gradient, relative to the median of all modules.
     """
-    sizes = {
-        name: float(vector.norm()) / math.sqrt(max(vector.numel(), 1))
-        for name, grads in reference.items()
-        if (vector := _as_vector(grads)) is not None
-    }
+    vectors = {name: _as_vector(grads) for name, grads in reference.items()}
+    sizes = {name: float(x.norm()) / math.sqrt(max(x.numel(), 1)) for name, x in vectors.items()}
     smallest = limit * median_of(sizes.values())
     return {name for name, size in sizes.items() if size <= smallest}
 
@@ -79,21 +76,10 @@ def mean_of(values: Iterable[float]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def window_of(steps: int) -> int:
-    """Return the number of last steps whose losses are compared: a third of all."""
-    return max(1, math.ceil(steps / 3))
-
-
-def gap_of(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return how far the mean of the last losses is above the reference's mean."""
-    both = list(zip(losses, reference, strict=False))
-    return mean_of(x - y for x, y in both[-window_of(len(both)) :])
-
-
-def spread_of(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the mean absolute difference of the last losses from the reference's."""
-    both = list(zip(losses, reference, strict=False))
-    return mean_of(abs(x - y) for x, y in both[-window_of(len(both)) :])
+def gaps_of(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return how far each of the last losses, a third of all, is above the reference's."""
+    gaps = [x - y for x, y in zip(losses, reference, strict=False)]
+    return gaps[-max(1, math.ceil(len(gaps) / 3)) :]
 
 
 def _as_vector(grads: Sequence[Tensor]) -> Tensor:

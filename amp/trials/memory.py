@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,15 +19,6 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of dense tensors, counting each storage once."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     return sum({address_of(t): t.untyped_storage().nbytes() for t in strided}.values())
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
 
 
 class Activations:

@@ -6,7 +6,6 @@ of the run, and its own time is not counted as the run's.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
-from amp.casting.containers import cast_tensors
-from amp.dtypes import CASTABLE
+from amp.casting.cast_hooks import cast_inputs_to
 from amp.observers import Observer, observing
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
 from amp.training.unscaling import unscaled
-from amp.trials.memory import Activations, size_of, tensors_in
+from amp.trials.memory import Activations, size_of
 
 ModuleGradients = dict[str, list[Tensor]]
 """The unscaled gradients of each module's own parameters, on the host, by the module's name."""
@@ -174,8 +173,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """Cast the model to FP64, for a reference."""
         for model in models if self.trial.in_float64 else ():
             model.double()
-            hook = model.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
-            self._open.callback(hook.remove)
+            self._open.callback(cast_inputs_to(model, torch.float64))
 
     def initialize_ends(
         self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
@@ -269,7 +267,6 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """Return a closure that notes gradients at its first evaluation in a step only."""
         evaluated = False
 
-        @functools.wraps(closure)
         def watched() -> Any:
             nonlocal evaluated
             sums = dict(log.sums)
@@ -338,8 +335,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             self._add_memory("weights", size_of(held))
         halves = attached.masters.low_halves(masters) or []
         self._add_memory("weights", size_of([*masters, *halves]))
-        state = [t for entry in attached.optimizer.state.values() for t in tensors_in(entry)]
-        self._add_memory("optimizer_state", size_of(state))
+        state = tree_leaves([*attached.optimizer.state.values()])
+        self._add_memory("optimizer_state", size_of(x for x in state if isinstance(x, Tensor)))
 
     def _add_memory(self, part: str, size: int) -> None:
         self._record.memory[part] = self._record.memory.get(part, 0) + size
@@ -418,8 +415,3 @@ def _dense(grad: Tensor) -> Tensor:
 
 def _on_host(grad: Tensor) -> Tensor:
     return _dense(grad.detach()).cpu().clone()
-
-
-def _widen_inputs(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook that casts floating inputs to float64."""
-    return cast_tensors(args, CASTABLE, torch.float64), cast_tensors(kwargs, CASTABLE, torch.float64)

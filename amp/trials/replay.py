@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from amp.casting.cast_hooks import ModelInputs, cast_inputs_to
 from amp.casting.module_rules import run_in_float32
 from amp.casting.regions import disable_casts
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import module_named, open_scale, unwrapped
+from amp.diagnosis.diagnose import open_scale, unwrapped
 from amp.diagnosis.findings import Finding
+from amp.diagnosis.places import modules_of
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.masters.grads import grads_of, store_grads
@@ -94,69 +95,61 @@ class Replay:
     ) -> Any:
         """Run the step like `run`, but inside a given context manager, and return the step's result."""
         self.runs += 1
-        with self._unchanged(), self._in_float32(modules), self._uncast(arguments), watcher:
+        with ExitStack() as stack:
+            self._keep_all(stack)
+            self._run_in_float32(modules, stack)
+            if arguments:
+                self._uncast(arguments, stack)
+            stack.enter_context(watcher)
             if scale is not None:
                 for scaler in self.owner.scalers:
                     scaler.set_scale(scale)
             return self._step()
 
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Restore all state that the block changes, and disable `optimizer.step` in it."""
-        with ExitStack() as stack:
-            for ddp in _ddps_around(list(self.models.values())):  # each rank runs as often as it needs
-                stack.enter_context(ddp.no_sync())
-            stack.callback(keep_random_numbers())
-            for model in self.models.values():
-                stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
-            for one in self._attached:
-                stack.callback(_keep_optimizer(one))
-            for scaler in self.owner.scalers:
-                stack.callback(scaler.snapshot())
-            if (history := self.owner.amax_history) is not None:
-                stack.callback(history.snapshot())
-            for session in {self.owner, *(one.owner for one in self._attached)}:
-                stack.callback(setattr, session, "is_rehearsal", session.is_rehearsal)
-                session.is_rehearsal = True
-            yield
+    # Each of these is undone when the stack ends.
 
-    @contextmanager
-    def _in_float32(self, names: Sequence[str]) -> Iterator[None]:
+    def _keep_all(self, stack: ExitStack) -> None:
+        """Keep all state that a step changes, and disable `optimizer.step`."""
+        for ddp in _ddps_around(list(self.models.values())):  # each rank runs as often as it needs
+            stack.enter_context(ddp.no_sync())
+        stack.callback(keep_random_numbers())
+        for model in self.models.values():
+            stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
+        for one in self._attached:
+            stack.callback(_keep_optimizer(one))
+        for scaler in self.owner.scalers:
+            stack.callback(scaler.snapshot())
+        if (history := self.owner.amax_history) is not None:
+            stack.callback(history.snapshot())
+        for session in {self.owner, *(one.owner for one in self._attached)}:
+            stack.callback(setattr, session, "is_rehearsal", session.is_rehearsal)
+            session.is_rehearsal = True
+
+    def _run_in_float32(self, names: Sequence[str], stack: ExitStack) -> None:
         """Run modules in FP32, like a rule for each."""
-        named = [module_named(self.models, name) for name in names]
-        chosen = [model.get_submodule(name) for model, name in named]
+        modules = modules_of(self.models)
+        chosen = [modules[name] for name in names]
         caster = next((x for x in self.owner.strategies if isinstance(x, CastOps)), None)
         is_cast = any(isinstance(x, CastModel) for x in self.owner.strategies)
-        with ExitStack() as stack:
-            if caster is not None and any(module in self.models.values() for module in chosen):
-                stack.enter_context(disable_casts())
-            for module in chosen:
-                if is_cast:
-                    stack.enter_context(self._upcast(module))
-                if caster is not None:
-                    rule = Rule("module", "*", torch.float32, "a trial")
-                    stack.callback(run_in_float32(module, [rule], caster))
-            yield
+        if caster is not None and any(module in self.models.values() for module in chosen):
+            stack.enter_context(disable_casts())
+        for module in chosen:
+            if is_cast:
+                self._upcast(module, stack)
+            if caster is not None:
+                rule = Rule("module", "*", torch.float32, "a trial")
+                stack.callback(run_in_float32(module, [rule], caster))
 
-    @contextmanager
-    def _uncast(self, arguments: Sequence[str]) -> Iterator[None]:
+    def _uncast(self, arguments: Sequence[str], stack: ExitStack) -> None:
         """Leave arguments of the models as they are."""
-        hooks = [
-            hook
-            for model in (self.models.values() if arguments else ())
-            for hook in model._forward_pre_hooks.values()
-            if isinstance(hook, ModelInputs)
-        ]
-        with ExitStack() as stack:
-            for hook in hooks:
+        for hook in [x for model in self.models.values() for x in model._forward_pre_hooks.values()]:
+            if isinstance(hook, ModelInputs):
                 kept = hook.which if isinstance(hook.which, tuple) else ()
                 stack.callback(setattr, hook, "which", hook.which)
                 hook.which = (*kept, *arguments)
-            yield
 
-    @contextmanager
-    def _upcast(self, module: nn.Module) -> Iterator[None]:
-        """Replace a module's weights by FP32 ones with the values of their masters, in the block.
+    def _upcast(self, module: nn.Module, stack: ExitStack) -> None:
+        """Replace a module's weights by FP32 ones with the values of their masters.
 
         The original weights keep their dtype: a change of dtype would lose the hooks on their gradient,
         and DistributedDataParallel would stop to reduce it.
@@ -170,15 +163,13 @@ class Replay:
                 wide[id(tensor)] = values = values.detach().to(torch.float32, copy=True)
                 if isinstance(tensor, nn.Parameter):
                     wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
-        with ExitStack() as stack:
-            for holder in (each for model in self.models.values() for each in model.modules()):
-                for name, held in [*holder._parameters.items(), *holder._buffers.items()]:
-                    if id(held) in wide:
-                        stack.callback(setattr, holder, name, held)
-                        setattr(holder, name, wide[id(held)])
-            for inner in module.modules():
-                stack.callback(cast_inputs_to(inner, torch.float32))
-            yield
+        for holder in (each for model in self.models.values() for each in model.modules()):
+            for name, held in [*holder._parameters.items(), *holder._buffers.items()]:
+                if id(held) in wide:
+                    stack.callback(setattr, holder, name, held)
+                    setattr(holder, name, wide[id(held)])
+        for inner in module.modules():
+            stack.callback(cast_inputs_to(inner, torch.float32))
 
 
 def _ddps_around(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:

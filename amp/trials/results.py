@@ -100,9 +100,10 @@ class LevelResult:
         return not self.problems
 
     @property
-    def was_run(self) -> bool:
-        """Whether the run has losses to compare."""
-        return bool(self.losses)
+    def standing_out(self) -> list[ModuleError]:
+        """The modules that stand out, the worst one first."""
+        out = [module for module in self.modules if module.stands_out]
+        return sorted(out, key=lambda module: module.error or 0.0, reverse=True)
 
     @property
     def worst_module(self) -> ModuleError | None:
@@ -196,7 +197,7 @@ _HEADER = (
 
 
 def _row(level: LevelResult) -> tuple[str, ...]:
-    if not level.was_run:
+    if not level.losses:
         return (level.level, *["-"] * (len(_HEADER) - 2), "not run")
     worst = level.worst_module
     skipped = f"{level.skipped}+{level.scale_search}" if level.scale_search else f"{level.skipped}"

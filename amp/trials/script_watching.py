@@ -23,10 +23,10 @@ class ScriptWatch(Watch):
     """Watches the first steps of a script, and checks the first forward of each model of amp's.
 
     Args:
-        at: which steps to watch, if the script does not use amp.
-        steps: how many steps to watch, if it does.
         needs_amp: whether a script without amp is of no use, since a level was asked for.
         when_complete: called when enough was seen; it raises an exception to end the script.
+        at: which steps to watch, if the script does not use amp.
+        steps: how many steps to watch, if it does.
 
     Attributes:
         is_complete: whether enough was seen.
@@ -34,7 +34,7 @@ class ScriptWatch(Watch):
     """
 
     def __init__(
-        self, at: Sequence[int], steps: int, needs_amp: bool, when_complete: Callable[[], None]
+        self, needs_amp: bool, when_complete: Callable[[], None], at: Sequence[int], steps: int
     ) -> None:
         super().__init__(at)
         self.is_complete, self.last_step = False, max(at)
@@ -115,9 +115,6 @@ class ScriptWatch(Watch):
 
 class CallExplainer(ScriptWatch):
     """Explains the first forward of each model in the first step of a script."""
-
-    def __init__(self, needs_amp: bool, when_complete: Callable[[], None]) -> None:
-        super().__init__([1], 1, needs_amp, when_complete)
 
     def seen(self, error: str = "") -> Any:
         """Return an `Explanation`, or None if no forward was seen."""

@@ -43,7 +43,7 @@ class Script:
 
     def __init__(self, arguments: Sequence[str], progress: Progress | None = None) -> None:
         self.is_injected, self.traceback = False, ""
-        self._progress = progress
+        self._progress = progress or Progress(is_quiet=True)
         self.notes: list[str] = []
         self._arguments = list(arguments)
         path = Path(self._arguments[0])
@@ -70,8 +70,6 @@ class Script:
             AmpRuntimeError: the process ended without a result, or the script trains nothing.
         """
         needs_amp = watcher == "compare" or level is not None
-        if watcher != "compare":
-            options = {**options, "needs_amp": needs_amp}
         job = {
             "watcher": watcher,
             "options": options,
@@ -110,8 +108,6 @@ class Script:
         return raised
 
     def _seen(self, job: dict[str, Any]) -> dict[str, Any]:
-        if self._progress is None:
-            return _seen(job, lambda steps, of: None)
         what = "FP64" if job["options"].get("in_float64") else job["level"] or "the script"
         with self._progress.of_run(what) as tell:
             return _seen(job, tell)
@@ -168,17 +164,15 @@ def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, An
             process.wait()
             for each in (alive, ours, steps):
                 os.close(each)
+        stderr.seek(0)
+        wrote = stderr.read().decode(errors="replace").strip()
         if not result.seek(0, os.SEEK_END):
-            stderr.seek(0)
-            lines = stderr.read().decode(errors="replace").strip().splitlines()
-            raise AmpRuntimeError(
-                f"the script failed: {lines[-1] if lines else f'exit status {status}'}"
-            )
+            why = wrote.splitlines()[-1] if wrote else f"exit status {status}"
+            raise AmpRuntimeError(f"the script failed: {why}")
         result.seek(0)
         found: dict[str, Any] = torch.load(result, map_location="cpu", weights_only=False)
         if found["error"] and not found["traceback"]:  # as the usage of an argparse
-            stderr.seek(0)
-            found["traceback"] = stderr.read().decode(errors="replace").strip()[-_LONGEST:]
+            found["traceback"] = wrote[-_LONGEST:]
     return found
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from amp.trials.measuring import Error, gap_of, mean_of, median_of, spread_of
+from amp.trials.measuring import Error, gaps_of, mean_of, median_of
 from amp.trials.results import LevelResult, Problem
 
 FLOORS = 10
@@ -32,36 +31,24 @@ ON_A_GPU = ("O5", "O4", "O7", "O6", "O2", "O1")
 WITHOUT_BFLOAT16 = ("O2", "O1")
 
 
-class Gap(NamedTuple):
-    """How far a loss is above the reference, and how far it may be."""
-
-    size: float
-    allowed: float
-
-
 Losses = dict[str, list[float]]
 
 
-def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> Gap | None:
-    """Return the gap of the worst loss; None if the runs have no loss in common.
+def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> tuple[float, float] | None:
+    """Return how far the worst loss is above the reference, and may be; None if no loss is in both.
 
     Args:
         losses: the losses of the level.
         reference: the losses of the reference.
         floor: the losses of FP32, whose distance from the reference is due to rounding.
     """
-    gaps = [
-        Gap(
-            gap_of(losses[name], exact),
-            max(
-                FLOORS * spread_of(floor.get(name, exact), exact),
-                OF_THE_LOSS * mean_of(map(abs, exact)),
-            ),
-        )
-        for name, exact in reference.items()
-        if name in losses
-    ]
-    return max(gaps, key=lambda gap: gap.size / (gap.allowed or math.ulp(0.0)), default=None)
+    gaps = []
+    for name, exact in reference.items():
+        if name in losses:
+            noise = mean_of(map(abs, gaps_of(floor.get(name, exact), exact)))
+            allowed = max(FLOORS * noise, OF_THE_LOSS * mean_of(map(abs, exact)))
+            gaps.append((mean_of(gaps_of(losses[name], exact)), allowed))
+    return max(gaps, key=lambda gap: gap[0] / (gap[1] or math.ulp(0.0)), default=None)
 
 
 def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: float) -> set[str]:
@@ -114,8 +101,7 @@ def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) 
 
 
 def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
-    out = [module for module in result.modules if module.stands_out]
-    worst = max(out, key=lambda module: module.error or 0.0, default=None)
+    worst = next(iter(result.standing_out), None)
     if worst is None or worst.error is None or worst.error <= LARGEST_ERROR:
         return
     together = result.gradient_error or 0.0
@@ -130,15 +116,13 @@ def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
 
 def remarks_of(result: LevelResult) -> Iterator[Problem]:
     """Yield remarks on a healthy level: they deserve a look, but do not speak against the level."""
-    known = {problem.cause for problem in result.problems}
-    if any(module.stands_out for module in result.modules) and not known:
+    if result.standing_out and not result.problems:
         yield Problem("module_stands_out", _standing_out(result))
 
 
 def _standing_out(result: LevelResult) -> str:
-    out = [module for module in result.modules if module.stands_out]
-    worst = max(out, key=lambda module: module.error or 0.0)
-    more = f" and {len(out) - 1} more" if len(out) > 1 else ""
+    worst, *others = result.standing_out
+    more = f" and {len(others)} more" if others else ""
     off = f"off by {'up to ' if more else ''}{percent(worst.error)}"
     gradients = "gradients" if more else "gradient"
     usual = f"the median is {percent(result.median_error)}"

@@ -27,7 +27,7 @@ from amp.cli import main
 from amp.observers import observing
 from amp.trials import child, commands, comparing, page
 from amp.trials.comparing import InScript, compare_runs
-from amp.trials.measuring import Error, error_of, gap_of, vanishing_modules
+from amp.trials.measuring import Error, error_of, gaps_of, vanishing_modules
 from amp.trials.memory import Activations
 from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
@@ -504,7 +504,7 @@ def test_numbers_by_hand() -> None:
     assert error_of([torch.tensor([math.nan])], [r[:1]])[0] == math.inf
     assert error_of([torch.zeros(2)], [torch.zeros(2)])[0] == 0.0
     assert error_of([r], [torch.zeros(2)])[0] == math.inf
-    assert gap_of([9.0, 9.0, 9.0, 9.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0, 1.0, 3.0]) == 1.5
+    assert gaps_of([9.0, 9.0, 9.0, 9.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0, 1.0, 3.0]) == [2.0, 1.0]
     sizes = {"a": [torch.ones(4)], "b": [torch.ones(4)], "c": [torch.full((4,), 1e-9)]}
     assert vanishing_modules(sizes, 1e-6) == {"c"}
     assert vanishing_modules(sizes, 1e-12) == set()

@@ -109,6 +109,15 @@ def test_norms_that_stay_in_fp32() -> None:
     assert call.rule == "its weights stay in FP32 at O2, as those of norms do."
 
 
+def test_of_two_rules_for_a_module_the_last_one_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rules = [{"module": "Linear", "cast": "bfloat16"}, {"module": "1", "cast": "float32"}]
+    first, second = amp.explain(model, torch.ones(2, 4), "linear", opt_level="O5", rules=rules).calls
+    assert first.rule == "a rule for the module 'Linear' says bfloat16 (rules[0])."
+    assert second.rule == "a rule for the module '1' says float32 (rules[1])."
+    assert (second.takes, second.gives) == (("float32",), ("float32",))
+
+
 def test_a_call_that_is_made_again_is_counted() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
