@@ -257,6 +257,7 @@ def _step_block(
     MOMENTS: tl.constexpr,
     PACKED: tl.constexpr,
     OTHER: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
 ):
     """Step a block; or return the sums of squares of the parameter and of the direction."""
     p = tl.load(pointers[0] + i, mask=mask, other=0.0)
@@ -277,7 +278,7 @@ def _step_block(
         result = tl.where(mask, result, 0.0)
         return tl.sum(p * p, axis=0), tl.sum(result * result, axis=0)
     noise = NEAREST
-    if random is not None:
+    if IS_RANDOM:
         noise = _random_bits(random, i)
     if PACKED:
         word = packed(moments[0], moments[1], noise, square_root, bits, number, least, most, if_less)
@@ -285,11 +286,11 @@ def _step_block(
     else:
         for k in tl.static_range(MOMENTS):
             half = None
-            if random is not None:
+            if IS_RANDOM:
                 half = (noise >> 16 * k) & 0xFFFF
             moment = pointers[2 + k]
             tl.store(moment + i, _narrow_moment(moments[k], moment.dtype.element_ty, half), mask=mask)
-        if random is not None:
+        if IS_RANDOM:
             if MOMENTS == 2:  # which have taken all bits
                 noise = mixed(noise + random[0])
     if OTHER == "low":
@@ -383,6 +384,7 @@ def step_kernel(
             MOMENTS,
             is_packed,
             OTHER,
+            origins is not None,
         )
         of_param += some[0]
         of_direction += some[1]
@@ -401,6 +403,7 @@ def step_kernel(
             MOMENTS,
             is_packed,
             OTHER,
+            origins is not None,
         )
         of_param += more[0]
         of_direction += more[1]
