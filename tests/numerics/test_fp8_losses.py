@@ -15,6 +15,8 @@ from torch import nn
 import amp
 from amp.cli import main
 from amp.errors import AmpTypeError, AmpValueError
+from amp.kernels.fp8 import dequantize
+from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.numerics import FORMATS, fp8_losses, fp8_scaled, round_to, simulate_fp8
 from amp.numerics.fp8 import SCALINGS
 from amp.numerics.text import plain
@@ -177,6 +179,24 @@ def test_bad_input_is_named(call: Any, message: str) -> None:
         call()
 
 
+def test_losses_in_fp4_are_those_of_training() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    nvfp4, mxfp4 = fp8_losses(x, ["e2m1"])
+    assert (nvfp4.scaling, mxfp4.scaling) == ("1x16", "1x32")
+    for loss, granularity in ((nvfp4, "1x16"), (mxfp4, "1x32")):
+        operand = quantize_fp4(x, cast(Any, granularity), by_column=False).by_row
+        assert operand is not None
+        error = float((dequantize(operand) - x).norm() / x.norm())
+        assert loss.error == pytest.approx(error, rel=1e-5)
+        assert 0.05 < loss.zero < 0.2
+    assert nvfp4.error < mxfp4.error
+    x[:8] *= 1e-8  # far below the largest number: the scales of such blocks are 0
+    assert fp8_losses(x, ["e2m1"], ["1x16"])[0].zero > nvfp4.zero + 0.1
+    with pytest.raises(AmpValueError, match="scaling='tensor' is not one of 1x16, 1x32"):
+        fp8_losses(x, ["e2m1"], ["tensor"])
+
+
 def test_the_command_says_the_same(capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "x.pt"
     x = torch.tensor([[1.0] * 32 + [2.0**-10] * 32])
@@ -184,10 +204,11 @@ def test_the_command_says_the_same(capsys: Any, tmp_path: Path) -> None:
     options = ["--amaxes", "1,1,40,0x1p0", "--amax-history", "1", "--format", "e5m2"]
     assert main(["simulate-fp8", str(file), *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["losses"] == [plain(loss._asdict()) for loss in fp8_losses(x, ["e5m2"])]
+    assert found["losses"] == [plain(loss._asdict()) for loss in fp8_losses(x, ["e5m2", "e2m1"])]
     trace = simulate_fp8([1, 1, 40, 1], "e5m2", amax_history=1)
     assert found["history"] == [step._asdict() for step in trace]
     assert main(["simulate-fp8", str(file), *options]) == 0
     shown = capsys.readouterr().out
-    assert "64 numbers in float8_e5m2" in shown
+    assert "64 numbers in float8_e5m2, and in FP4 (E2M1)" in shown
+    assert "nvfp4 1x16" in shown
     assert shown.count("saturates") == 1

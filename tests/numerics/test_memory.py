@@ -166,16 +166,19 @@ def test_activations_and_shards() -> None:
     assert footprint(8e9, "O5", activations=1e9, linear_inputs=1e9).activations == 4e9
     high = footprint(8e9, "O7", linear_inputs=1e9, fp8="rowwise_gw_hp")
     assert high.activations == 2e9
+    assert footprint(8e9, "O9", linear_inputs=1e9).activations == 9e9 / 16
+    assert footprint(8e9, "O9", linear_inputs=1e9, fp4="mxfp4").activations == 17e9 / 32
+    assert footprint(8e9, "O9", linear_inputs=1e9, fp4={"grad_weight": "high"}).activations == 2e9
 
 
 def test_levels_side_by_side() -> None:
     rows = footprints(1e6, "FusedAdam")
     shown = [(row.opt_level, row.masters_kept) for row in rows]
     assert shown[:4] == [("O0", "-"), ("O1", "-"), ("O2", "float32"), ("O2", "split16")]
-    assert shown[-3:] == [("O6", "-"), ("O7", "float32"), ("O7", "split16")]
+    assert shown[-3:] == [("O8", "-"), ("O9", "float32"), ("O9", "split16")]
     per_parameter = [round((row.total - row.transient) / 1e6) for row in rows]
-    assert per_parameter == [16, 16, 16, 14, 8, 16, 16, 14, 16, 16, 14]
-    assert [round(row.transient / 1e6) for row in rows] == [0, 2, 0, 0, 0, 2, 0, 0, 2, 0, 0]
+    assert per_parameter == [16, 16, 16, 14, 8, *[16, 16, 14] * 3]
+    assert [round(row.transient / 1e6) for row in rows] == [0, 2, 0, 0, 0, *[2, 0, 0] * 3]
     assert footprint(1e6, "O2", "adamw").transient == 2e6
 
 
@@ -245,7 +248,7 @@ def test_a_model_on_meta_stays_as_it_is() -> None:
         ((1.5,), {}, ValueError, "a model of 1.5 parameters"),
         ((float("nan"),), {}, TypeError, "nan is a float, not a module or a number"),
         (("gpt",), {}, TypeError, "'gpt' is a str, not a module or a number"),
-        ((10, "O9"), {}, RuntimeError, "opt_level='O9' is not one of"),
+        ((10, "O99"), {}, RuntimeError, "opt_level='O99' is not one of"),
         ((10, "O2", "adamv"), {}, ValueError, "optimizer 'adamv' is not known; .*did you mean"),
         ((10, "O2", torch.optim.LBFGS), {}, ValueError, "optimizer 'lbfgs' is not known"),
         ((10,), {"world_size": 0}, ValueError, "world_size=0 must be an integer of at least 1"),
