@@ -45,12 +45,15 @@ def quantize_reference(
     rows = _operand(x, granularity, draw) if by_row else None
     if not by_column:
         return Quantized(rows, None)
-    padded = columns_of(x.shape[0], granularity)
+    transpose = turned(x, columns_of(x.shape[0], granularity), hadamard)
+    return Quantized(rows, _operand(transpose, granularity, draw and draw.of_columns()))
+
+
+def turned(x: Tensor, padded: int, hadamard: bool) -> Tensor:
+    """Return the transpose `[K, padded]`, padded with zeros, and perhaps transformed."""
     if hadamard:
-        turned = transformed(x, padded)
-    else:
-        turned = pad(x, (0, 0, 0, padded - x.shape[0])).t().contiguous()
-    return Quantized(rows, _operand(turned, granularity, draw and draw.of_columns()))
+        return transformed(x, padded)
+    return pad(x, (0, 0, 0, padded - x.shape[0])).t().contiguous()
 
 
 def transformed(x: Tensor, padded: int) -> Tensor:
@@ -61,12 +64,12 @@ def transformed(x: Tensor, padded: int) -> Tensor:
     """
     if cpu_passes.take(x):
         return cpu_passes.transformed(x, padded, SIGNS)
-    turned = pad(x.float(), (0, 0, 0, padded - x.shape[0])).t()
-    y = turned.reshape(-1, 16) * turned.new_tensor(SIGNS)
+    transpose = turned(x.float(), padded, hadamard=False)
+    y = transpose.view(-1, 16) * transpose.new_tensor(SIGNS)
     for half in (1, 2, 4, 8):
         a, b = y.view(-1, 8 // half, 2, half).unbind(2)
         y = torch.stack([a + b, a - b], 2)
-    return (y * 0.25).bfloat16().view(turned.shape)
+    return (y * 0.25).bfloat16().view(transpose.shape)
 
 
 def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None) -> Operand:

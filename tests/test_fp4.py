@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.casting import fp4_draws, fp8_linear
+from amp.diagnosis import Report
 from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.profiles.fp8_recipe import Fp8Recipe
 from tests.covering import covering
@@ -339,3 +341,31 @@ def test_the_switch_is_the_same_as_a_profile_with_it() -> None:
     amp.get_session().set_fp4_forward("high")
     train(model, optimizer, data, 2)
     assert_same(weights(model), expected)
+
+
+# What the diagnosis says.
+
+
+def report_of_gradients(cancels: bool) -> Report:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O8", verbosity=0)
+    x, grad = torch.randn(64, 64), torch.randn(64, 8)
+    other = -grad + 0.02 * torch.randn(64, 8) if cancels else grad
+    with amp.diagnose(model) as report:
+        loss = (model(torch.cat([x, x])).float() * torch.cat([grad, other])).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    amp.get_session().close()
+    return report
+
+
+def test_gradients_that_are_small_beside_their_noise_are_named() -> None:
+    assert report_of_gradients(cancels=False).is_healthy
+    (finding,) = report_of_gradients(cancels=True).findings
+    assert finding.cause == "noise"
+    assert "less than 1.73 times the noise of their rounding" in finding.what
+    assert re.findall(r"(\w+) \(0\.\d+\)", finding.what) == ["1", "0"]
+    assert "set_fp4_forward('high')" in finding.advice
+    assert "forward: high" in finding.advice

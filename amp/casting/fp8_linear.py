@@ -13,6 +13,7 @@ each product in half precision; in FP4 also that of the output, for the last ste
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,12 +45,14 @@ class Switch:
     Attributes:
         on: whether the session is open.
         forward_is_high: whether outputs are computed in half precision.
+        note_gradient: is told of gradients of weights in FP4, as `Noise.note` is; or None.
         has_warned: whether it was said that a layer does not run in FP8 under a transform.
     """
 
     def __init__(self, forward_is_high: bool = False) -> None:
         self.on = True
         self.forward_is_high = forward_is_high
+        self.note_gradient: Callable[[str, Tensor, Operand, Operand, bool], None] | None = None
         self.has_warned = False
 
 
@@ -338,6 +341,9 @@ class _Linear(torch.autograd.Function):
                 assert of_grad.by_column is not None
                 of_x = layer.operand(tuple(of_columns), INPUT)
                 grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
+                if recipe.is_fp4 and layer.switch.note_gradient is not None:
+                    operands = of_grad.by_column, of_x
+                    layer.switch.note_gradient(layer.name, grad, *operands, bool(recipe.hadamard))
             elif needs_weight:
                 grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)
         return grad_x, grad_weight, *[None] * 13

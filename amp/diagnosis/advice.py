@@ -16,6 +16,11 @@ from amp.profiles.properties import Properties
 
 SMALLER = "Make its inputs smaller, as by subtracting their maximum: FP32 does not hold it either."
 KEEP_AVERAGES = "Keep averages in float32: average.lerp_(weight.float(), 1 - decay)."
+LESS_NOISE = (
+    "Late in a training compute outputs in 16 bits: amp.get_session().set_fp4_forward('high'), or\n"
+    "fp4: {forward: high} in the profile. Else average over a larger batch, leave the layers out by\n"
+    "skip, or set grad_weight: high."
+)
 KEEP_MASTERS = (
     "Keep what training changes in float32: load the model in float32, and use torch.autocast; or\n"
     "amp.initialize(model, optimizer, opt_level='O5'), which keeps float32 masters."

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from amp.casting.fp4_noise import ENOUGH
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
@@ -69,8 +70,20 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
     if not found:
-        found += [(0, x) for x in _vanished(shadow)]
+        found += [(0, x) for x in [*_vanished(shadow), *_noisy(shadow)]]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
+
+
+def _noisy(shadow: Shadow) -> Iterator[Finding]:
+    """Yield a finding for layers in FP4 whose gradients are small beside their rounding's noise."""
+    small = {name: ratio for name, ratio in shadow.noise.ratios() if ratio < ENOUGH}
+    if small:
+        shown = listed([f"{name or 'the model itself'} ({ratio:.2g})" for name, ratio in small.items()])
+        what = (
+            f"gradients in FP4 are less than {ENOUGH:.3g} times the noise of their rounding, so little "
+            f"is learned from them: {shown}"
+        )
+        yield Finding("noise", what, advice.LESS_NOISE, "backward")
 
 
 def _ancestors(shadow: Shadow, numbers: Iterable[int], only_bad: bool = True) -> list[Op]:

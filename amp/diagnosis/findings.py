@@ -26,6 +26,7 @@ CAUSES = {
     "buffer": "a cast has rounded a buffer",
     "loss dtype": "the loss has 16 bits",
     "state": "the optimizer's state has 16 bits",
+    "noise": "the gradients of layers in FP4 are small beside the noise of their rounding",
     "headroom": "a number is close to the largest of the format",
     "mask": "a constant is too large for the format",
     "fails": "what runs in FP32 raises at this level",

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 )
 
 from amp.casting.cast_hooks import positional_names
+from amp.casting.fp4_noise import Noise
 from amp.diagnosis.advice import properties_of
 from amp.diagnosis.gradients import Gradients
 from amp.diagnosis.ledger import Ledger
@@ -62,6 +63,7 @@ class Shadow(Observer):
         gradients: what was seen of losses and gradients.
         bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
         failed: where the first op that raised was called, or None.
+        noise: the gradients of layers in FP4, and their noise.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
     """
@@ -77,6 +79,7 @@ class Shadow(Observer):
         self.lost, self.ledger = Lost(), Ledger(self._memories)
         self.gradients = Gradients(self._memories, open_scale)
         self.bad_weights: dict[str, int] = {}
+        self.noise = Noise()
         self.without_twin = 0
         self.failed: Place | None = None
         self.properties = properties_of(models.values())
@@ -99,6 +102,9 @@ class Shadow(Observer):
             for name, module in modules_of(self.models).items():
                 if "_amp_fp8" in vars(module):
                     stack.callback(self.ledger.follow_fp8(name, module).remove)
+                    switch = vars(module)["_amp_fp8"].switch
+                    stack.callback(setattr, switch, "note_gradient", switch.note_gradient)
+                    switch.note_gradient = functools.partial(self._unseen, self.noise.note)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))

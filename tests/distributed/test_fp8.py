@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import amp
+from amp.casting import fp8_linear
 from amp.errors import AmpRuntimeError
+from amp.profiles.fp8_recipe import FP4
 from tests import fp8_models
 from tests.distributed.models import assert_equal_on_ranks
 from tests.distributed.world import world
@@ -69,14 +72,17 @@ def wrapped(wrap: str, level: str, fp8: Any, **more: Any) -> tuple[Any, Any]:
 def check_against_one_process(rank: int, wrap: str, level: str, recipe: str) -> None:
     """Every rank has the whole batch, so the gradients are those of one process."""
     data = list(itertools.islice(batches(), 3))
+    # Ranks draw different bits, so that the noise of their gradients is independent.
+    rounding = {"stochastic_rounding": False} if recipe in FP4 else {}
+    fp8 = {"recipe": recipe, **rounding}
     plain = net()
-    plain, optimizer = initialize(plain, level, recipe, torch.optim.SGD(plain.parameters(), lr=0.05))
+    plain, optimizer = initialize(plain, level, fp8, torch.optim.SGD(plain.parameters(), lr=0.05))
     start = weights(net())
     for x, y in data:
         step(plain, optimizer, x, y)
     expected = weights(plain)
     amp.get_session().close()
-    model, optimizer = wrapped(wrap, level, recipe)
+    model, optimizer = wrapped(wrap, level, fp8)
     for x, y in data:
         step(model, optimizer, x, y)
     for name, value in weights(model).items():
@@ -98,6 +104,40 @@ ALL = itertools.product(("ddp", "fsdp2"), ("O4", "O5"), RECIPE_NAMES)
 )
 def test_ranks_train_as_one_process(wrap: str, level: str, recipe: str) -> None:
     world(RANKS).run(check_against_one_process, wrap, level, recipe)
+
+
+def check_resumed(rank: int, wrap: str) -> None:
+    found = []
+    for resumes in (False, True):
+        model, optimizer = wrapped(wrap, "O5", "nvfp4")
+        for i, (x, y) in enumerate(itertools.islice(batches(seed=rank), 4)):
+            if resumes and i == 2:
+                state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+                amp.get_session().close()
+                model, optimizer = wrapped(wrap, "O5", "nvfp4")
+                model.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+                amp.load_state_dict(state[2])
+            step(model, optimizer, x, y)
+        found.append(weights(model))
+        amp.get_session().close()
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+    assert_equal_on_ranks(list(found[0].values()))
+    # The same gradient on both ranks is rounded by different bits.
+    model, _ = initialize(net(), "O5", "nvfp4")
+    grad = torch.randn(32, fp8_models.WIDTH, generator=torch.Generator().manual_seed(0))
+    layer = vars(model.third)["_amp_fp8"]
+    ours = layer.quantize(grad, fp8_linear.GRADIENT, by_row=True, by_column=False).by_row.values
+    theirs = [torch.empty_like(ours) for _ in range(RANKS)]
+    distributed.all_gather(theirs, ours)
+    assert not torch.equal(*theirs)
+    amp.get_session().close()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_resumed_run_in_fp4_is_the_uninterrupted_one(wrap: str) -> None:
+    world(RANKS).run(check_resumed, wrap)
 
 
 def check_shared(rank: int, wrap: str, level: str, shares: bool) -> None:
