@@ -348,7 +348,7 @@ def test_the_switch_is_the_same_as_a_profile_with_it() -> None:
 
 def report_of_gradients(cancels: bool) -> Report:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    model = nn.Sequential(*[nn.Linear(64, size, bias=False) for size in (64, 64, 8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O8", verbosity=0)
     x, grad = torch.randn(64, 64), torch.randn(64, 8)
