@@ -1,5 +1,6 @@
 """Checks of the arguments of `initialize` and `scale_loss`, and advice about them."""
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_contained
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, did_you_mean, warn
+from amp.errors import (
+    AmpIndexError,
+    AmpRuntimeError,
+    AmpTypeError,
+    AmpValueError,
+    brief,
+    did_you_mean,
+    warn,
+)
 from amp.lazy import kernels
 from amp.profiles.fp8_recipe import GRANULARITIES
 from amp.profiles.keys import shown
@@ -40,6 +49,26 @@ def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:
             f"gradients from the loss; got {got}"
         )
     return list(dict.fromkeys(map(attached_to, given)))
+
+
+def number_of_loss(loss_id: object, count: int) -> int:
+    """Return the index of a loss scaler, of `count`.
+
+    Raises:
+        AmpIndexError: there is none of this index.
+    """
+    try:
+        number = operator.index(loss_id)  # type: ignore[arg-type]
+    except Exception:  # a tensor or an array may raise any error
+        number = -1
+    if not 0 <= number < count:
+        is_object = isinstance(loss_id, nn.Module) or is_optimizer(loss_id)
+        raise AmpIndexError(
+            f"loss_id={type(loss_id).__name__ if is_object else brief(loss_id)} is not one of 0 to "
+            f"{count - 1}: num_losses was {count}. It is a number; leave it out for a single loss. For "
+            "more, pass num_losses=... to amp.initialize."
+        )
+    return number
 
 
 def check_loss(loss: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import weakref
 from collections import OrderedDict
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 from amp import active, arguments, checkpoint, distributed
 from amp.casting.by_op import CastOps
 from amp.casting.cast_cache import forwards
-from amp.casting.fp8 import Fp8Linears
+from amp.casting.fp8 import Fp8Linears, set_forward
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState
 from amp.casting.strategies import strategies_for
 from amp.diagnosis.arming import Armed
 from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
-from amp.errors import AmpIndexError, AmpRuntimeError, brief, truth_of
+from amp.errors import AmpRuntimeError, truth_of
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
 from amp.observers import Observer, watching
@@ -35,7 +34,6 @@ from amp.profiles.properties import Overrides, Properties
 from amp.setup import Setup
 from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
-from amp.training.optimizer_wrappers import is_optimizer
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
@@ -246,43 +244,19 @@ class Session:
         )
 
     def set_fp4_forward(self, forward: str) -> None:
-        """Compute the outputs of layers in FP4, or in half precision, from the next forward on.
+        """Compute outputs of layers in `fp4`, or from the next forward on in half precision, `high`.
 
-        Gradients stay in FP4. Half precision in the forward of the last steps, from shortly before the
-        learning rate decays, gives back most of the loss that FP4 costs (arXiv:2509.25149). Compiled
-        code is compiled once more. The host does not wait for the device.
-
-        Args:
-            forward: `fp4` or `high`, as the key `forward` of `fp8` in a profile.
-
-        Raises:
-            AmpValueError: it is neither.
-            AmpRuntimeError: the session's layers do not run in FP4, or it was closed.
+        Raises AmpRuntimeError if there are no layers in FP4; see docs/fp4.md. The host does not wait.
         """
         self._check_open()
-        for strategy in self.strategies:
-            if isinstance(strategy, Fp8Linears):
-                strategy.set_forward(forward)
-                return
-        raise AmpRuntimeError("amp is off (enabled=False), so no layers run in FP4")
+        set_forward(self.strategies, forward)
 
     def loss_scale(self, loss_id: int = 0) -> float:
         """Return the current loss scale. The host waits for the device."""
         return self._scaler(loss_id).loss_scale()
 
     def _scaler(self, loss_id: int) -> LossScaler:
-        try:
-            number = operator.index(loss_id)
-        except Exception:  # a tensor or an array may raise any error
-            number = -1
-        if not 0 <= number < len(self.scalers):
-            is_object = isinstance(loss_id, nn.Module) or is_optimizer(loss_id)
-            raise AmpIndexError(
-                f"loss_id={type(loss_id).__name__ if is_object else brief(loss_id)} is not one of 0 to "
-                f"{len(self.scalers) - 1}: num_losses was {len(self.scalers)}. It is a number; leave "
-                "it out for a single loss. For more, pass num_losses=... to amp.initialize."
-            )
-        return self.scalers[number]
+        return self.scalers[arguments.number_of_loss(loss_id, len(self.scalers))]
 
     def learn(self, scaler: LossScaler, wait: bool = False) -> None:
         """Read the updates of a scaler that have reached the host, and tell observers.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.kernels.backend import requested
 from amp.kernels.compiled_library import load
@@ -320,8 +321,11 @@ def _library() -> Any:
 
 
 def take(*tensors: Tensor | None) -> bool:
-    """Whether these passes take tensors: on the CPU, with values, contiguous, not in compiled code."""
-    if torch.compiler.is_compiling() or requested()[0]:
+    """Whether these passes take tensors: on the CPU, with values, contiguous, not in compiled code.
+
+    Where a mode watches operations, as that of a diagnosis does, eager torch runs them.
+    """
+    if torch.compiler.is_compiling() or requested()[0] or _get_current_dispatch_mode() is not None:
         return False
     for each in tensors:
         if each is not None and not (

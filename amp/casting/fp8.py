@@ -5,7 +5,7 @@ reach more layers, but could not tell them apart, to skip one or to keep its ama
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -131,19 +131,11 @@ class Fp8Linears(Strategy):
                 warn(message)
             kept.load_state_dict(self._loaded, first)
 
-    def set_forward(self, forward: str) -> None:
-        """See `Session.set_fp4_forward`."""
-        recipe = self.properties.fp8
-        if recipe is None or not recipe.is_fp4:
-            raise AmpRuntimeError(
-                f"set_fp4_forward is for layers in FP4, and this session has fp8={recipe or 'none'}. "
-                "Take opt_level='O8' or 'O9', or fp4=True on top of a half-precision level"
-            )
-        if forward not in ("fp4", "high"):
-            raise AmpValueError(f"forward={brief(forward)} is not one of fp4, high")
-        self._forward_is_high = forward == "high"
+    def set_forward(self, is_high: bool) -> None:
+        """Compute outputs in half precision from now on, or in FP4."""
+        self._forward_is_high = is_high
         if self.switch is not None:
-            self.switch.forward_is_high = self._forward_is_high
+            self.switch.forward_is_high = is_high
 
     @property
     def _kept(self) -> "AmaxHistory | Draws | None":
@@ -257,6 +249,25 @@ def _unknown(state: Mapping[str, Any], names: Sequence[str]) -> str:
         return ""
     anew = _ANEW["draws" if "draws" in state else "amaxes"].replace("all", "these")
     return f"the state_dict has no FP8 entries of {_listed(missing)}; {anew}"
+
+
+def set_forward(strategies: Iterable[Strategy], forward: str) -> None:
+    """Compute outputs of layers in FP4, or in half precision: the values of the key `forward`.
+
+    Raises:
+        AmpValueError: it is another word.
+        AmpRuntimeError: no layers run in FP4.
+    """
+    own = [x for x in strategies if isinstance(x, Fp8Linears)]
+    recipe = own[0].properties.fp8 if own else None
+    if recipe is None or not recipe.is_fp4:
+        raise AmpRuntimeError(
+            f"set_fp4_forward is for layers in FP4, and this session has fp8={recipe or 'none'}. Take "
+            "opt_level='O8' or 'O9', or fp4=True on top of a half-precision level"
+        )
+    if forward not in ("fp4", "high"):
+        raise AmpValueError(f"forward={brief(forward)} is not one of fp4, high")
+    own[0].set_forward(forward == "high")
 
 
 # Which layers.
