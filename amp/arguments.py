@@ -346,9 +346,9 @@ def advise_on_devices(properties: Properties, models: Sequence[nn.Module]) -> It
         if torch.bfloat16 in half and capability < (8, 0) and not is_hip:
             yield f"{name} emulates bfloat16, which is slow: take a level of float16, O1 or O2"
         if properties.fp8 is not None:
-            recipe = properties.fp8.recipe
+            recipe, is_fp4 = properties.fp8.recipe, properties.fp8.is_fp4
             granularity, of_weight, _ = GRANULARITIES[recipe]
-            if kernels.scaled_mm.way_of(device, granularity, of_weight) == "emulated":
+            if kernels.scaled_mm.way_of(device, granularity, of_weight, is_fp4) == "emulated":
                 yield (
                     f"fp8={recipe} is emulated on {name} with torch {torch.__version__}, which is "
                     "slower than half precision; see docs/fp8.md"

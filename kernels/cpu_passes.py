@@ -320,24 +320,23 @@ def _library() -> Any:
     return library
 
 
-def take(*tensors: Tensor | None) -> bool:
+def take(*tensors: Tensor, backend: str | None = None) -> bool:
     """Whether these passes take tensors: on the CPU, with values, contiguous, not in compiled code.
 
     Where a mode watches operations, as that of a diagnosis does, eager torch runs them.
     """
-    if torch.compiler.is_compiling() or requested()[0] or _get_current_dispatch_mode() is not None:
+    if torch.compiler.is_compiling() or requested(backend)[0]:
+        return False
+    if _get_current_dispatch_mode() is not None:
         return False
     for each in tensors:
-        if each is not None and not (
-            type(each) in (Tensor, torch.nn.Parameter)
-            and each.device.type == "cpu"
-            and each.is_contiguous()
-            and not each.is_neg()
-        ):
+        if type(each) not in (Tensor, torch.nn.Parameter) or each.device.type != "cpu":
             return False
-    sizes = [each.numel() for each in tensors if each is not None]
+        if not each.is_contiguous() or not each.numel():
+            return False
     is_known = _library.cache_info().currsize > 0
-    return (is_known or max(sizes) >= WORTH_COMPILING) and min(sizes) > 0 and _library() is not None
+    is_worth_it = max(each.numel() for each in tensors) >= WORTH_COMPILING
+    return (is_known or is_worth_it) and _library() is not None
 
 
 def _sides(x: Tensor, counts: tuple[int, int], columns: int) -> tuple[int, int, int, int]:

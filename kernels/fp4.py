@@ -40,29 +40,30 @@ def quantize_reference(
     by_column: bool,
     hadamard: bool,
     draw: Draw | None,
+    backend: str | None = None,
 ) -> Quantized:
     """Do `quantize_fp4` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
-    rows = _operand(x, granularity, draw) if by_row else None
+    rows = _operand(x, granularity, draw, backend) if by_row else None
     if not by_column:
         return Quantized(rows, None)
-    transpose = turned(x, columns_of(x.shape[0], granularity), hadamard)
-    return Quantized(rows, _operand(transpose, granularity, draw and draw.of_columns()))
+    transpose = turned(x, columns_of(x.shape[0], granularity), hadamard, backend)
+    return Quantized(rows, _operand(transpose, granularity, draw and draw.of_columns(), backend))
 
 
-def turned(x: Tensor, padded: int, hadamard: bool) -> Tensor:
+def turned(x: Tensor, padded: int, hadamard: bool, backend: str | None = None) -> Tensor:
     """Return the transpose `[K, padded]`, padded with zeros, and perhaps transformed."""
     if hadamard:
-        return transformed(x, padded)
+        return transformed(x, padded, backend)
     return pad(x, (0, 0, 0, padded - x.shape[0])).t().contiguous()
 
 
-def transformed(x: Tensor, padded: int) -> Tensor:
+def transformed(x: Tensor, padded: int, backend: str | None = None) -> Tensor:
     """Return the transpose, bfloat16 `[K, padded]`, with Hadamard transforms of 16 neighbours in rows.
 
     They are multiplied by `SIGNS` before. The transform is orthogonal and Sylvester's. Sums are made in
     a fixed order, so all devices round alike.
     """
-    if cpu_passes.take(x):
+    if cpu_passes.take(x, backend=backend):
         return cpu_passes.transformed(x, padded, SIGNS)
     transpose = turned(x.float(), padded, hadamard=False)
     y = transpose.view(-1, 16) * transpose.new_tensor(SIGNS)
@@ -72,9 +73,9 @@ def transformed(x: Tensor, padded: int) -> Tensor:
     return (y * 0.25).bfloat16().view(transpose.shape)
 
 
-def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None) -> Operand:
+def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None, backend: str | None) -> Operand:
     """Return `[R, C]` in FP4."""
-    amax = amax_of(x, granularity)
+    amax = amax_of(x, granularity, backend)
     outer = None
     if granularity == "1x32":
         power = power_below(LARGEST, amax)
@@ -83,12 +84,12 @@ def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None) -> Opera
     else:
         inverse, factor, outer = two_levels(amax)
     inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
-    return Operand(_times(x, factor, draw), inverse, granularity, outer=outer)
+    return Operand(_times(x, factor, draw, backend), inverse, granularity, outer=outer)
 
 
-def _times(x: Tensor, factors: Tensor, draw: Draw | None) -> Tensor:
+def _times(x: Tensor, factors: Tensor, draw: Draw | None, backend: str | None) -> Tensor:
     """Return a matrix times the factors `[down, across]` of its blocks, in FP4, uint8 `[R, C / 2]`."""
-    if cpu_passes.take(x, factors):
+    if cpu_passes.take(x, factors, backend=backend):
         return cpu_passes.to_fp4(x, factors, draw)
     y = times(x.float(), factors).clamp(-LARGEST, LARGEST)
     size = y.abs()

@@ -123,12 +123,13 @@ def quantize_reference(
     by_column: bool,
     power_of_2: bool,
     factor: Tensor | None,
+    backend: str | None = None,
 ) -> Quantized:
     """Do `quantize` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
     count = x.shape[0]
     if by_column:
         x = pad(x, (0, 0, 0, columns_of(count, granularity) - count))
-    to = dtype, granularity, power_of_2, factor
+    to = dtype, granularity, power_of_2, factor, backend
     if granularity not in ("tensor", "128x128"):
         rows = _operand(x[:count], *to)[0] if by_row else None
         return Quantized(rows, _operand(x.t().contiguous(), *to)[0] if by_column else None)
@@ -149,9 +150,10 @@ def _operand(
     granularity: Granularity,
     power_of_2: bool,
     factor: Tensor | None,
+    backend: str | None,
 ) -> tuple[Operand, Tensor, Tensor]:
     """Return `[R, C]` in FP8, and for each block its amax and its factor, float32 `[down, across]`."""
-    amax = amax_of(x, granularity)
+    amax = amax_of(x, granularity, backend)
     if granularity == "1x32":
         own = factor_of(amax, dtype, power_of_2=True, of_zero=2.0**126)
     else:
@@ -163,12 +165,12 @@ def _operand(
     elif granularity == "1x128":
         inverse = inverse.t()
     inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
-    return Operand(_times(x, used, dtype), inverse, granularity, power_of_2), amax, used
+    return Operand(_times(x, used, dtype, backend), inverse, granularity, power_of_2), amax, used
 
 
-def _times(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+def _times(x: Tensor, factors: Tensor, dtype: torch.dtype, backend: str | None) -> Tensor:
     """Return a matrix times the factors `[down, across]` of its blocks, in FP8, saturated."""
-    if cpu_passes.take(x, factors):
+    if cpu_passes.take(x, factors, backend=backend):
         return cpu_passes.to_fp8(x, factors, dtype)
     largest = torch.finfo(dtype).max
     return times(x.float(), factors).clamp(-largest, largest).to(dtype)
@@ -188,12 +190,12 @@ def exponent_of(scale: Tensor) -> Tensor:
     return ((scale.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
 
 
-def amax_of(x: Tensor, granularity: AnyGranularity) -> Tensor:
+def amax_of(x: Tensor, granularity: AnyGranularity, backend: str | None = None) -> Tensor:
     """Return the largest magnitude of each block, float32 `[down, across]`; inf for inf and NaN."""
     counts = counts_of(granularity, *x.shape)
     if not x.numel():
         return x.new_zeros(counts, dtype=torch.float32)
-    if cpu_passes.take(x):
+    if cpu_passes.take(x, backend=backend):
         return cpu_passes.amax_of(x, counts)
     (rows, columns), (down, across) = x.shape, counts
     blocks = x.float().view(down, rows // down, across, columns // across)

@@ -68,10 +68,10 @@ def quantize(
     _check(x, dtype, granularity, by_row, factor)
     x = x.detach().contiguous()
     arguments = (dtype, granularity, by_row, by_column, power_of_2, factor)
-    if torch.compiler.is_compiling() or not x.numel() or not uses_triton(x.device, backend):
-        return quantize_reference(x, *arguments)
-    run = quantize_tiles.run if quantize_tiles.takes(x) else quantize_reference
-    return run(x, *arguments)
+    uses_tiles = not torch.compiler.is_compiling() and x.numel() and uses_triton(x.device, backend)
+    if uses_tiles and quantize_tiles.takes(x):
+        return quantize_tiles.run(x, *arguments)
+    return quantize_reference(x, *arguments, backend)
 
 
 def _check(

@@ -68,7 +68,8 @@ def quantize_fp4(
         ValueError: a dtype, granularity or shape that is not listed here.
     """
     _check(x, granularity, by_row, hadamard)
-    return quantize_reference(x.detach().contiguous(), granularity, by_row, by_column, hadamard, draw)
+    what = granularity, by_row, by_column, hadamard, draw
+    return quantize_reference(x.detach().contiguous(), *what, backend)
 
 
 def _check(x: Tensor, granularity: str, by_row: bool, hadamard: bool) -> None:

@@ -82,11 +82,9 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: boo
     _check(a, b, out_dtype)
     if not a.shape[0] or not a.shape[1]:
         return a.values.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
-    kind = way_of(a.values.device, a.granularity, b.granularity)
-    if a.is_fp4 and kind == "native" and a.granularity == "1x16":
+    kind = way_of(a.values.device, a.granularity, b.granularity, a.is_fp4)
+    if kind == "native" and a.granularity == "1x16":
         return _by_1x16(a, b, out_dtype)
-    if a.is_fp4:
-        return emulated(a, b, out_dtype)
     if kind == "as 1x32" and a.power_of_2 and b.power_of_2:
         return _by_1x32(_as_1x32(a), _as_1x32(b), out_dtype)
     if kind == "native" and a.granularity in ("tensor", "row"):
@@ -158,9 +156,13 @@ def _rocm_name(device: torch.device) -> str:
 
 @torch.compiler.assume_constant_result
 @functools.cache
-def way_of(device: torch.device, a: AnyGranularity, b: AnyGranularity) -> str:
+def way_of(
+    device: torch.device, a: AnyGranularity, b: AnyGranularity, is_fp4: bool = False
+) -> str:
     """Return how products are computed on a device: `native`, `as 1x32`, `emulated`."""
     if device.type != "cuda" or not (HAS_SCALED_MM or a in ("tensor", "row")):
+        return "emulated"
+    if is_fp4 and a == "1x32":  # torch multiplies these with a library that its wheels do not have
         return "emulated"
     if torch.version.hip is not None:
         is_known = any(name in _rocm_name(device) for name in ("gfx942", "gfx950"))
