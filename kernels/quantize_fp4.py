@@ -33,8 +33,11 @@ from __future__ import annotations
 
 from typing import get_args
 
+import torch
 from torch import Tensor
 
+from amp.kernels import fp4_tiles, quantize_tiles
+from amp.kernels.backend import uses_triton
 from amp.kernels.fp4 import quantize_reference
 from amp.kernels.fp8 import MULTIPLE, SOURCES, Fp4Granularity, Quantized
 from amp.kernels.grad_mode import without_grad
@@ -68,7 +71,12 @@ def quantize_fp4(
         ValueError: a dtype, granularity or shape that is not listed here.
     """
     _check(x, granularity, by_row, hadamard)
-    return quantize_reference(x.detach().contiguous(), granularity, by_row, by_column, hadamard, draw)
+    x = x.detach().contiguous()
+    arguments = (granularity, by_row, by_column, hadamard, draw)
+    if torch.compiler.is_compiling() or not x.numel() or not uses_triton(x.device, backend):
+        return quantize_reference(x, *arguments)
+    run = fp4_tiles.run if quantize_tiles.takes(x) else quantize_reference
+    return run(x, *arguments)
 
 
 def _check(x: Tensor, granularity: str, by_row: bool, hadamard: bool) -> None:
