@@ -29,22 +29,25 @@ from amp.kernels.fp8 import (
     columns_of,
     shape_of_scales,
 )
-from amp.kernels.language import bits, constant, jit, launch, narrow, number, tl
+from amp.kernels.language import INTERPRETED, bits, constant, jit, launch, narrow, number, tl, widened
 from amp.kernels.philox import Draw
 from amp.kernels.quantize_tiles import (
     AMAX_BLOCK,
     AMAX_WARPS,
     amax_kernel,
-    magnitude,
+    load_tile,
     of_warps,
+    store_tile,
     tile_of,
     tiled_jit,
 )
 
-TILES = {2: (8, 128), 4: (4, 128)}
-"""GROUPS and TK for the bytes of a number: 128 bits of each row in each of 128 threads."""
-WARPS = 4
+TILE, WARPS = (64, 128), 4
+SIZES = {"TM": 32, "TK": TILE[1], "GROUPS": TILE[0] // 16}
+REGISTERS = 128
+"""What a thread takes at most, so that four programs fit on one of NVIDIA's SMs."""
 
+_INTERPRETED = constant(INTERPRETED)
 _LARGEST = constant(LARGEST)
 _LARGEST_SCALE = constant(LARGEST_SCALE)
 _PRODUCT = constant(LARGEST * LARGEST_SCALE)
@@ -68,9 +71,6 @@ def run(
     padded = columns_of(rows, granularity)
     of_rows = _new_operand(x, granularity, rows, columns) if by_row else None
     of_columns = _new_operand(x, granularity, columns, padded) if by_column else None
-    groups, width = TILES[x.element_size()]
-    tiles = -(-padded // (16 * groups)) * -(-columns // width)
-    sizes = {"M": rows, "K": columns, "GROUPS": groups, "TK": width}
     hadamard = hadamard and by_column
     row_amax = column_amax = None
     if granularity != "1x32":
@@ -79,17 +79,16 @@ def run(
         as_bits = amaxes.view(torch.int32).unbind()
         if hadamard:
             which = {"of_rows": as_bits[0] if by_row else None, "of_columns": as_bits[1]}
-            launch(amaxes_kernel, tiles, x.device, of_warps(WARPS), x=x, **which, **sizes)
+            _launch(amaxes_kernel, x, padded, **which)
         else:
             column_amax = row_amax
             what = {"x": x, "amax": as_bits[0], "factor": None, "n": x.numel(), "BLOCK": AMAX_BLOCK}
             launch(amax_kernel, -(-x.numel() // AMAX_BLOCK), x.device, of_warps(AMAX_WARPS), **what)
-    launch(
+    height, width = BLOCKS[granularity]
+    _launch(
         blocks_kernel,
-        tiles,
-        x.device,
-        of_warps(WARPS),
-        x=x,
+        x,
+        padded,
         **_memory_of(of_rows, "by_row", "inverse", "outer"),
         **_memory_of(of_columns, "by_column", "transposed", "outer_of_columns"),
         row_amax=row_amax,
@@ -97,11 +96,18 @@ def run(
         **_words_of(draw),
         PADDED=padded,
         HADAMARD=hadamard,
-        SQUARES=granularity == "16x16",
-        G=BLOCKS[granularity][1],
-        **sizes,
+        H=height,
+        G=width,
     )
     return Quantized(of_rows, of_columns)
+
+
+def _launch(kernel: Any, x: Tensor, padded: int, **more: Any) -> None:
+    """Launch a program for each tile of a matrix whose rows are padded."""
+    tiles = -(-padded // TILE[0]) * -(-x.shape[1] // TILE[1])
+    what = {"x": x, "M": x.shape[0], "K": x.shape[1], **SIZES, **more}
+    arguments = {name: what[name] for name in kernel.arg_names}
+    launch(kernel, tiles, x.device, of_warps(WARPS), REGISTERS, **arguments)
 
 
 def _new_operand(x: Tensor, granularity: Fp4Granularity, rows: int, columns: int) -> Operand:
@@ -141,6 +147,28 @@ def _signed(word: int, size: int) -> int:
 
 
 @jit
+def magnitude(x):
+    """Return the bits of |x|, float32, which are in the order of magnitudes, with NaN above inf."""
+    return bits(x) & 0x7FFFFFFF
+
+
+@jit
+def amax_of(largest):
+    """Return the largest magnitude in float32, inf for NaN, given its bits."""
+    return number(tl.minimum(largest, 0x7F800000))
+
+
+@jit
+def saturated(y):
+    """Return float32 values from -6 to 6; NaN becomes 6."""
+    if _INTERPRETED:  # where tl.minimum keeps NaN
+        result = tl.where(y < _LARGEST, tl.maximum(y, -_LARGEST), _LARGEST)
+    else:
+        result = tl.maximum(tl.minimum(y, _LARGEST), -_LARGEST)
+    return result
+
+
+@jit
 def code_of(y, random):
     """Return the E2M1 codes, int32, of float32 values, saturated; NaN becomes 6, as `fp4` has it.
 
@@ -148,27 +176,27 @@ def code_of(y, random):
         y: float32.
         random: 8 random bits each, or None to round to the nearest code.
     """
+    y = saturated(y)
     size = tl.abs(y)
-    size = tl.where(size < _LARGEST, size, _LARGEST)
     power = bits(tl.maximum(size, 1.0)) & 0x7F800000  # of 1, 2 or 4: twice the step of E2M1 here
     if random is None:
-        # The last bit of this sum has the value of a step, so its last bits count steps.
-        code = (bits(size + number(power + (22 << 23))) & 7) + (power >> 22) - 254
+        added = number(power) * 2.0**22  # a float32 of this size has steps of E2M1's
+        kept = (size + added) - added
     else:
-        share = number((random << 15).to(tl.int32) | 0x3F800000) - 1.0  # the byte / 256
-        raised = size + share * number(power - (1 << 23))  # below 8
-        code = tl.where(raised < 1.0, (raised >= 0.5).to(tl.int32), (bits(raised) >> 22) - 252)
-    return code | tl.where(y == y, bits(y) >> 28 & 8, 0)
+        # The byte / 256 of a step: a number with these bits behind the point, less the number without.
+        share = number((random << 14).to(tl.int32) | power) - number(power)
+        kept = number(bits(size + share) & 0x7FC00000)
+    # The exponent now begins where float32's does, with numbers below 1 as subnormal ones.
+    return bits(kept * 2.0**-126) >> 22 | (bits(y) >> 28 & 8)
 
 
 @jit
 def to_e4m3(x):
     """Return float32 numbers from 0 to 448 rounded to E4M3, and their codes, int32."""
     power = bits(tl.maximum(x, 0.015625)) & 0x7F800000  # from 2^-6, the smallest normal number, on
-    added = number(power + (20 << 23))  # a float32 of this size has steps of E4M3's
+    added = number(power) * 2.0**20  # a float32 of this size has steps of E4M3's
     kept = (x + added) - added
-    code = tl.where(kept < 0.015625, (kept * 512).to(tl.int32), (bits(kept) >> 20) - (120 << 3))
-    return kept, code
+    return kept, bits(kept * 2.0**-120) >> 20
 
 
 @jit
@@ -205,53 +233,39 @@ def random_words(index, draw):
 
 @jit
 def random_bytes_of_rows(index, draw):
-    """Return random bytes for parts of rows, 4 numbers each, as `[R, 4 C]`.
-
-    index: of these parts, `[R, C]`. Each thread has parts of few words, and computes all four.
-    """
-    words = random_words(index >> 2, draw)
-    which = index & 3
-    first = tl.where(which == 0, words[0], words[1])
-    word = tl.where(which < 2, first, tl.where(which == 2, words[2], words[3]))
-    shifted = word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :].to(tl.uint32)
-    return tl.reshape(shifted & 0xFF, [index.shape[0], 4 * index.shape[1]])
+    """Return random bytes `[R, 16 C]` for groups of 16 numbers in rows, given their index `[R, C]`."""
+    words = random_words(index, draw)
+    # A join's last dimension has its first argument first.
+    each = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+    each = tl.reshape(each, [index.shape[0], index.shape[1], 4, 1])
+    every = each >> (8 * tl.arange(0, 4))[None, None, None, :].to(tl.uint32) & 0xFF
+    return tl.reshape(every, [index.shape[0], 16 * index.shape[1]])
 
 
 # Tiles.
 
 
 @jit
-def load_tile(x, m, k, M, K, GROUPS: tl.constexpr, TK: tl.constexpr):
-    """Return the tile that begins at m and k, as the module says, 0 outside of `x` `[M, K]`."""
+def load_columns(x, m, k, M, K, GROUPS: tl.constexpr, TK: tl.constexpr):
+    """Return numbers from m and k on as 16 tensors, as the module says, 0 outside of `x` `[M, K]`."""
     first = x + m.to(tl.int64) * K + k
     j = tl.arange(0, TK)
-    tile = ()
+    columns = ()
     for r in tl.static_range(16):
         i = 16 * tl.arange(0, GROUPS) + r
         mask = (i < M - m)[:, None] & (j < K - k)[None, :]
         row = tl.load(first + (i[:, None] * K + j[None, :]), mask=mask, other=0.0)
-        tile = tile + (row,)  # type: ignore[assignment]  # noqa: RUF005
-    return tile
+        columns = columns + (widened(row),)  # type: ignore[assignment]  # noqa: RUF005
+    return columns
 
 
 @jit
-def in_float32(tile):
-    """Return a tile in float32."""
-    wide = ()
-    for r in tl.static_range(16):
-        wide = wide + (tile[r].to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    return wide
-
-
-@jit
-def transformed(tile):
-    """Return a tile, float32, whose columns are transformed and rounded; see `fp4.transformed`."""
+def transformed(columns):
+    """Return columns with a Hadamard transform of each 16 numbers; see `fp4.transformed`."""
     y = ()
     for r in tl.static_range(16):
-        if _NEGATIVE >> r & 1:
-            y = y + (-tile[r],)  # type: ignore[assignment]  # noqa: RUF005
-        else:
-            y = y + (tile[r],)  # type: ignore[assignment]  # noqa: RUF005
+        sign = -1.0 if _NEGATIVE >> r & 1 else 1.0  # Triton negates as 0 - x, which has no -0
+        y = y + (columns[r] * sign,)  # type: ignore[assignment]  # noqa: RUF005
     for stage in tl.static_range(4):
         sums = ()
         for r in tl.static_range(16):
@@ -262,17 +276,17 @@ def transformed(tile):
         y = sums
     rounded = ()
     for r in tl.static_range(16):
-        row = narrow(y[r] * 0.25, tl.bfloat16).to(tl.float32)
+        row = widened(narrow(y[r] * 0.25, tl.bfloat16))
         rounded = rounded + (row,)  # type: ignore[assignment]  # noqa: RUF005
     return rounded
 
 
 @jit
-def amaxes_of_columns(tile):
-    """Return the largest magnitudes of each 16 numbers in a column, `[GROUPS, TK]`."""
-    largest = magnitude(tile[0])
+def largest_of(columns):
+    """Return the largest bits of magnitudes of each 16 numbers in a column, `[GROUPS, TK]`."""
+    largest = magnitude(columns[0])
     for r in tl.static_range(1, 16):
-        largest = tl.maximum(largest, magnitude(tile[r]))
+        largest = tl.maximum(largest, magnitude(columns[r]))
     return largest
 
 
@@ -284,140 +298,116 @@ def store_scales(scales, code, rows, groups, R, C):
 
 
 @jit
-def store_rows(by_row, inverse, tile, of_square, of_tensor, draw, m, k, M, K, G: tl.constexpr):
-    """Quantize the rows of a tile.
-
-    of_square: the factors of squares, or None.
-    """
-    groups: tl.constexpr = tile[0].shape[0]
-    width: tl.constexpr = tile[0].shape[1]
-    j = tl.arange(0, width // 2)
-    for r in tl.static_range(16):
-        i = m + 16 * tl.arange(0, groups)[:, None] + r
-        cut = tl.reshape(tile[r], [groups, width // G, G])
-        if of_square is None:
-            code, factor = scales_of(tl.max(magnitude(cut), axis=2), of_tensor)
-            store_scales(inverse, code, i, k // G + tl.arange(0, width // G)[None, :], M, K // G)
-        else:
-            factor = of_square
-        y = tl.reshape(cut * factor[:, :, None], [groups, width])
-        if draw is None:
-            codes = code_of(y, None)
-        else:
-            index = i * (K // 4) + k // 4 + tl.arange(0, width // 4)[None, :]
-            codes = code_of(y, random_bytes_of_rows(index, draw))
-        even, odd = tl.split(tl.reshape(codes, [groups, width // 2, 2]))
-        pointers = by_row + i.to(tl.int64) * (K // 2) + (k // 2 + j[None, :])
-        tl.store(pointers, (even | odd << 4).to(tl.uint8), mask=(i < M) & (k // 2 + j < K // 2)[None, :])
+def store_rows(
+    by_row, inverse, x, of_tensor, draw, m, k, M, K,
+    H: tl.constexpr, G: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """Quantize the tile that begins at m and k."""
+    cut = tl.reshape(load_tile(x, m, k, M, K, TM, TK), [TM // H, H, TK // G, G])
+    largest = tl.max(tl.max(magnitude(cut), axis=3), axis=1)
+    code, factor = scales_of(amax_of(largest), of_tensor)
+    i, j = m // H + tl.arange(0, TM // H)[:, None], k // G + tl.arange(0, TK // G)[None, :]
+    store_scales(inverse, code, i, j, M // H, K // G)
+    y = tl.reshape(cut * factor[:, None, :, None], [TM, TK])
+    if draw is None:
+        codes = code_of(y, None)
+    else:
+        rows = m + tl.arange(0, TM)[:, None]
+        index = rows * (K // 16) + k // 16 + tl.arange(0, TK // 16)[None, :]
+        codes = code_of(y, random_bytes_of_rows(index, draw))
+    even, odd = tl.split(tl.reshape(codes, [TM, TK // 2, 2]))
+    store_tile(by_row, (even | odd << 4).to(tl.uint8), m, k // 2, M, K // 2)
 
 
 @jit
-def store_columns(by_column, tile, factor, draw, m, k, K, PADDED):
-    """Quantize the columns of a tile."""
-    groups: tl.constexpr = tile[0].shape[0]
-    width: tl.constexpr = tile[0].shape[1]
-    g = m // 16 + tl.arange(0, groups)[:, None]
-    j = k + tl.arange(0, width)[None, :]
-    if draw is not None:
-        words = random_words(j * (PADDED // 16) + g, draw)
-    halves = ()
-    for half in tl.static_range(2):
-        packed = tl.zeros_like(j + g)
-        for i in tl.static_range(8):
-            r: tl.constexpr = 8 * half + i
-            if draw is None:
-                code = code_of(tile[r] * factor, None)
-            else:
-                code = code_of(tile[r] * factor, words[r // 4] >> (8 * (r % 4)) & 0xFF)
-            packed |= code << (4 * i)
-        halves = halves + (packed.to(tl.uint32, bitcast=True).to(tl.int64),)  # type: ignore[assignment]  # noqa: RUF005
+def eight_codes(columns, factor, words, FIRST: tl.constexpr):
+    """Return the codes of eight numbers in columns, from FIRST on, times a factor, in one int64."""
+    packed = tl.zeros_like(factor).to(tl.int32)
+    for i in tl.static_range(8):
+        y = columns[FIRST + i] * factor
+        if words is None:
+            code = code_of(y, None)
+        else:
+            code = code_of(y, words[(FIRST + i) // 4] >> (8 * (i % 4)) & 0xFF)
+        packed |= code << (4 * i)
+    return packed.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@jit
+def store_columns(
+    by_column, transposed, columns, of_tensor, draw, m, k, K, PADDED, H: tl.constexpr, G: tl.constexpr
+):
+    """Quantize columns that begin at m and k."""
+    groups: tl.constexpr = columns[0].shape[0]
+    width: tl.constexpr = columns[0].shape[1]
+    of_block: tl.constexpr = [groups * 16 // G, G // 16, width // H, H]
+    largest = tl.max(tl.max(tl.reshape(largest_of(columns), of_block), axis=3), axis=1)
+    code, factor = scales_of(amax_of(largest), of_tensor)
+    i, j = m // G + tl.arange(0, of_block[0])[:, None], k // H + tl.arange(0, of_block[2])[None, :]
+    store_scales(transposed, code, j, i, K // H, PADDED // G)
+    factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], of_block), [groups, width])
+    g, c = m // 16 + tl.arange(0, groups)[:, None], k + tl.arange(0, width)[None, :]
+    if draw is None:
+        words = None
+    else:
+        # No factor is below 0, but this has Triton make the words in the threads that need them.
+        words = random_words(c * (PADDED // 16) + g + (factor < 0.0).to(tl.int32), draw)
+    low, high = eight_codes(columns, factor, words, 0), eight_codes(columns, factor, words, 8)
     across = PADDED // 32 * 2  # so that Triton knows that two of these words lie at a multiple of 16
-    pointers = by_column + j.to(tl.int64) * across + g
-    tl.store(pointers, halves[0] | halves[1] << 32, mask=(j < K) & (g < across))
+    pointers = by_column + c.to(tl.int64) * across + g
+    tl.store(pointers, low | high << 32, mask=(c < K) & (g < across))
 
 
 @jit
-def spread_over_squares(factor, TK: tl.constexpr):
-    """Return the factors `[GROUPS, TK]` of columns from those of squares."""
-    groups: tl.constexpr = factor.shape[0]
-    return tl.reshape(tl.broadcast_to(factor[:, :, None], [groups, TK // 16, 16]), [groups, TK])
-
-
-@jit
-def column_factors(transposed, tile, of_tensor, m, k, K, PADDED, G: tl.constexpr):
-    """Return the factors `[GROUPS, TK]` for each 16 numbers in a column, and write their scales."""
-    groups: tl.constexpr = tile[0].shape[0]
-    width: tl.constexpr = tile[0].shape[1]
-    together: tl.constexpr = G // 16
-    amax = tl.reshape(amaxes_of_columns(tile), [groups // together, together, width])
-    code, factor = scales_of(tl.max(amax, axis=1), of_tensor)
-    g, j = tl.arange(0, groups // together)[:, None], tl.arange(0, width)[None, :]
-    store_scales(transposed, code, k + j, m // G + g, K, PADDED // G)
-    each = tl.broadcast_to(factor[:, None, :], [groups // together, together, width])
-    return tl.reshape(each, [groups, width])
+def encoding_at(amax, outer):
+    """Return what `encoding_of` does for an amax in memory, and write the tensor's scale."""
+    if amax is None:
+        result = None
+    else:
+        largest = tl.load(amax)
+        result = encoding_of(largest)
+        if tl.program_id(0) == 0:
+            tl.store(outer, tl.where(largest < float("inf"), result[1], float("nan")))
+    return result
 
 
 # Kernels.
+
+
+@jit
+def raise_amax(amax, columns):
+    largest = tl.max(tl.max(largest_of(columns), axis=1), axis=0)
+    tl.atomic_max(amax, tl.minimum(largest, 0x7F800000))
 
 
 @tiled_jit
 def amaxes_kernel(x, of_rows, of_columns, M, K, GROUPS: tl.constexpr, TK: tl.constexpr):
     """Raise the amaxes of a tensor and of its transformed transpose, int32 bits of float32."""
     m, k = tile_of(K, 16 * GROUPS, TK)
-    tile = in_float32(load_tile(x, m, k, M, K, GROUPS, TK))
+    columns = load_columns(x, m, k, M, K, GROUPS, TK)
     if of_rows is not None:
-        raise_amax(of_rows, tile)
-    raise_amax(of_columns, transformed(tile))
-
-
-@jit
-def raise_amax(amax, tile):
-    largest = tl.max(tl.max(amaxes_of_columns(tile), axis=1), axis=0)
-    tl.atomic_max(amax, largest.to(tl.int32, bitcast=True))
-
-
-@jit
-def encoding_at(amax, outer):
-    """Return what `encoding_of` does, and write the tensor's scale."""
-    largest = tl.load(amax)
-    ratio, decode = encoding_of(largest)
-    if tl.program_id(0) == 0:
-        tl.store(outer, tl.where(largest < float("inf"), decode, float("nan")))
-    return ratio, decode
+        raise_amax(of_rows, columns)
+    raise_amax(of_columns, transformed(columns))
 
 
 @tiled_jit
 def blocks_kernel(
     x, row_amax, column_amax, outer, outer_of_columns, inverse, transposed, by_row, by_column,
     calls, seed, layer, row_word, column_word, M, K, PADDED,
-    HADAMARD: tl.constexpr, SQUARES: tl.constexpr, G: tl.constexpr,
-    GROUPS: tl.constexpr, TK: tl.constexpr,
+    HADAMARD: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile both ways, with scales for G numbers or for squares of them."""
+    """Quantize a tile `[16 GROUPS, TK]` both ways, with scales for blocks `[H, G]` of each result."""
     m, k = tile_of(K, 16 * GROUPS, TK)
-    tile = in_float32(load_tile(x, m, k, M, K, GROUPS, TK))
-    if SQUARES:
-        of_tensor = encoding_of(tl.load(row_amax))
-        squares = tl.reshape(amaxes_of_columns(tile), [GROUPS, TK // 16, 16])
-        code, of_square = scales_of(tl.max(squares, axis=2), of_tensor)
-        g, c = m // 16 + tl.arange(0, GROUPS)[:, None], k // 16 + tl.arange(0, TK // 16)[None, :]
-        if by_row is not None:
-            store_scales(inverse, code, g, c, M // 16, K // 16)
-        if by_column is not None:
-            store_scales(transposed, code, c, g, K // 16, M // 16)
-    else:
-        of_square = None
     if by_row is not None:
-        of_tensor = None if row_amax is None else encoding_at(row_amax, outer)
+        of_tensor = encoding_at(row_amax, outer)
         draw = None if calls is None else (calls, seed, layer, row_word)
-        store_rows(by_row, inverse, tile, of_square, of_tensor, draw, m, k, M, K, G)
+        for i in range(0, 16 * GROUPS, TM):
+            store_rows(by_row, inverse, x, of_tensor, draw, m + i, k, M, K, H, G, TM, TK)
     if by_column is not None:
-        of_tensor = None if column_amax is None else encoding_at(column_amax, outer_of_columns)
+        of_tensor = encoding_at(column_amax, outer_of_columns)
         draw = None if calls is None else (calls, seed, layer, column_word)
+        columns = load_columns(x, m, k, M, K, GROUPS, TK)
         if HADAMARD:
-            tile = transformed(tile)
-        if SQUARES:
-            factor = spread_over_squares(of_square, TK)
-        else:
-            factor = column_factors(transposed, tile, of_tensor, m, k, K, PADDED, G)
-        store_columns(by_column, tile, factor, draw, m, k, K, PADDED)
+            columns = transformed(columns)
+        store_columns(by_column, transposed, columns, of_tensor, draw, m, k, K, PADDED, H, G)
