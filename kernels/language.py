@@ -230,6 +230,15 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @jit
+def widened(x):
+    """Return `x`, of 16 or 32 bits, in float32."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        # The interpreter's own cast changes subnormal numbers (triton 3.7).
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@jit
 def bits(x):
     """Return the patterns of float32 numbers, int32."""
     return x.to(tl.int32, bitcast=True)

@@ -33,8 +33,11 @@ from __future__ import annotations
 
 from typing import get_args
 
+import torch
 from torch import Tensor
 
+from amp.kernels import fp4_tiles, quantize_tiles
+from amp.kernels.backend import uses_triton
 from amp.kernels.fp4 import quantize_reference
 from amp.kernels.fp8 import MULTIPLE, SOURCES, Fp4Granularity, Quantized
 from amp.kernels.grad_mode import without_grad
@@ -68,8 +71,12 @@ def quantize_fp4(
         ValueError: a dtype, granularity or shape that is not listed here.
     """
     _check(x, granularity, by_row, hadamard)
-    what = granularity, by_row, by_column, hadamard, draw
-    return quantize_reference(x.detach().contiguous(), *what, backend)
+    x = x.detach().contiguous()
+    arguments = (granularity, by_row, by_column, hadamard, draw)
+    uses_tiles = not torch.compiler.is_compiling() and x.numel() and uses_triton(x.device, backend)
+    if uses_tiles and quantize_tiles.takes(x):
+        return fp4_tiles.run(x, *arguments)
+    return quantize_reference(x, *arguments, backend)
 
 
 def _check(x: Tensor, granularity: str, by_row: bool, hadamard: bool) -> None:

@@ -30,7 +30,7 @@ from amp.kernels.fp8 import (
     shape_of_scales,
     swizzled_size,
 )
-from amp.kernels.language import INTERPRETED, constant, jit, launch, tl
+from amp.kernels.language import INTERPRETED, constant, jit, launch, tl, widened
 
 TILES: dict[Granularity, tuple[tuple[int, int], int]] = {
     "tensor": ((64, 128), 4),
@@ -200,7 +200,7 @@ tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", 
 @jit
 def magnitude(x):
     """Return |x| in float32, inf for NaN, so that the largest shows whether all are finite."""
-    y = tl.abs(x.to(tl.float32))
+    y = tl.abs(widened(x))
     return tl.where(y == y, y, float("inf"))
 
 
@@ -280,7 +280,7 @@ def place(values, m, k, M, K, TM: tl.constexpr, TK: tl.constexpr):
 def load_tile(x, m, k, M, K, TM: tl.constexpr, TK: tl.constexpr):
     """Return a tile of `x` `[M, K]` in float32, 0 outside of it."""
     pointers, mask = place(x, m, k, M, K, TM, TK)
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return widened(tl.load(pointers, mask=mask, other=0.0))
 
 
 @jit
