@@ -193,21 +193,23 @@ def shard_like(local: Tensor, like: Any) -> Tensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
 
 
-def reduce_largest(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> None:
+def reduce_largest(
+    tensors: Sequence[Tensor],
+    groups: Sequence[ProcessGroup],
+    what: str = "found_inf, whether there was an overflow",
+) -> None:
     """Replace each element by the largest one of all ranks of the groups. All these ranks call this.
 
-    So an overflow on one rank becomes one on all ranks. The tensors, float32 `[n]` without NaN, are
-    changed in place, by one collective for each group. The host waits only if the groups' backend
-    does, such as gloo.
+    So an overflow on one rank becomes one on all ranks. The tensors, float32 `[n]` without NaN, or one
+    of any shape, are changed in place, by one collective for each group. The host waits only if the
+    groups' backend does, such as gloo. An error says what ranks could not agree on.
     """
     if not groups or not tensors:
         return
     is_one = len(tensors) == 1  # the usual case, which needs no copies
     together = tensors[0] if is_one else torch.cat([each.to(tensors[0].device) for each in tensors])
     for group in groups:
-        _all_reduce(
-            together, distributed.ReduceOp.MAX, group, "found_inf, whether there was an overflow"
-        )
+        _all_reduce(together, distributed.ReduceOp.MAX, group, what)
     parts = torch.split(together, [len(tensor) for tensor in tensors])
     for tensor, part in () if is_one else zip(tensors, parts, strict=True):
         tensor.copy_(part)

@@ -136,7 +136,7 @@ class Setup:
         if session.properties.protect_buffers and session.properties.loss_scaling.check:
             session.running_stats.watch(self._models, undo)
         if session.amax_history is not None:
-            session.amax_history.groups = session.synchronization.groups_of_ddps
+            session.amax_history.groups_of_data = session.synchronization.groups_of_ddps
 
     def _finish(self, new: list[AttachedOptimizer]) -> None:
         """Do the rest, which needs the models and the optimizers, and log advice."""

@@ -1,8 +1,8 @@
 """`amp.kernels.quantize_fp4` in Triton: a matrix is read in tiles, and each tile is written both ways.
 
-A tile is 16 tensors `[GROUPS, TK]`: the i-th has row 16 g + i of the tile for each g. So a thread has all 16
-neighbours in a column, and a column's Hadamard transform, amax, random words and codes need no other
-thread. Of a row it has as many neighbours as 128 bits hold. Only codes and scales are transposed, and
+A tile is 16 tensors `[GROUPS, TK]`: the i-th has row 16 g + i of the tile for each g. So a thread has
+all 16 neighbours in a column, and a column's Hadamard transform, amax, random words and codes need no
+other thread. Of a row it has as many neighbours as 128 bits hold. Only codes and scales are transposed, and
 those of 16 numbers in a column are one word of 64 bits.
 
 The amax of a tensor spans all tiles, so an earlier launch computes it, for NVFP4. Numbers are rounded
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels import quantize_tiles
 from amp.kernels.fp4 import LARGEST, LARGEST_SCALE, SIGNS
 from amp.kernels.fp8 import (
     BLOCKS,

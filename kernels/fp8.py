@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -98,6 +99,23 @@ class Quantized(NamedTuple):
     factor: Tensor | None = None
 
 
+class Part(NamedTuple):
+    """That a matrix is one rank's part of a larger one, whose scales it is to have.
+
+    Attributes:
+        dim: the dimension that is cut. Scales for whole matrices are those of the larger one, and so
+            are scales for rows that are cut. Blocks are not cut.
+        agree: raises amaxes, float32, in place to the largest of all parts.
+    """
+
+    dim: int
+    agree: Callable[[Tensor], None]
+
+    def cuts(self, granularity: AnyGranularity, *, by_column: bool) -> bool:
+        """Whether other ranks have a part of what shares a scale, in a matrix or in its transpose."""
+        return granularity == "tensor" or (granularity == "row" and self.dim == int(not by_column))
+
+
 def columns_of(rows: int, granularity: AnyGranularity) -> int:
     """Return the length of a transpose's rows: `rows`, padded to a multiple that products take."""
     return -(-rows // MULTIPLE[granularity]) * MULTIPLE[granularity]
@@ -123,6 +141,7 @@ def quantize_reference(
     by_column: bool,
     power_of_2: bool,
     factor: Tensor | None,
+    part: Part | None = None,
     backend: str | None = None,
 ) -> Quantized:
     """Do `quantize` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
@@ -131,9 +150,12 @@ def quantize_reference(
         x = pad(x, (0, 0, 0, columns_of(count, granularity) - count))
     to = dtype, granularity, power_of_2, factor, backend
     if granularity not in ("tensor", "128x128"):
-        rows = _operand(x[:count], *to)[0] if by_row else None
-        return Quantized(rows, _operand(x.t().contiguous(), *to)[0] if by_column else None)
-    both, amax, used = _operand(x, *to)  # the cast to FP8 takes most of the time: once for both
+        agree_rows, agree_columns = (_agree(part, granularity, each) for each in (False, True))
+        rows = _operand(x[:count], *to, agree_rows)[0] if by_row else None
+        columns = _operand(x.t().contiguous(), *to, agree_columns)[0] if by_column else None
+        return Quantized(rows, columns)
+    agree = _agree(part, granularity, False)
+    both, amax, used = _operand(x, *to, agree)  # the cast to FP8 takes most of the time: once for both
     rows = columns = None
     if by_row:
         rows = both._replace(values=both.values[:count])
@@ -144,6 +166,13 @@ def quantize_reference(
     return Quantized(rows, columns, *of_tensor)
 
 
+def _agree(
+    part: Part | None, granularity: Granularity, by_column: bool
+) -> Callable[[Tensor], None] | None:
+    """Return what raises amaxes to those of the larger matrix, or None if they are these already."""
+    return part.agree if part is not None and part.cuts(granularity, by_column=by_column) else None
+
+
 def _operand(
     x: Tensor,
     dtype: torch.dtype,
@@ -151,9 +180,12 @@ def _operand(
     power_of_2: bool,
     factor: Tensor | None,
     backend: str | None,
+    agree: Callable[[Tensor], None] | None,
 ) -> tuple[Operand, Tensor, Tensor]:
     """Return `[R, C]` in FP8, and for each block its amax and its factor, float32 `[down, across]`."""
     amax = amax_of(x, granularity, backend)
+    if agree is not None:
+        agree(amax)
     if granularity == "1x32":
         own = factor_of(amax, dtype, power_of_2=True, of_zero=2.0**126)
     else:

@@ -34,7 +34,16 @@ from torch import Tensor
 
 from amp.kernels import quantize_tiles
 from amp.kernels.backend import uses_triton
-from amp.kernels.fp8 import DTYPES, MULTIPLE, SIDE, SOURCES, Granularity, Quantized, quantize_reference
+from amp.kernels.fp8 import (
+    DTYPES,
+    MULTIPLE,
+    SIDE,
+    SOURCES,
+    Granularity,
+    Part,
+    Quantized,
+    quantize_reference,
+)
 from amp.kernels.grad_mode import without_grad
 
 
@@ -48,6 +57,7 @@ def quantize(
     by_column: bool = True,
     power_of_2: bool = True,
     factor: Tensor | None = None,
+    part: Part | None = None,
     backend: str | None = None,
 ) -> Quantized:
     """Return a matrix in FP8. The host does not wait for the device.
@@ -60,6 +70,7 @@ def quantize(
         by_column: whether to return its transpose.
         power_of_2: whether factors are powers of 2. Those of `1x32` always are.
         factor: for `tensor`: float32 `[]`, the factor to use; 0 means the tensor's own.
+        part: of which larger matrix this is a part, or None if it is whole.
         backend: see `amp.kernels.backend`.
 
     Raises:
@@ -67,7 +78,7 @@ def quantize(
     """
     _check(x, dtype, granularity, by_row, factor)
     x = x.detach().contiguous()
-    arguments = (dtype, granularity, by_row, by_column, power_of_2, factor)
+    arguments = (dtype, granularity, by_row, by_column, power_of_2, factor, part)
     uses_tiles = not torch.compiler.is_compiling() and x.numel() and uses_triton(x.device, backend)
     if uses_tiles and quantize_tiles.takes(x):
         return quantize_tiles.run(x, *arguments)

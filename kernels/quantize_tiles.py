@@ -25,6 +25,7 @@ from amp.kernels.fp8 import (
     SIDE,
     Granularity,
     Operand,
+    Part,
     Quantized,
     columns_of,
     shape_of_scales,
@@ -83,6 +84,7 @@ def run(
     by_column: bool,
     power_of_2: bool,
     factor: Tensor | None,
+    part: Part | None = None,
 ) -> Quantized:
     """Do `quantize` for a matrix that these kernels take."""
     rows, columns = x.shape
@@ -110,10 +112,10 @@ def run(
     if granularity == "tensor":
         amax, used = x.new_zeros(2, dtype=torch.float32).unbind()
         inverse = _new_scales(x, granularity, rows, columns)  # cuBLAS takes no view into other scales
-        _run_by_tensor(what, amax, used, inverse, factor, power_of_2)
+        _run_by_tensor(what, amax, used, inverse, factor, power_of_2, part)
         inverses, of_tensor = [inverse, inverse], (amax, used)
     elif granularity == "row":
-        _run_by_row(what, scales)
+        _run_by_row(what, scales, part)
     elif granularity == "128x128":
         _launch_tiles(squares_kernel, what, granularity, **scales)
     else:
@@ -155,6 +157,7 @@ def _run_by_tensor(
     inverse: Tensor,
     factor: Tensor | None,
     power_of_2: bool,
+    part: Part | None,
 ) -> None:
     x = what["x"]
     as_bits = amax.view(torch.int32)
@@ -162,6 +165,8 @@ def _run_by_tensor(
     n = x.numel()
     what_to_see = {"x": x, "amax": as_bits, "factor": factor, "n": n}
     launch(amax_kernel, programs, x.device, of_warps(AMAX_WARPS), **what_to_see, BLOCK=AMAX_BLOCK)
+    if part is not None:
+        part.agree(amax)
     _launch_tiles(
         tensor_kernel,
         what,
@@ -177,7 +182,7 @@ def _run_by_tensor(
         launch(inverse_kernel, 1, x.device, 1, amax=amax, used=used, inverse=inverse)
 
 
-def _run_by_row(what: dict[str, Any], scales: dict[str, Any]) -> None:
+def _run_by_row(what: dict[str, Any], scales: dict[str, Any], part: Part | None) -> None:
     amaxes = {
         name: None if inverse is None else torch.zeros_like(inverse)
         for name, inverse in (("of_rows", scales["inverse"]), ("of_columns", scales["transposed"]))
@@ -187,6 +192,9 @@ def _run_by_row(what: dict[str, Any], scales: dict[str, Any]) -> None:
     tiles = -(-what["M"] // height) * -(-what["K"] // width)
     sizes = {"M": what["M"], "K": what["K"], "TM": height, "TK": width}
     launch(amaxes_kernel, tiles, x.device, of_warps(AMAXES_WARPS), x=x, **as_bits, **sizes)
+    for name, each in amaxes.items():
+        if part is not None and each is not None and part.cuts("row", by_column=name == "of_columns"):
+            part.agree(each)
     _launch_tiles(rows_kernel, what, "row", **amaxes, **scales)
 
 

@@ -156,9 +156,7 @@ def _rocm_name(device: torch.device) -> str:
 
 @torch.compiler.assume_constant_result
 @functools.cache
-def way_of(
-    device: torch.device, a: AnyGranularity, b: AnyGranularity, is_fp4: bool = False
-) -> str:
+def way_of(device: torch.device, a: AnyGranularity, b: AnyGranularity, is_fp4: bool = False) -> str:
     """Return how products are computed on a device: `native`, `as 1x32`, `emulated`."""
     if device.type != "cuda" or not (HAS_SCALED_MM or a in ("tensor", "row")):
         return "emulated"

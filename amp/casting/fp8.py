@@ -15,13 +15,13 @@ from torch.nn.modules.conv import _ConvNd
 
 from amp.casting.module_rules import ruled_modules
 from amp.casting.regions import cast_dtype
-from amp.casting.sharded import gathered_dtypes
+from amp.casting.sharded import specs_when_gathered
 from amp.casting.strategy import Strategy
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of, swap_classes
-from amp.distributed import is_sharded
+from amp.distributed import groups_of_meshes, is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError, AmpValueError, brief, first_few, warn
-from amp.profiles.fp8_recipe import FP4, LARGEST_SEED, Counted, Fp8Recipe, counted
+from amp.profiles.fp8_recipe import FP4, LARGEST_SEED, MULTIPLES, Counted, Fp8Recipe, counted
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.state_checks import StateChecks
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from amp.casting.fp4_draws import Draws
     from amp.casting.fp8_history import AmaxHistory
     from amp.casting.fp8_linear import Layer, Switch
-
-MULTIPLES = {"mxfp8": 32, "nvfp4": 32, "mxfp4": 32, "block": 128}
-"""The number that must divide both dimensions of a weight, by recipe; 16 for the other recipes."""
 
 
 class Fp8Linears(Strategy):
@@ -65,14 +62,16 @@ class Fp8Linears(Strategy):
         return properties.enabled
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise AmpRuntimeError for a layer whose weight is sharded by tensor parallelism."""
-        if self.properties.fp8 is None:
+        """Raise AmpRuntimeError for a layer that tensor parallelism has cut as FP8 does not support."""
+        from amp.casting.fp8_shards import split_of
+
+        recipe = self.properties.fp8
+        if recipe is None:
             return
-        reached, _ = choose(model, self.properties.fp8, self.properties.rules)
-        shards = gathered_dtypes(model)
-        for name, module in reached.items():
-            if is_sharded(_stored(module)) and _stored(module) not in shards:
-                raise AmpRuntimeError(_cut(name))
+        reached, _ = choose(model, recipe, self.properties.rules)
+        for name, spec in _cut(model, reached).items():
+            shape = reached[name].out_features, reached[name].in_features
+            split_of(name, recipe, spec.mesh, spec.placements, shape)
 
     def begin(self, undo: Undo) -> None:
         """Forget what was logged about earlier models."""
@@ -100,6 +99,13 @@ class Fp8Linears(Strategy):
         for reason, names in missed.items():
             self._missed.setdefault(reason, []).extend(prefix + name for name in names)
         self._add(reached, prefix, undo)
+        if self.history is not None:
+            before = self.history.groups_of_meshes
+            undo.if_it_fails.append(
+                functools.partial(setattr, self.history, "groups_of_meshes", before)
+            )
+            cut = [_stored(reached[name]) for name in _cut(model, reached)]
+            self.history.groups_of_meshes = (*before, *groups_of_meshes(cut))
 
     def _add(self, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
         from amp.casting.fp4_draws import Draws
@@ -361,6 +367,17 @@ def _stored(module: nn.Linear) -> Tensor:
     return next(module.parameters()) if weight is None else weight
 
 
+def _cut(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str, Any]:
+    """Return, by name, the layers that tensor parallelism has cut, with mesh and placements."""
+    gathered = specs_when_gathered(model)
+    stored = {name: _stored(module) for name, module in layers.items()}
+    specs = {
+        name: gathered[weight] if weight in gathered else getattr(weight, "_spec", None)
+        for name, weight in stored.items()
+    }
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
 def _listed(names: Sequence[str]) -> str:
     return first_few(names, lambda name: name or "the model itself", most=3)
 
@@ -379,8 +396,8 @@ def _fp8_class(base: Any) -> Any:
         dtype = _computed_in(input, weight)
         if dtype is None or input.shape[-1:] != (self.in_features,):
             return nn.functional.linear(input, weight, self.bias)
-        if is_sharded(weight):
-            raise AmpRuntimeError(_cut(layer.name))
+        if is_sharded(weight) and not is_sharded(input):
+            return nn.functional.linear(input, weight, self.bias)  # torch says what is wrong
         return layer.run(input, weight, self.bias, dtype, self.training)
 
     return subclass_of(base, forward=forward)
@@ -407,10 +424,3 @@ def _release(layers: Mapping[nn.Module, Any]) -> None:
     restore_classes(own)
     for module in own:
         del vars(module)["_amp_fp8"]
-
-
-def _cut(name: str) -> str:
-    return (
-        f"the weight of '{name}' is a DTensor of tensor parallelism, which FP8 does not support. "
-        "Keep it out, by fp8={'skip': ['" + name + "']}, or take opt_level='O4' or 'O5'"
-    )

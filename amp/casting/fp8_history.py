@@ -25,6 +25,10 @@ INPUT, WEIGHT, GRADIENT = range(3)
 """The entries of a layer."""
 
 
+_NEW = 16
+"""For how many iterations after layers were added their factors may be unknown."""
+
+
 class AmaxHistory:
     """The largest magnitudes in the layers of a session, and the scale factors that follow from them.
 
@@ -33,8 +37,11 @@ class AmaxHistory:
         amaxes: float32 `[1 + amax_history, 3 * layers]`: this iteration so far, then the earlier
             iterations, newest first. 0 means no value.
         factors: float32 `[3 * layers]`, to multiply values by; 0 where no amax is known yet.
-        groups: returns the process groups whose ranks see different data.
+        groups_of_data: returns the process groups whose ranks see different data.
+        groups_of_meshes: those whose ranks hold parts of the layers.
         iteration: how many iterations have ended.
+        is_new: whether factors may be unknown, so that layers are scaled by their own amaxes: for the
+            first iterations, which may overflow. The host, which does not wait, cannot know.
         ended_in_block: whether a block has ended the iteration that the next step belongs to.
     """
 
@@ -44,7 +51,10 @@ class AmaxHistory:
         self.names: list[str] = []
         self.amaxes = torch.zeros(1 + recipe.amax_history, 0, dtype=torch.float32, device="cpu")
         self.factors = self.amaxes[0]
-        self.groups: Callable[[], Sequence[ProcessGroup]] = tuple
+        self.groups_of_data: Callable[[], Sequence[ProcessGroup]] = tuple
+        self.groups_of_meshes: tuple[ProcessGroup, ...] = ()
+        self.is_new = True
+        self._new_until = _NEW
         self.ended_in_block = False
         self._formats = formats
         self.iteration = 0
@@ -68,6 +78,7 @@ class AmaxHistory:
         more = self.amaxes.new_zeros(len(self.amaxes), 3 * len(names))
         self.amaxes = torch.cat([self.amaxes, more], 1)
         self.names += names
+        self.is_new, self._new_until = True, self.iteration + _NEW
         self._refresh()
         return first
 
@@ -108,6 +119,15 @@ class AmaxHistory:
         """The amaxes of this iteration so far, float32 `[3 * layers]`."""
         return self.amaxes[0]
 
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks with parts of one tensor have to agree on its amax before it is quantized."""
+        return self.is_new and bool(self.recipe.reduce_amax)
+
+    def groups(self) -> list[ProcessGroup]:
+        """Return the process groups whose ranks share their amaxes."""
+        return [*self.groups_of_meshes, *self.groups_of_data()]
+
     def share(self, groups: Iterable[ProcessGroup]) -> None:
         """Reduce this iteration's amaxes by maximum over process groups, `groups` included."""
         if self.recipe.reduce_amax:
@@ -126,7 +146,12 @@ class AmaxHistory:
         is_known = (seen > 0) & (seen < torch.inf)
         moved = torch.where(is_known, torch.cat([seen[None], past[:-1]]), past)
         new = torch.cat([torch.zeros_like(seen)[None], moved])
-        counted = {"ended_in_block": in_block, "iteration": self.iteration + 1}
+        iteration = self.iteration + 1
+        counted = {
+            "ended_in_block": in_block,
+            "iteration": iteration,
+            "is_new": iteration < self._new_until,
+        }
         at_once(
             functools.partial(torch._foreach_copy_, [self.amaxes], [new]),
             functools.partial(vars(self).update, counted),
@@ -152,7 +177,10 @@ class AmaxHistory:
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the history of now. The host does not wait for the device."""
         amaxes, loss_scale = self.amaxes.clone(), self._loss_scale.clone()
-        before = {name: getattr(self, name) for name in ("iteration", "ended_in_block", "_is_scaled")}
+        before = {
+            name: getattr(self, name)
+            for name in ("iteration", "is_new", "ended_in_block", "_is_scaled")
+        }
 
         def put_back() -> None:
             self.amaxes.copy_(amaxes)

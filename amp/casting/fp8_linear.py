@@ -21,9 +21,11 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from amp.casting import fp8_shards
 from amp.casting.fp4_draws import Draws
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.casting.regions import disable_casts
+from amp.distributed import is_sharded
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.fp8 import AnyGranularity, Fp4Granularity, Granularity, Operand, Quantized
 from amp.kernels.philox import Draw
@@ -66,6 +68,7 @@ class Layer(NamedTuple):
         draws: the counts of FP4's random bits, or None.
         number: the module's index in the history or the counts.
         switch: turned off when the session closes; copies of the module share it.
+        split: how tensor parallelism has divided the layer, or None.
     """
 
     recipe: Fp8Recipe
@@ -74,6 +77,7 @@ class Layer(NamedTuple):
     draws: Draws | None = None
     number: int = 0
     switch: Switch = Switch()
+    split: fp8_shards.Split | None = None
 
     def runs(self, is_training: bool) -> bool:
         """Whether the module runs in FP8 now, in training or evaluation.
@@ -143,6 +147,10 @@ class Layer(NamedTuple):
                 hadamard=bool(self.recipe.hadamard) and entry != WEIGHT,
                 draw=self._draw(x.device) if entry == GRADIENT else None,
             )
+        if self.split is not None:
+            x = fp8_shards.waited(x)
+        is_agreed = factor is not None or (self.history is not None and not self.history.agrees)
+        part = None if self.split is None or is_agreed else self.split.part(entry)
         if self.history is not None and factor is None:
             factor = self.history.factor(self.number, entry, x.device)
         result = quantize(
@@ -153,6 +161,7 @@ class Layer(NamedTuple):
             by_column=by_column,
             power_of_2=bool(self.recipe.power_of_2_scales),
             factor=factor,
+            part=part,
         )
         if self.history is not None and sees and result.amax is not None:
             self.history.see(self.number, entry, result.amax)
@@ -172,6 +181,8 @@ class Layer(NamedTuple):
             dtype: the dtype of the result.
             is_training: whether the module is in training mode; only then the history records amaxes.
         """
+        if is_sharded(weight):
+            return fp8_shards.run(self, x, weight, bias, dtype, is_training)
         sees = torch.is_grad_enabled() and is_training
         trains = torch.is_grad_enabled() and weight.requires_grad
         keeps = trains and self.recipe.grad_weight in ("fp8", "fp4")
@@ -251,7 +262,9 @@ def _quantized_input(x: Tensor, layer: Layer, by_row: bool, by_column: bool, see
     """
     rows = x.detach().reshape(-1, x.shape[-1])
     stream = None if torch.compiler.is_compiling() else stream_of(x.device)
-    if stream is None:  # compiled, or captured in a graph, whose replays change no version
+    # Compiled, or captured in a graph, whose replays change no version. Or cut: all ranks have to
+    # quantize as often, and each would compare values of its own.
+    if stream is None or layer.split is not None:
         return layer.quantize(rows, INPUT, by_row=by_row, by_column=by_column, sees=sees)
     iteration = None if layer.history is None else (id(layer.history), layer.history.iteration)
     version = x._version if _counts_writes(x) else None

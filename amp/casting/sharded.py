@@ -160,6 +160,17 @@ def casts_by_its_own_policy(model: nn.Module) -> bool:
     return not LOW_PRECISION.isdisjoint([*first, *gathered_dtypes(model).values()])
 
 
+def specs_when_gathered(model: nn.Module) -> dict[Tensor, Any]:
+    """Return the shards of FSDP2, each with the layout of tensor parallelism when gathered, or None."""
+    return {
+        _shard(param): param._unsharded_dtensor_spec
+        if hasattr(param, "_unsharded_dtensor_spec")
+        else getattr(param, "_tp_spec", None)  # before torch 2.12
+        for group in _groups_in(model)
+        for param in group.fsdp_params
+    }
+
+
 def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the floating shards of a model, each with its dtype when gathered for a forward."""
     return {

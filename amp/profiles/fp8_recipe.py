@@ -40,6 +40,9 @@ GRANULARITIES: "dict[str, tuple[AnyGranularity, AnyGranularity, AnyGranularity]]
 }
 """The granularity of scales: of inputs and gradients, of the weight in forward, and in backward."""
 
+MULTIPLES = {"mxfp8": 32, "nvfp4": 32, "mxfp4": 32, "block": 128}
+"""The number that must divide both dimensions of a weight, by recipe; 16 for the other recipes."""
+
 _ALIASES = {alias: name for name, aliases in RECIPES.items() for alias in aliases}
 _ALL_E4M3 = ("rowwise", "rowwise_gw_hp", "block", "mxfp8")
 _HISTORY = {"amax_history": 16, "amax_algo": "max", "margin": 0, "reduce_amax": True}

@@ -29,11 +29,11 @@ STEPS = 4
 class Layer(nn.Module):
     """A norm and two linear layers, as in a transformer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -42,10 +42,10 @@ class Layer(nn.Module):
 class Network(nn.Module):
     """`[B, T, C]` in and `[B, T, 3]` out; no dimension of the head is a multiple of the ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.Sequential(Layer(), Layer())
-        self.head = nn.Linear(WIDTH, 3)
+        self.layers = nn.Sequential(Layer(width), Layer(width))
+        self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x))

@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.casting import fp8_linear
-from amp.errors import AmpRuntimeError
 from amp.profiles.fp8_recipe import FP4
 from tests import fp8_models
 from tests.distributed.models import assert_equal_on_ranks
@@ -212,24 +209,3 @@ def check_overflow(rank: int, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_an_overflow_on_one_rank_skips_on_all(recipe: str) -> None:
     world(RANKS).run(check_overflow, recipe)
-
-
-def check_refused(rank: int, when: str) -> None:
-    mesh = init_device_mesh("cpu", (RANKS,))
-    model = net()
-    if when == "before":
-        parallelize_module(model, mesh, {"second": ColwiseParallel()})
-        with pytest.raises(AmpRuntimeError, match="the weight of 'second' is a DTensor"):
-            initialize(model, "O4", "current")
-        initialize(model, "O4", {"skip": ["second", "last"]})
-    else:
-        initialize(model, "O4", "current")
-        parallelize_module(model, mesh, {"second": ColwiseParallel()})
-        with pytest.raises(AmpRuntimeError, match="the weight of 'second' is a DTensor"):
-            model(next(batches())[0])
-    amp.get_session().close()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_tensor_parallel_layers_are_refused_by_name(when: str) -> None:
-    world(RANKS).run(check_refused, when)

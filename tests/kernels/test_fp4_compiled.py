@@ -24,7 +24,6 @@ from tests.kernels.fp4_cases import BYTES, CASES, TARGETS, Case, compiled
 pytestmark = pytest.mark.slow
 
 
-
 def bytes_of_rows(case: Case) -> int:
     """Return how many bytes a thread reads of a tile at a time, by rows."""
     return tiles.SIZES["TM"] * tiles.TILE[1] * BYTES[case.source] // (32 * tiles.WARPS)

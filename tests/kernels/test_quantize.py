@@ -14,6 +14,7 @@ from amp.kernels.fp8 import (
     MULTIPLE,
     Granularity,
     Operand,
+    Part,
     dequantize,
     factor_of,
     power_below,
@@ -128,6 +129,33 @@ def test_triton_gives_the_bits_of_plain_torch(
                 )
                 expected = quantize_reference(x, E5M2 if by_column else E4M3, granularity, *asked)
                 assert_same_operands(found, expected)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_is_quantized_like_the_whole(
+    granularity: Granularity, dim: int, device: torch.device
+) -> None:
+    x = heavy_tailed(256, 256).to(device)
+    whole = quantize(x, E4M3, granularity, power_of_2=False)
+    of_rows, of_columns = x.abs().amax(1), x.abs().amax(0)
+
+    def agree(amaxes: Tensor) -> None:
+        largest = x.abs().max() if granularity == "tensor" else of_rows if dim else of_columns
+        amaxes.copy_(largest.reshape(amaxes.shape))
+
+    for i, half in enumerate(x.chunk(2, dim)):
+        found = quantize(half, E4M3, granularity, power_of_2=False, part=Part(dim, agree))
+        assert found.by_row is not None
+        assert found.by_column is not None
+        assert whole.by_row is not None
+        assert whole.by_column is not None
+        for one, all_, cut in (
+            (found.by_row, whole.by_row, dim),
+            (found.by_column, whole.by_column, 1 - dim),
+        ):
+            assert_same_bits(one.values, all_.values.chunk(2, cut)[i])
+            assert_same_bits(dequantize(one), dequantize(all_).chunk(2, cut)[i])
 
 
 @pytest.mark.triton
