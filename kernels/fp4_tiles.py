@@ -2,8 +2,8 @@
 
 A tile is 16 tensors `[GROUPS, TK]`: the i-th has row 16 g + i of the tile for each g. So a thread has
 all 16 neighbours in a column, and a column's Hadamard transform, amax, random words and codes need no
-other thread. Of a row it has as many neighbours as 128 bits hold. Only codes and scales are transposed, and
-those of 16 numbers in a column are one word of 64 bits.
+other thread. Of a row it has as many neighbours as 128 bits hold. Only codes and scales are transposed,
+and those of 16 numbers in a column are one word of 64 bits.
 
 The amax of a tensor spans all tiles, so an earlier launch computes it, for NVFP4. Numbers are rounded
 by arithmetic that is alike on all GPUs and in Triton's interpreter, and not by casts.

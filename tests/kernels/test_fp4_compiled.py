@@ -1,4 +1,4 @@
-"""The kernels that quantize to FP4, compiled for real GPUs without one: what the machine code must have.
+"""The kernels that quantize to FP4, compiled for real GPUs without one: what the code must have.
 
 128 bits at a time where the matrix is read first, no spills, at most as many registers as let four
 programs run at a time, IEEE arithmetic, and no conversion to FP4 with random bits, which few GPUs have.
