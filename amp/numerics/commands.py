@@ -521,7 +521,7 @@ def _crises(arguments: argparse.Namespace, printer: Printer) -> Any:
     as_json=False,
 )
 def _lab(arguments: argparse.Namespace, printer: Printer) -> Any:
-    """Write the lab, a page with eight figures, or serve it.
+    """Write the lab, a page with nine figures, or serve it.
 
     reamp lab
     reamp lab --out numerics.html

@@ -1,4 +1,4 @@
-"""The lab: a self-contained HTML page with eight interactive figures on number formats and scales.
+"""The lab: a self-contained HTML page with nine interactive figures on number formats and scales.
 
 The page computes in JavaScript. `vectors` has results of this package, with which the page compares its
 own results when it opens.
@@ -18,6 +18,10 @@ import torch
 
 import amp
 from amp.errors import AmpValueError
+from amp.kernels.fp4 import SIGNS, turned
+from amp.kernels.fp8 import dequantize, unpacked
+from amp.kernels.philox import MULTIPLIERS, ROUNDS, WEYL, WORD, Draw, random_bytes
+from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.numerics.formats import FORMATS, Format
 from amp.numerics.fp8 import SCALINGS, fp8_losses, simulate_fp8
 from amp.numerics.memory import TERMS, footprints
@@ -31,7 +35,7 @@ _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"
 """The target of the links, from a checkout, a site and `amp lab --serve` alike."""
 DOCS = f"{HOME}/blob/main/docs"
-SCRIPTS = "formats training check exact controls drawing bits ranges scales memory fp8 start"
+SCRIPTS = "formats training check exact controls drawing bits ranges scales memory fp8 fp4 start"
 """The page's JavaScript files, in the order in which they are joined."""
 OPTIMIZERS = "adamw fusedadam sgd sgd-momentum fusedsgd-momentum fusedlamb fusedlion"
 """The optimizers in the memory figure."""
@@ -43,6 +47,7 @@ def page() -> str:
         "formats": [_format(fmt) for fmt in FORMATS.values()],
         "memory": {optimizer: _memory(optimizer) for optimizer in OPTIMIZERS.split()},
         "scalings": SCALINGS,
+        "fp4": {"signs": SIGNS, "rounds": ROUNDS, "multipliers": MULTIPLIERS, "weyl": WEYL},
         "vectors": vectors(),
     }
     text = _read("lab.html")
@@ -165,6 +170,7 @@ def vectors() -> dict[str, list[Any]]:
         "fates": [_fate(fmt, log2_scale) for fmt in FORMATS.values() for log2_scale in (0, 8, 24)],
         "memory": [_memory_case(*case) for case in _MEMORY],
         "fp8": [_fp8_case(*case) for case in _FP8],
+        "fp4": [_fp4_case(*case) for case in _FP4],
         "histories": [_history(*case) for case in _HISTORIES],
     }
 
@@ -243,6 +249,49 @@ def _fp8_case(rows: int, columns: int, low: int, high: int) -> dict[str, Any]:
     x = x.view(rows, columns)
     x[0, 0] = 0.0
     return {"x": x.tolist(), "losses": [loss._asdict() for loss in fp8_losses(x)]}
+
+
+_FP4: tuple[tuple[int, int, int, bool, tuple[int, int, int] | None], ...] = (
+    (32, -12, -2, False, None),
+    (32, -12, -2, True, None),
+    (32, -12, -2, True, (7, 2**40 + 11, 2**31 + 5)),
+    (64, -9, 9, False, (2**32 - 1, 3, 0)),
+    (32, 100, 127, False, None),
+    (32, -140, -120, False, None),
+    (32, -200, -190, False, None),  # zeros, in FP32
+)
+
+
+def _fp4_case(
+    count: int, low: int, high: int, hadamard: bool, drawn: tuple[int, int, int] | None
+) -> dict[str, Any]:
+    x = torch.tensor(_drawn(count, count, low, high), dtype=torch.float32, device="cpu")[:, None]
+    x[:16] *= 2.0**-9
+    x[16] = 0.0
+    draw = None
+    if drawn is not None:
+        calls, seed, name = drawn
+        draw = Draw(torch.tensor(calls, device="cpu"), seed, name)
+    operand = quantize_fp4(x, by_row=False, hadamard=hadamard, draw=draw).by_column
+    assert operand is not None
+    assert operand.outer is not None
+    columns = {
+        "number": turned(x, count, hadamard),
+        "scale": operand.inverse.float().repeat_interleave(16),
+        "outer": operand.outer.expand(count),
+        "kept": unpacked(operand.values),
+        "value": dequantize(operand),
+    }
+    shared: dict[str, Any] = {"x": x.flatten().tolist(), "hadamard": hadamard}
+    if draw is not None:
+        columns["byte"] = random_bytes(torch.Size(operand.shape), draw.of_columns())
+        shared |= {
+            "call": int(draw.calls),
+            "name": draw.name,
+            "key": [draw.seed & WORD, draw.seed >> 32],
+        }
+    rows = zip(*(column.flatten().tolist() for column in columns.values()), strict=True)
+    return {**shared, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
 
 
 _AMAXES = [4.0, 3.0, 500.0, 2.0, 0.0, 1.0, 0.7, math.inf, 0.5, 0.125, 0.11, 900.0, 1e-3]

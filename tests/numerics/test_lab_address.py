@@ -36,6 +36,13 @@ STATE: dict[str, str] = {
     "fp8-mean": "2",
     "fp8-spread": "4.5",
     "fp8-outlier": "6",
+    "fp4-rounding": "nearest",
+    "fp4-hadamard": "true",
+    "fp4-mean": "-3",
+    "fp4-spread": "2.5",
+    "fp4-outlier": "6",
+    "fp4-largest": "2",
+    "fp4-draws": "5",
     "delayed-format": "float8_e5m2",
     "delayed-history": "3",
     "delayed-algo": "most_recent",
@@ -61,14 +68,16 @@ def test_the_address_restores_every_control(page: Page) -> None:
     opening, first = page.run(VALUES), page.run(DRAWN)
     assert opening.keys() == STATE.keys()
     assert all(opening[name] != value for name, value in STATE.items())
-    typed = {name: value for name, value in STATE.items() if name != "ulps-negative"}
+    ticked = [name for name, value in STATE.items() if value == "true"]
+    typed = {name: value for name, value in STATE.items() if name not in ticked}
     page.run(FIELDS + "for (const [id, text] of Object.entries(arguments[0])) tell(id, text);", typed)
-    page["ulps-negative"].click()
+    for name in ticked:
+        page[name].click()
     errors = "return [...document.querySelectorAll('.error')].map((e) => e.textContent).join('')"
     assert page.run(errors) == ""
     drawn = page.run(DRAWN)
     assert sum(a != b for a, b in zip(first, drawn, strict=True)) == len(drawn)
-    saved = "return location.hash.includes('ulps-negative=true') && location.hash.slice(1)"
+    saved = "return location.hash.includes('fp4-hadamard=true') && location.hash.slice(1)"
     state = page.wait(saved)
     page.open(state)
     assert page.run(VALUES) == STATE

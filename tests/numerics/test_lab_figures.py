@@ -212,6 +212,39 @@ def test_fp8_is_scaled(page: Page) -> None:
 
 
 @pytest.mark.slow
+def test_fp4_is_right_on_average_and_an_outlier_is_spread(page: Page) -> None:
+    def error() -> float:
+        return float(re.findall(r"([0-9.]+) %", page.text("fp4-out"))[-1])
+
+    def products(column: int) -> list[float]:
+        texts = page.texts(f"#fp4-products td:nth-child({column})")
+        return [float(text.replace("\u2212", "-")) for text in texts]
+
+    page["fp4-reset"].click()
+    one = error()
+    page["fp4-draw"].click()
+    assert page["fp4-draws"].get_attribute("value") == "2"
+    page["fp4-more"].click()
+    assert error() < one / 5
+    page.set("fp4-draws", 1000)
+    assert not page["fp4-draw"].is_enabled()
+    for column in (2, 3):
+        exact, nearest, mean = products(column)
+        assert mean == pytest.approx(exact, rel=5e-3)
+        assert nearest != pytest.approx(exact, rel=5e-2)
+    assert products(3)[0] == pytest.approx(products(2)[0], rel=1e-2)  # the transforms cancel
+    page.set("fp4-rounding", "nearest")
+    assert error() > 5
+    assert "Of 16 numbers 3 become 0." in page.text("fp4-out")
+    page["fp4-hadamard"].click()
+    assert "Of 16 numbers 0 become 0." in page.text("fp4-out")
+    kept = page.texts("#fp4-table td:nth-child(3)")
+    assert page.texts("#fp4-table td:nth-child(4)") == kept
+    page.set("fp4-largest", 20)
+    assert "Of 16 numbers 16 become 0." in page.text("fp4-out")
+
+
+@pytest.mark.slow
 def test_a_delayed_scale_is_followed(page: Page) -> None:
     page["delayed-reset"].click()
     assert page.text("delayed-out").startswith("No iteration yet.")

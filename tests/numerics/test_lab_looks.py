@@ -10,6 +10,7 @@ import pytest
 from tests.browsers import Page
 
 SEEN = """
+for (const e of document.querySelectorAll('details')) e.open = true;
 const cut = [], overlaps = [], raw = [];
 const width = document.documentElement.clientWidth; // innerWidth grows with what is too wide
 const seen = (e) => !e.closest('.unseen') && e.getClientRects().length > 0;
@@ -37,7 +38,8 @@ for (const e of document.querySelectorAll('body *:not(script, style)')) {
   if (letters && (box(e).left < 0 || box(e).right > width + 0.5)) cut.push(e.textContent);
 }
 const told = ['output', 'svg text', '.legend', '.story', '.field > label', '#bits-presets button',
-  '#bits-formula', '#bits-error', '#bits-ulp', '#bits-neighbours', '#memory-table td', '#fp8-table td'];
+  '#bits-formula', '#bits-error', '#bits-ulp', '#bits-neighbours', '#memory-table td', '#fp8-table td',
+  '#fp4-table td', '#fp4-products td'];
 const missing = told.filter((selector) => !document.querySelector(selector));
 for (const e of document.querySelectorAll(told)) {
   const copy = e.cloneNode(true);
@@ -50,9 +52,11 @@ return {cut, overlaps, raw, missing, wide: document.scrollingElement.scrollWidth
 STATES = [
     "",
     "?bits-format=float32&bits-number=2%5E-149&ulps-format=float32&ulps-weight=1.0009765625"
-    "&ranges-magnitude=2%5E-150&sim-steps=0&delayed-steps=0&memory-params=175e9&scaling-scale=24",
+    "&ranges-magnitude=2%5E-150&sim-steps=0&delayed-steps=0&memory-params=175e9&scaling-scale=24"
+    "&fp4-mean=-60&fp4-largest=-60&fp4-draws=1000",
     "?bits-number=nan&ulps-weight=2%5E16&ulps-negative=true&ranges-magnitude=2%5E130&sim-steps=400"
-    "&sim-init=-20&delayed-steps=100&memory-params=1e12&memory-gpu=10000&fp8-mean=20&scaling-spread=0.5",
+    "&sim-init=-20&delayed-steps=100&memory-params=1e12&memory-gpu=10000&fp8-mean=20&scaling-spread=0.5"
+    "&fp4-largest=20&fp4-hadamard=true&fp4-outlier=20",
     "?bits-format=float4_e2m1fn&bits-number=-0&ulps-format=float8_e8m0fnu&ulps-weight=2%5E-16"
     "&memory-params=25557032&memory-gpu=1&memory-activations=1e9&fp8-spread=0.5&delayed-infs=0%2C1%2C2",
 ]
@@ -83,9 +87,10 @@ def test_tables_fit_at_every_width(page: Page) -> None:
     for width in (390, 640, 641, 704, 768, 896, 897, 1000):
         page.look(width, "light")
         wide = page.run(
+            "for (const e of document.querySelectorAll('details')) e.open = true;"
             "return [...document.querySelectorAll('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
         )
-        assert len(wide) == 2
+        assert len(wide) == 4
         assert max(wide) <= 1, width
 
 
@@ -139,6 +144,7 @@ def test_axes_and_legends_are_on_every_chart(page: Page) -> None:
         "sim": ["loss scale", "step"],
         "memory": ["GB in each process"],
         "fp8": ["share, %", "number times its scale"],
+        "fp4": ["number divided by its scales", "place in the block"],
         "delayed": ["magnitude", "iteration"],
     }
     for name, wanted in titles.items():

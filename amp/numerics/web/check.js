@@ -55,6 +55,18 @@ function checkFp8(vectors, compare) {
   }
 }
 
+function checkFp4(vectors, compare) {
+  for (const v of vectors) {
+    const numbers = v.hadamard ? hadamard(v.x) : v.x;
+    scaleFp4(numbers).forEach((each, i) => {
+      const block = Math.floor(i / 16);
+      const byte = v.key ? randomBytes(block, v.call, v.name, v.key)[i % 16] : null;
+      const found = { number: each.x, scale: each.scale, outer: each.outer, byte, ...roundFp4(each, byte) };
+      for (const key of Object.keys(v.rows[i])) compare(`FP4 ${v.x[i]} ${key}`, found[key], v.rows[i][key]);
+    });
+  }
+}
+
 function checkHistories(vectors, compare) {
   for (const v of vectors) {
     const history = new AmaxHistory(formats[v.format], v.options);
@@ -79,6 +91,7 @@ function check(vectors = data.vectors) {
   checkFates(vectors.fates, vectors.counts, compare);
   checkMemory(vectors.memory, compare);
   checkFp8(vectors.fp8, compare);
+  checkFp4(vectors.fp4, compare);
   checkHistories(vectors.histories, compare);
   return { count, wrong };
 }

@@ -1,8 +1,10 @@
 // 7. FP8.
 
 const fp8Shape = { rows: 32, columns: 128 };
-const fp8Normal = Array.from({ length: 4096 }, (_, i) => {
-  const share = (((1597 * i * (i + 1) / 2) % 4096) + 0.5) / 4096; // a normal distribution, shuffled
+const fp8Normal = Array.from({ length: 4096 }, (_, i) =>
+  normalAt((((1597 * i * (i + 1) / 2) % 4096) + 0.5) / 4096)); // a normal distribution, shuffled
+
+function normalAt(share) {
   let [low, high] = [-5, 5];
   while (high - low > 1e-9) {
     const middle = (low + high) / 2;
@@ -10,7 +12,7 @@ const fp8Normal = Array.from({ length: 4096 }, (_, i) => {
     else high = middle;
   }
   return low;
-});
+}
 
 function fp8Rows(mean, spread, outlier) {
   return Array.from({ length: fp8Shape.rows }, (_, i) => Array.from({ length: fp8Shape.columns }, (_, j) =>
@@ -48,7 +50,7 @@ function startFp8() {
   register(showFp8);
 }
 
-// 8. A delayed scale.
+// 9. A delayed scale.
 
 // Activations that become smaller, not evenly, over the iterations.
 function amaxAt(i, { outliers, infs }) {

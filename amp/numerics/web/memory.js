@@ -34,7 +34,7 @@ function drawMemory(rows, limit) {
 function tableRow(tag, texts, looks = []) {
   const cell = (text, i) => {
     const [name, role] = tag === "th" ? ["th", "columnheader"] : i === 0 ? ["th", "rowheader"] : ["td", "cell"];
-    return element(name, { role, ...(looks[i] ? { class: looks[i] } : {}) }, text);
+    return element(name, { role, ...(looks[i] ? { class: looks[i] } : {}) }, ...nodes(text));
   };
   return element("tr", { role: "row" }, ...texts.map(cell));
 }

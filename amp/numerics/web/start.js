@@ -6,7 +6,7 @@ fillSelect("fp8-scaling", data.scalings, "tensor");
 
 startFields();
 for (const start of [startBits, startRanges, startUlps, startScaling]) start();
-for (const start of [startSimulator, startMemory, startFp8, startDelayed]) start();
+for (const start of [startSimulator, startMemory, startFp8, startFp4, startDelayed]) start();
 redrawOnResize();
 startAddress();
 
