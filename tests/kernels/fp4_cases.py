@@ -1,4 +1,4 @@
-"""The kernels that quantize to FP4, with their usual arguments, compiled for GPUs that are not there."""
+"""The kernels that quantize to FP4, with their usual arguments, compiled for absent GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantization to FP4: against the formulas in NumPy, by statistics, and backends against each other."""
+"""Quantization to FP4: against the formulas in NumPy, by statistics, and in C++ against plain torch."""
 
 from __future__ import annotations
 
