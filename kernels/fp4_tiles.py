@@ -1,9 +1,9 @@
 """`amp.kernels.quantize_fp4` in Triton: a matrix is read in tiles, and each tile is written both ways.
 
-A tile is 16 tensors `[GROUPS, TK]`: the i-th has row 16 g + i of the tile for each g. So a thread has
-all 16 neighbours in a column, and a column's Hadamard transform, amax, random words and codes need no
-other thread. Of a row it has as many neighbours as 128 bits hold. Only codes and scales are transposed,
-and those of 16 numbers in a column are one word of 64 bits.
+A program quantizes the rows of its tile first, some at a time, 128 bits for a thread. Then it reads
+the tile again, from a cache, as 16 tensors `[GROUPS, TK]`: the i-th has row 16 g + i for each g. So a
+thread has all 16 neighbours in a column, and their Hadamard transform, amax, random words and codes
+need no other thread; only codes and scales are transposed, and the codes of 16 numbers are one word.
 
 The amax of a tensor spans all tiles, so an earlier launch computes it, for NVFP4. Numbers are rounded
 by arithmetic that is alike on all GPUs and in Triton's interpreter, and not by casts.
@@ -43,8 +43,8 @@ from amp.kernels.quantize_tiles import (
 
 TILE, WARPS = (64, 128), 4
 SIZES = {"TM": 32, "TK": TILE[1], "GROUPS": TILE[0] // 16}
-REGISTERS = 128
-"""What a thread takes at most, so that four programs fit on one of NVIDIA's SMs."""
+REGISTERS = 160
+"""What a thread takes at most, so that three programs fit on one of NVIDIA's SMs."""
 
 _INTERPRETED = constant(INTERPRETED)
 _LARGEST = constant(LARGEST)
@@ -315,7 +315,8 @@ def store_rows(
         index = rows * (K // 16) + k // 16 + tl.arange(0, TK // 16)[None, :]
         codes = code_of(y, random_bytes_of_rows(index, draw))
     even, odd = tl.split(tl.reshape(codes, [TM, TK // 2, 2]))
-    store_tile(by_row, (even | odd << 4).to(tl.uint8), m, k // 2, M, K // 2)
+    across = K // 32 * 16  # so that Triton knows that rows begin at a multiple of 16
+    store_tile(by_row, (even | odd << 4).to(tl.uint8), m, k // 2, M, across)
 
 
 @jit

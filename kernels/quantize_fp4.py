@@ -25,6 +25,10 @@ bfloat16, before its amax is taken: it spreads large numbers over their neighbou
 it cancels in the product of two operands that both have it.
 
 Two numbers share a byte: the even column is in the lower half.
+
+Memory traffic, for an element of b bytes: b bytes read, and b once more for the amax of a tensor with
+NVFP4; for each result 9/16 of a byte written, 17/32 for `1x32`, 129/256 for `16x16`. Launches: two; one
+for `1x32`.
 Sources: Transformer Engine's `NVFP4BlockScaling` and torchao's `NVFP4TrainingConfig`, whose training
 reference gives the same bytes; arXiv:2509.25149; OCP MX 1.0.
 """

@@ -20,6 +20,7 @@ from amp.errors import AmpValueError
 from amp.kernels import (
     adam,
     axpby,
+    fp4,
     fp8,
     l2norm,
     lamb,
@@ -201,6 +202,10 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
         of_function(fp8, "factor_of", lambda factor: factor * 2),
         "fp8: quantized",
     ),
+    "FP4: a factor too large": (
+        of_function(fp4, "two_levels", lambda scales: (scales[0], scales[1] * 2, scales[2])),
+        "fp8: quantized, FP4",
+    ),
     "FP8 products: half": (of_function(scaled_mm, "_mm", lambda product: product / 2), "fp8: products"),
 }
 
@@ -236,6 +241,9 @@ PLANTED = [
     ("sgd", "(g + decay * p), moments", "g, moments", "training: SGD"),
     ("quantize_tiles", "(i < M - m)", "(i < M - m - 1)", "fp8: quantized, 128x128"),
     ("quantize_tiles", "subnormal = added", "subnormal = 1 + added", "fp8: quantized, 1x128"),
+    ("fp4_tiles", "0x7FC00000", "0x7FE00000", "fp8: quantized, FP4 1x32"),
+    ("fp4_tiles", "if _NEGATIVE >> r", "if 1 >> r", "fp8: quantized, FP4 1x16"),
+    ("fp4_tiles", "* of_tensor[1]", "* 1.01", "fp8: quantized, FP4 16x16"),
 ]
 """A module of kernels, what is to be replaced in it, by what, and the checks that are to see it.
 

@@ -1,15 +1,19 @@
-"""FP8: what is quantized, and products on tensor cores against the emulation."""
+"""FP8 and FP4: what is quantized, and products on tensor cores against the emulation."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp.kernels.fp8 import DTYPES, Granularity, Operand, Quantized, dequantize
+from amp.kernels.fp8 import DTYPES, Fp4Granularity, Granularity, Operand, Quantized, dequantize
+from amp.kernels.philox import Draw
 from amp.kernels.quantize import quantize
+from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import OUT_DTYPES, emulated, scaled_mm, way_of
 from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits
 
@@ -19,6 +23,7 @@ PAIRS: tuple[tuple[Granularity, Granularity], ...] = (
     ("1x128", "128x128"),
     ("1x32", "1x32"),
 )
+FP4_PAIRS: tuple[tuple[Fp4Granularity, Fp4Granularity], ...] = (("1x16", "16x16"), ("1x16", "1x16"))
 ROWS = (1, 2, 17, 33, 128)
 
 
@@ -67,6 +72,31 @@ def _quantizes(granularity: Granularity, device: torch.device) -> Outcome:
     return Outcome(bits=bits)
 
 
+FP4_CASES = ((torch.bfloat16, True), (torch.float32, False), (torch.float16, True))
+"""Sources, and whether gradients are quantized: transformed by column, and rounded stochastically."""
+
+
+def _quantizes_fp4(granularity: Fp4Granularity, device: torch.device) -> Outcome:
+    bits = []
+    sizes = (128, 256) if granularity == "16x16" else (128, 200)
+    for (source, of_gradients), rows in itertools.product(FP4_CASES, sizes):
+        x = _matrix(rows, 384, rows).to(source)
+        x[5], x[7, 3], x[9, 9] = 0.0, *((torch.inf, torch.nan) if rows > 128 else (1.0, 1.0))
+        hadamard = of_gradients and granularity != "16x16"
+        draw = Draw(torch.tensor(2**32 + 3), seed=2**40 + 1, name=2**31 + 7) if of_gradients else None
+        there = draw and draw._replace(calls=draw.calls.to(device))
+        found = quantize_fp4(x.to(device), granularity, hadamard=hadamard, draw=there)
+        plain = quantize_fp4(x, granularity, hadamard=hadamard, draw=draw, backend="reference")
+        of_found = _bits_of(found)
+        assert_same_bits(of_found, _bits_of(plain), f"{source} to FP4, {rows} rows")
+        bits += of_found
+        if not of_gradients and rows == 128:
+            values, largest = x.float().abs(), x.float().abs().max()
+            off = (of_found[1].cpu() - x.float()).abs()
+            assert bool((off <= 0.3 * values + 0.05 * largest).all()), f"{source} is rounded too far"
+    return Outcome(bits=bits)
+
+
 def _bits_of(quantized: Quantized) -> list[Tensor]:
     """Return values, what they stand for, and scales."""
     found = []
@@ -81,11 +111,30 @@ def _bits_of(quantized: Quantized) -> list[Tensor]:
 def _multiplies(
     pair: tuple[Granularity, Granularity], power_of_2: bool, device: torch.device
 ) -> Outcome:
+    def operand(x: Tensor, granularity: Granularity) -> Operand:
+        return _by_row(x, DTYPES[0], granularity, power_of_2)
+
+    return _multiplies_operands(pair, operand, device)
+
+
+def _multiplies_fp4(pair: tuple[Fp4Granularity, Fp4Granularity], device: torch.device) -> Outcome:
+    def operand(x: Tensor, granularity: Fp4Granularity) -> Operand:
+        found = quantize_fp4(x, granularity, by_column=False).by_row
+        assert found is not None
+        return found
+
+    return _multiplies_operands(pair, operand, device)
+
+
+def _multiplies_operands(
+    pair: tuple[Any, Any], operand: Callable[[Tensor, Any], Operand], device: torch.device
+) -> Outcome:
+    """Check products of what `operand` makes of a matrix with a granularity."""
     way, bits = way_of(device, *pair), []
     for rows in ROWS:
         for out_dtype in OUT_DTYPES:
-            a = _by_row(_matrix(rows, 256, 1).to(device), DTYPES[0], pair[0], power_of_2)
-            b = _by_row(_matrix(128, 256, 2).to(device), DTYPES[0], pair[1], power_of_2)
+            a = operand(_matrix(rows, 256, 1).to(device), pair[0])
+            b = operand(_matrix(128, 256, 2).to(device), pair[1])
             found = scaled_mm(a, b, out_dtype)
             exact = dequantize(a).double() @ dequantize(b).double().t()
             assert found.dtype is out_dtype, f"the result is {found.dtype}"
@@ -102,8 +151,14 @@ def _multiplies(
 for _granularity in ("tensor", "row", "1x128", "128x128", "1x32"):
     _name = f"fp8: quantized, {_granularity}"
     CHECKS[_name] = Check(_name, functools.partial(_quantizes, _granularity), 60, False)
+for _of_fp4 in ("1x16", "16x16", "1x32"):
+    _name = f"fp8: quantized, FP4 {_of_fp4}"
+    CHECKS[_name] = Check(_name, functools.partial(_quantizes_fp4, _of_fp4), 60, False)
 for _pair in PAIRS:
     _name = f"fp8: products, {' by '.join(_pair)}"
     CHECKS[_name] = Check(_name, functools.partial(_multiplies, _pair, True), 60, False)
 _name = f"fp8: products, {' by '.join(PAIRS[2])}, any scales"
 CHECKS[_name] = Check(_name, functools.partial(_multiplies, PAIRS[2], False), 60, False)
+for _fp4_pair in FP4_PAIRS:
+    _name = f"fp8: products, FP4 {' by '.join(_fp4_pair)}"
+    CHECKS[_name] = Check(_name, functools.partial(_multiplies_fp4, _fp4_pair), 60, False)

@@ -1,10 +1,11 @@
-"""How fast matrices are quantized to FP8 and multiplied, with the counted floor beside it, in one run.
+"""How fast matrices are quantized to FP8 and FP4 and multiplied, beside the counted floor, in one run.
 
     python docs/benchmarks/bench_fp8.py --device cpu      # what `make bench` runs: quantization alone
     python docs/benchmarks/bench_fp8.py --device cuda     # what `make bench-gpu` runs
 
 A row of quantization counts the bytes that cannot be done without: each number read once, twice where
-the scale is of a tensor or a row, and 1 byte written for each result. A row of a layer is its three
+the scale is of a tensor or a row, and 1 byte written for each result; in FP4 half a byte and the scales
+of blocks, and twice read for `1x16` and `16x16`. A row of a layer is its three
 products with all quantization, beside BF16's three products; its floor is what `floor_seconds` counts.
 """
 
@@ -18,8 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp.kernels.fp8 import Granularity, Operand
+from amp.kernels.fp8 import BLOCKS, Fp4Granularity, Granularity, Operand, Quantized
+from amp.kernels.philox import Draw
 from amp.kernels.quantize import quantize
+from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import scaled_mm
 from docs.benchmarks.bench_kernels import (
     copy_rate,
@@ -74,6 +77,53 @@ def floor_seconds(
 def quantizing(x: Tensor, granularity: Granularity) -> Callable[[], object]:
     """Return what quantizes a matrix, both ways."""
     return lambda: quantize(x, E4M3, granularity)
+
+
+FP4_KINDS: dict[str, tuple[Fp4Granularity, bool, bool]] = {
+    "FP4 1x16, transformed": ("1x16", True, False),
+    "FP4 1x16, transformed, random": ("1x16", True, True),
+    "FP4 16x16": ("16x16", False, False),
+    "FP4 1x32, transformed": ("1x32", True, False),
+    "FP4 1x32, transformed, random": ("1x32", True, True),
+}
+"""What shares a scale, whether the transpose is transformed, and whether rounding is stochastic."""
+
+
+def fp4_bytes_of(granularity: Fp4Granularity, dtype: torch.dtype) -> float:
+    """Return the bytes that quantizing one number to FP4 both ways moves."""
+    passes = 1 if granularity == "1x32" else 2
+    height, width = BLOCKS[granularity]
+    return passes * dtype.itemsize + 2 * (0.5 + 1 / ((height or 1) * (width or 1)))
+
+
+def quantizing_to_fp4(x: Tensor, kind: str) -> Callable[[], Quantized]:
+    """Return what quantizes a matrix to FP4, both ways."""
+    granularity, hadamard, is_random = FP4_KINDS[kind]
+    draw = Draw(torch.zeros((), dtype=torch.int64, device=x.device), seed=0, name=1)
+    drawn = draw if is_random else None
+    return lambda: quantize_fp4(x, granularity, hadamard=hadamard, draw=drawn)
+
+
+def layer_in_fp4(x: Tensor, weight: Tensor, grad: Tensor, recipe: str) -> Callable[[], object]:
+    """Return what does a layer's three products in FP4, quantization included."""
+    of_x = "FP4 1x16, transformed" if recipe == "nvfp4" else "FP4 1x32, transformed"
+    of_weight: Fp4Granularity = "16x16" if recipe == "nvfp4" else "1x32"
+    inputs, grads = quantizing_to_fp4(x, of_x), quantizing_to_fp4(grad, f"{of_x}, random")
+
+    def multiply(a: Operand | None, b: Operand | None, out_dtype: torch.dtype) -> None:
+        assert a is not None
+        assert b is not None
+        scaled_mm(a, b, out_dtype)
+
+    def run() -> None:
+        both = inputs()
+        multiply(both.by_row, quantize_fp4(weight, of_weight, by_column=False).by_row, torch.bfloat16)
+        of_grad = grads()
+        by_column = quantize_fp4(weight, of_weight, by_row=False).by_column
+        multiply(of_grad.by_row, by_column, torch.bfloat16)
+        multiply(of_grad.by_column, both.by_column, torch.float32)
+
+    return run
 
 
 def cpu_rows() -> Iterator[list[str]]:
@@ -158,6 +208,21 @@ def gpu_rows(device: torch.device) -> Iterator[list[str]]:
                 f"{moved / rate / seconds:.0%}",
             ]
 
+        for kind, (of_blocks, _, _) in FP4_KINDS.items():
+            run = quantizing_to_fp4(low_x, kind)
+            seconds = device_seconds(run)
+            of_all = fp4_bytes_of(of_blocks, torch.bfloat16) * x.numel()
+            yield [
+                str(width),
+                f"quantize {kind}, bfloat16",
+                "reamp",
+                f"{seconds * 1e6:.1f}",
+                launches(run),
+                f"{host_seconds(run) * 1e6:.0f}",
+                f"{of_all / seconds / 1e9:.0f} GB/s",
+                f"{of_all / rate / seconds:.0%}",
+            ]
+
         def in_bf16(x: Tensor = low_x, weight: Tensor = low_weight, grad: Tensor = low_grad) -> None:
             x @ weight.t()
             grad @ weight
@@ -176,8 +241,9 @@ def gpu_rows(device: torch.device) -> Iterator[list[str]]:
             "",
         ]
         _, floor = floor_seconds(width, TOKENS, products / half, rate)
-        for recipe in RECIPES:
-            run = layer_in_fp8(low_x, weight, low_grad, recipe)
+        for recipe in (*RECIPES, "nvfp4", "mxfp4"):
+            in_few_bits = layer_in_fp8 if recipe in RECIPES else layer_in_fp4
+            run = in_few_bits(low_x, weight, low_grad, recipe)
             seconds = device_seconds(run)
             yield [
                 str(width),

@@ -1,6 +1,6 @@
-"""The kernels that quantize to FP4, compiled for real GPUs without one: what the code must have.
+"""The kernels that quantize to FP4, compiled for GPUs without one: what their machine code must have.
 
-128 bits at a time where the matrix is read first, no spills, at most as many registers as let four
+128 bits at a time where the matrix is read first, no spills, at most as many registers as let three
 programs run at a time, IEEE arithmetic, and no conversion to FP4 with random bits, which few GPUs have.
 """
 
@@ -30,7 +30,7 @@ def bytes_of_rows(case: Case) -> int:
 
 
 def loads_needed(case: Case) -> tuple[int, int]:
-    """Return how many 128-bit and 64-bit loads a thread has in its code."""
+    """Return how many 128-bit and 64-bit loads a thread has in its code: a row's part in its loop."""
     by_columns = (16, 0) if case.source == "fp32" else (0, 16)
     if case.kernel is tiles.amaxes_kernel:
         return by_columns
@@ -39,8 +39,10 @@ def loads_needed(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
 def test_on_nvidia(target: str, tmp_path: Path) -> None:
+    """All cases for one GPU, and a third of them for each of the others."""
     problems = []
-    for name, case in CASES.items():
+    cases = list(CASES.items())
+    for name, case in cases if target == "sm_90" else cases[list(TARGETS).index(target) % 3 :: 3]:
         kernel = compiled(case, TARGETS[target])
         binary = tmp_path / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])
@@ -58,12 +60,13 @@ def test_on_nvidia(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("gfx")])
 def test_on_amd(target: str) -> None:
     problems = []
-    for name, case in CASES.items():
+    for name, case in list(CASES.items())[list(TARGETS).index(target) % 3 :: 3]:
         code = compiled(case, TARGETS[target]).asm["amdgcn"]
         usage = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", code))
         found = collections.Counter(re.findall(r"(?:buffer|global)_load_dwordx([24])", code))
-        if (found["4"], found["2"]) != loads_needed(case):
+        wide, narrow = loads_needed(case)
+        if found["4"] < wide or found["2"] != narrow:  # LLVM may unroll the loop
             problems.append(f"{name}: {found}, not {loads_needed(case)}")
-        if int(usage.pop("vgpr_count")) > 2 * tiles.REGISTERS or set(usage.values()) != {"0"}:
+        if int(usage.pop("vgpr_count")) > tiles.REGISTERS or set(usage.values()) != {"0"}:
             problems.append(f"{name}: {usage}")
     assert not problems

@@ -19,6 +19,7 @@ from amp.kernels.language import INTERPRETED, triton
 TESTS = Path(__file__).parents[1]
 FILES = {
     "operations": {
+        "kernels/test_fp4_tiles.py": 45,
         "kernels/test_operations.py": 150,
         "kernels/test_quantize.py": 120,
         "kernels/test_split.py": 5,

@@ -16,11 +16,13 @@ from torch import Tensor
 from amp.kernels import (
     adam,
     axpby,
+    fp4_tiles,
     l2norm,
     lamb,
     language,
     master_copy,
     quantize,
+    quantize_fp4,
     quantize_tiles,
     split,
     stepping,
@@ -29,6 +31,7 @@ from amp.kernels import (
     update_scale,
 )
 from amp.kernels.language import INTERPRETED, tl, triton
+from amp.kernels.philox import Draw
 from amp.kernels.rule import Origin
 
 if triton is None or INTERPRETED:
@@ -65,6 +68,8 @@ QUANTIZING = (
     quantize_tiles.tensor_kernel,
 )
 
+QUANTIZING_FP4 = (fp4_tiles.amaxes_kernel, fp4_tiles.blocks_kernel)
+
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
@@ -78,12 +83,12 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert kernel.warmup(**given, grid=(programs,), num_warps=warps) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
-    for module in (tables, l2norm, update_scale, quantize_tiles):
+    for module in (tables, l2norm, update_scale, quantize_tiles, fp4_tiles):
         monkeypatch.setattr(module, "launch", compile_only)
-    for module in (tables, update_scale, quantize):
+    for module in (tables, update_scale, quantize, quantize_fp4):
         monkeypatch.setattr(module, "uses_triton", lambda *_: True)
     monkeypatch.setattr(quantize_tiles, "rounds_by_bits", lambda _: False)
-    for kernel in (*KERNELS, *QUANTIZING):
+    for kernel in (*KERNELS, *QUANTIZING, *QUANTIZING_FP4):
         kernel.device_caches.pop(NoDevice.number, None)
     monkeypatch.setattr(driver, "_active", NoDevice())
     tables._plans.clear()
@@ -231,3 +236,12 @@ def test_quantizing_compiles_for_no_size(variants: dict[str, int]) -> None:
         quantize.quantize(x, torch.float8_e4m3fn, factor=torch.ones(()))
     twice = ("amax_kernel", "tensor_kernel", "groups_kernel")  # with a factor, and in E8M0
     assert variants == {kernel.__name__: 2 if kernel.__name__ in twice else 1 for kernel in QUANTIZING}
+
+
+def test_quantizing_to_fp4_compiles_for_no_size_and_no_draw(variants: dict[str, int]) -> None:
+    for rows, columns, seed in ((128, 128, 3), (256, 384, 2**31 + 1), (384, 256, 2**63 + 1)):
+        x = torch.ones(rows, columns, dtype=torch.bfloat16)
+        draw = Draw(torch.tensor(seed % 2**40), seed % 2**31, seed % 2**32, rank=seed % 2**24)
+        quantize_fp4.quantize_fp4(x, "1x16", hadamard=True, draw=draw)
+        quantize_fp4.quantize_fp4(x, "16x16")
+    assert variants == {"amaxes_kernel": 1, "blocks_kernel": 2, "amax_kernel": 1}

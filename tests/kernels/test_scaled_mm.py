@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from amp.kernels import scaled_mm as module
-from amp.kernels.fp8 import DTYPES, Granularity, Operand, dequantize
+from amp.kernels.fp8 import DTYPES, Fp4Granularity, Granularity, Operand, dequantize
 from amp.kernels.quantize import quantize
+from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import OUT_DTYPES, as_fnuz, emulated, scaled_mm
 
 E4M3, E5M2 = DTYPES
@@ -317,6 +318,20 @@ def test_tensor_cores_give_the_emulations_numbers(
     assert b is not None
     found, expected = scaled_mm(a, b, torch.bfloat16), emulated(a, b, torch.bfloat16)
     units = torch.finfo(torch.bfloat16).eps * expected.abs().clamp(min=columns**0.5 / 8)
+    assert ((found - expected).abs() <= 2 * units).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_b", ["16x16", "1x16"])
+@pytest.mark.parametrize("rows", [1, 16, 127, 128])
+def test_tensor_cores_give_the_emulations_numbers_in_fp4(rows: int, of_b: Fp4Granularity) -> None:
+    x, w = torch.randn(rows, 1024, device="cuda"), torch.randn(512, 1024, device="cuda")
+    a = quantize_fp4(x, "1x16", by_column=False).by_row
+    b = quantize_fp4(w, of_b, by_column=False).by_row
+    assert a is not None
+    assert b is not None
+    found, expected = scaled_mm(a, b, torch.bfloat16), emulated(a, b, torch.bfloat16)
+    units = torch.finfo(torch.bfloat16).eps * expected.abs().clamp(min=1024**0.5 / 8)
     assert ((found - expected).abs() <= 2 * units).all()
 
 
