@@ -125,8 +125,9 @@ class GatheredWeight:
     ) -> Any:
         """Return the gathered weight as a plain tensor, and the tensors that FSDP2 is to free."""
         rows, columns = self._param._orig_size
-        self._values = outputs[0].view(E4M3).view(-1, columns)[:rows]
-        decoded = (self._values.float() * self.inverse()).to(dtype)
+        values = outputs[0].view(E4M3).view(-1, columns)[:rows]
+        decoded = (values.float() * self.inverse()).to(dtype)
+        self._values = values
         if out is None:
             self._decoded = decoded
             return decoded, (decoded,)
