@@ -551,6 +551,7 @@ SAME: dict[str, tuple[Any, Any]] = {
     ),
     "Megatron's weights": ({"fp8_wgrad": False}, {"grad_weight": "high"}),
     "Megatron's layers": ({"first_last_layers_bf16": True}, {"skip": ["first", "last"]}),
+    "an all-gather": ({"enable_fsdp_float8_all_gather": True}, {"all_gather": True}),
     "accelerate's": (
         {"use_autocast_during_eval": False, "margin": 2, "recipe": "DelayedScaling"},
         {"eval": "high", "margin": "2", "recipe": "delayed"},
@@ -588,6 +589,8 @@ def test_fp8_can_be_switched_off(value: Any) -> None:
         ("O4", {"skip": [3]}, TypeError, "skip=3 is not a name or a glob"),
         ("O4", {"recipe": "delayed", "fp8_recipe": "delayed"}, ValueError, "which are one thing"),
         ("O4", {"fp8_wgrad": True, "grad_weight": "fp8"}, ValueError, "which are one thing"),
+        ("O4", {"recipe": "rowwise", "all_gather": True}, ValueError, "or take recipe: current"),
+        ("O4", {"eval": "high", "all_gather": True}, ValueError, "all_gather: True and eval: high"),
     ],
 )
 def test_fp8_that_makes_no_sense(level: str, fp8: Any, error: type, text: str) -> None:

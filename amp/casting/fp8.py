@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from amp.casting.module_rules import ruled_modules
 from amp.casting.regions import cast_dtype
-from amp.casting.sharded import specs_when_gathered
+from amp.casting.sharded import modules_of_fsdp2, params_of_fsdp2, reshard, specs_when_gathered
 from amp.casting.strategy import Strategy
 from amp.casting.subclassing import has_forward_of_its_own, restore_classes, subclass_of, swap_classes
 from amp.distributed import groups_of_meshes, is_sharded
@@ -29,6 +29,7 @@ from amp.undo import Undo
 
 if TYPE_CHECKING:
     from amp.casting.fp4_draws import Draws
+    from amp.casting.fp8_gather import GatheredWeight
     from amp.casting.fp8_history import AmaxHistory
     from amp.casting.fp8_linear import Layer, Switch
 
@@ -72,6 +73,8 @@ class Fp8Linears(Strategy):
         for name, spec in _cut(model, reached).items():
             shape = reached[name].out_features, reached[name].in_features
             split_of(name, recipe, spec.mesh, spec.placements, shape)
+        for module, param in _travelling(model, recipe, reached).items():
+            _check_travelling(next(name for name in reached if reached[name] is module), param)
 
     def begin(self, undo: Undo) -> None:
         """Forget what was logged about earlier models."""
@@ -98,7 +101,7 @@ class Fp8Linears(Strategy):
         self._reached += [prefix + name for name in reached]
         for reason, names in missed.items():
             self._missed.setdefault(reason, []).extend(prefix + name for name in names)
-        self._add(reached, prefix, undo)
+        self._add(model, reached, prefix, undo)
         if self.history is not None:
             before = self.history.groups_of_meshes
             undo.if_it_fails.append(
@@ -107,7 +110,30 @@ class Fp8Linears(Strategy):
             cut = [_stored(reached[name]) for name in _cut(model, reached)]
             self.history.groups_of_meshes = (*before, *groups_of_meshes(cut))
 
-    def _add(self, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
+    def _gather(
+        self, model: nn.Module, reached: Mapping[str, nn.Linear], undo: Undo
+    ) -> "Mapping[nn.Module, GatheredWeight]":
+        """Let the weights of layers travel in FP8, if the recipe says so."""
+        from amp.casting.fp8_gather import Gathers
+
+        recipe = self.properties.fp8
+        assert recipe is not None
+        params = _travelling(model, recipe, reached)
+        if not params:
+            if recipe.all_gather and reached:
+                warn("fp8 has all_gather: True, and FSDP2's fully_shard has sharded no layer in FP8")
+            return {}
+        reshard(model)
+        groups = groups_of_meshes([param.sharded_param for param in params.values()])
+        gathers = Gathers(recipe, params, groups)
+        undo.callback(gathers.close)
+        undo.callback(reshard, model)
+        for module in modules_of_fsdp2(model):
+            undo.callback(module.register_forward_pre_hook(gathers.attach, prepend=True).remove)
+        gathers.attach()
+        return gathers.weights
+
+    def _add(self, model: nn.Module, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
         from amp.casting.fp4_draws import Draws
         from amp.casting.fp8_history import AmaxHistory
         from amp.casting.fp8_linear import FORMATS, Layer, Switch
@@ -126,8 +152,17 @@ class Fp8Linears(Strategy):
         if names and kept is not None:
             first = kept.add(names, *[_stored(module).device for module in reached.values()])
             undo.if_it_fails.append(functools.partial(kept.remove, len(names)))
+        gathered = self._gather(model, reached, undo)
         layers: dict[nn.Module, Layer] = {
-            module: Layer(recipe, name, self.history, self.draws, i, self.switch)
+            module: Layer(
+                recipe,
+                name,
+                self.history,
+                self.draws,
+                i,
+                self.switch,
+                gathered=gathered.get(module),
+            )
             for i, (name, module) in enumerate(zip(names, reached.values(), strict=True), start=first)
         }
         undo.callback(_release, layers)
@@ -376,6 +411,35 @@ def _cut(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str, Any]:
         for name, weight in stored.items()
     }
     return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def _travelling(
+    model: nn.Module, recipe: Fp8Recipe, layers: Mapping[str, nn.Linear]
+) -> dict[nn.Module, Any]:
+    """Return FSDP2's parameters that are to be gathered in FP8, by the layer."""
+    if not recipe.all_gather:
+        return {}
+    params = params_of_fsdp2(model)
+    return {
+        module: params[module, "weight"] for module in layers.values() if (module, "weight") in params
+    }
+
+
+def _check_travelling(name: str, param: Any) -> None:
+    """Raise AmpRuntimeError if FSDP2 cannot gather a weight in FP8."""
+    reasons = {
+        "tensor parallelism has cut it too": param.is_dtensor,
+        "its shards are kept on the CPU": param.offload_to_cpu,
+        "it is sharded in another dimension than the first": param.fsdp_placement.dim != 0,
+        "reshard_after_forward is a number": param.post_forward_mesh_info
+        not in (None, param.mesh_info),
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise AmpRuntimeError(
+                f"the weight of '{name}' cannot be gathered in FP8, because {why}. Leave out "
+                f"all_gather, or keep the layer out of FP8, by fp8={{'skip': ['{name}']}}"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

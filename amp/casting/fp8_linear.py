@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from amp.casting import fp8_shards
 from amp.casting.fp4_draws import Draws
+from amp.casting.fp8_gather import GatheredWeight
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.casting.regions import disable_casts
 from amp.distributed import is_sharded
@@ -69,6 +70,7 @@ class Layer(NamedTuple):
         number: the module's index in the history or the counts.
         switch: turned off when the session closes; copies of the module share it.
         split: how tensor parallelism has divided the layer, or None.
+        gathered: the weight that travels in FP8, or None.
     """
 
     recipe: Fp8Recipe
@@ -78,6 +80,7 @@ class Layer(NamedTuple):
     number: int = 0
     switch: Switch = Switch()
     split: fp8_shards.Split | None = None
+    gathered: GatheredWeight | None = None
 
     def runs(self, is_training: bool) -> bool:
         """Whether the module runs in FP8 now, in training or evaluation.
@@ -167,6 +170,12 @@ class Layer(NamedTuple):
             self.history.see(self.number, entry, result.amax)
         return result
 
+    def _quantized_weight(self, weight: Tensor, sees: bool) -> Quantized:
+        found = None if self.gathered is None else self.gathered.quantized(weight)
+        if found is not None:
+            return found
+        return self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
+
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_training: bool
     ) -> Tensor:
@@ -192,9 +201,7 @@ class Layer(NamedTuple):
             if keeps or not is_high:
                 of_x = _quantized_input(x, self, not is_high, keeps, sees)
             if not is_high:
-                of_weight = self.quantize(
-                    weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees
-                )
+                of_weight = self._quantized_weight(weight, sees)
             product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
                 x.reshape(-1, x.shape[-1]),
                 weight,

@@ -171,6 +171,21 @@ def specs_when_gathered(model: nn.Module) -> dict[Tensor, Any]:
     }
 
 
+def params_of_fsdp2(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """Return FSDP2's parameters, by the module and the name; shared ones are left out."""
+    params = [param for group in _groups_in(model) for param in group.fsdp_params]
+    return {
+        (param._module_info.module, param._module_info.param_name): param
+        for param in params
+        if not param._module_info.shared_modules
+    }
+
+
+def modules_of_fsdp2(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forwards gather parameters."""
+    return [module for unit in units_of(model) for module in unit._modules]
+
+
 def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the floating shards of a model, each with its dtype when gathered for a forward."""
     return {

@@ -135,6 +135,7 @@ class Fp8Recipe:
         forward: FP4: outputs are computed in FP4, or in half precision, as for the end of a training.
         grad_input: FP4: gradients of inputs are computed in FP4, or in half precision.
         seed: FP4: of the random bits.
+        all_gather: `current`: FSDP2 gathers weights in E4M3, by scales that ranks agree on.
 
     Raises:
         AmpValueError: a field is not in its range, or does nothing under the recipe.
@@ -173,6 +174,9 @@ class Fp8Recipe:
     forward: Literal["fp8", "fp4", "high"] | None = key(None, _parse_places)
     grad_input: Literal["fp8", "fp4", "high"] | None = key(None, _parse_places)
     seed: int | None = key(None, _parse_seed)
+    all_gather: bool = key(
+        False, OneOf(True, False, means={None: False}), aliases=("enable_fsdp_float8_all_gather",)
+    )
 
     def __post_init__(self) -> None:
         keys.parse_fields(self, FP8_KEYS)
@@ -207,6 +211,17 @@ class Fp8Recipe:
                     f"fp8 has {name}: {given}, which does nothing under {self.recipe}; "
                     f"leave it out{remedy}"
                 )
+
+        if self.all_gather and self.recipe != "current":
+            raise AmpValueError(
+                f"fp8 has all_gather: True, which is for recipe: current and not for {self.recipe}; "
+                "leave it out, or take recipe: current"
+            )
+        if self.all_gather and self.eval == "high":
+            raise AmpValueError(
+                "fp8 has all_gather: True and eval: high, and a weight that was gathered in FP8 has no "
+                "high precision; leave out one of them"
+            )
 
     @property
     def is_fp4(self) -> bool:

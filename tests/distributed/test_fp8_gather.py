@@ -1,0 +1,143 @@
+"""Weights of FSDP2 that travel in FP8: the bits of gathering first and quantizing then."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import amp
+from amp.casting.fp8_history import WEIGHT
+from amp.casting.fp8_linear import Layer
+from amp.casting.sharded import params_of_fsdp2
+from amp.errors import AmpRuntimeError
+from tests.distributed import models
+from tests.distributed.test_fp8 import net, step, weights
+from tests.distributed.world import world
+from tests.fp8_models import batches, initialize
+
+
+def sharded(**options: Any) -> Any:
+    """Return a model in FSDP2 whose second half has larger weights, so that shards differ."""
+    model = net()
+    for layer in (model.first, model.second, model.third):
+        layer.weight.data[len(layer.weight) // 2 :] *= 3
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+class Traffic:
+    """What is reduced by maximum, and how often weights are quantized by row."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gathered = 0
+        self.reduced: list[int] = []
+        self.quantized = 0
+        reduce, quantize = distributed.all_reduce, Layer.quantize
+
+        def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("op") == distributed.ReduceOp.MAX:
+                self.reduced.append(tensor.numel())
+            return reduce(tensor, *args, **kwargs)
+
+        def quantized(layer: Any, x: Tensor, entry: int, **kwargs: Any) -> Any:
+            self.quantized += entry == WEIGHT and kwargs["by_row"]
+            return quantize(layer, x, entry, **kwargs)
+
+        monkeypatch.setattr(distributed, "all_reduce", reduced)
+        monkeypatch.setattr(Layer, "quantize", quantized)
+
+
+def trained(level: str, fp8: Any, **options: Any) -> tuple[list[Tensor], Traffic]:
+    """Return the outputs and the weights after some steps, and what went over the wires."""
+    model = sharded(**options)
+    optimizer = models.make_optimizer("fused" if level == "O5" else "sgd", model)
+    model, optimizer = initialize(model, level, fp8, optimizer)
+    found = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        traffic = Traffic(monkeypatch)
+        for x, y in itertools.islice(batches(), 3):
+            step(model, optimizer, x, y)
+            found.append(model(x).detach().float())
+    found += weights(model).values()
+    of_weights = [params_of_fsdp2(model)[layer, "weight"] for layer in (model.first, model.third)]
+    traffic.gathered = sum(
+        x.numel() * x.itemsize for each in of_weights for x in each.all_gather_outputs
+    )
+    amp.get_session().close()
+    if level == "O4":
+        found.append(model(x).detach())  # FSDP2 gathers as before
+    return found, traffic
+
+
+def check_bits(_: int) -> None:
+    for level, exact in itertools.product(("O4", "O5"), (False, True)):
+        fp8 = {"recipe": "current", "power_of_2_scales": not exact}
+        expected, before = trained(level, fp8)
+        found, after = trained(level, fp8 | {"all_gather": True})
+        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(one, other), (level, exact, i)
+        assert after.gathered == before.gathered // (4 if level == "O4" else 2)
+        assert before.quantized
+        assert not after.quantized
+        # One reduction for the three weights when they are new, and after each of three steps.
+        assert after.reduced.count(3) == 4, after.reduced
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_weights_travel_in_fp8_with_the_bits_of_quantizing_then(size: int) -> None:
+    world(size).run(check_bits)  # shards of 3 ranks are uneven
+
+
+def check_refused(_: int) -> None:
+    fp8 = {"recipe": "current", "all_gather": True}
+    cases = [
+        (sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "'first' .* kept on the CPU"),
+        (sharded(shard_placement_fn=lambda _: Shard(0 if _.ndim == 1 else 1)), "in another dimension"),
+    ]
+    for model, message in cases:
+        with pytest.raises(AmpRuntimeError, match=message):
+            initialize(model, "O4", fp8)
+        assert not hasattr(model.first.weight._local_tensor, "fsdp_pre_all_gather")
+    with pytest.warns(UserWarning, match="fully_shard has sharded no layer"):
+        initialize(net(), "O4", fp8)
+
+
+def test_what_cannot_travel_is_refused_by_name() -> None:
+    world(2).run(check_refused)
+
+
+def check_life(_: int) -> None:
+    """Second sessions, state dicts, weights that are loaded, and frozen ones."""
+    x, _y = next(batches())
+    model = sharded()
+    plain = model(x).detach()
+    fp8 = {"recipe": "current", "all_gather": True, "power_of_2_scales": False}
+    for _ in range(2):
+        initialize(model, "O4", fp8)
+        first = model(x).detach()
+        assert not torch.equal(first, plain)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        assert all(type(value) is type(model.first.weight.data) for value in state.values())
+        with torch.no_grad():
+            model.first.weight.mul_(3)
+        assert not torch.equal(model(x), first)
+        model.load_state_dict(state)
+        assert torch.equal(model(x), first)
+        model.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
+        assert torch.equal(model(x), first)
+        with torch.no_grad():
+            model.third.weight.fill_(torch.inf)
+        assert model(x).isnan().all()
+        model.load_state_dict(state)
+        amp.get_session().close()
+        assert torch.equal(model(x), plain)
+
+
+def test_sessions_and_checkpoints_of_weights_that_travel() -> None:
+    world(2).run(check_life)
