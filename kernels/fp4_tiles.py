@@ -275,7 +275,7 @@ def transformed(columns):
         y = sums
     rounded = ()
     for r in tl.static_range(16):
-        row = widened(narrow(y[r] * 0.25, tl.bfloat16))
+        row = widened(narrow(y[r] * 0.25, tl.bfloat16))  # pyright: ignore[reportOperatorIssue]
         rounded = rounded + (row,)  # type: ignore[assignment]  # noqa: RUF005
     return rounded
 
