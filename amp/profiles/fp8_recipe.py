@@ -267,8 +267,8 @@ def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
         return Fp8Recipe(recipe="nvfp4")
     recipes = ", ".join(RECIPES)
     if isinstance(value, Mapping):
-        given = keys.fields_of(name, _with_skip(name, value), _fields)[0]
-        return Fp8Recipe(**({"recipe": "nvfp4"} if name == "fp4" else {}) | given)
+        own: dict[str, Any] = {"recipe": "nvfp4"} if name == "fp4" else {}
+        return Fp8Recipe(**own | keys.fields_of(name, _with_skip(name, value), _fields)[0])
     if not isinstance(value, str):
         raise wrong_type(name, value, f"allowed: one of {recipes}, a mapping, or none")
     if word in ("hybrid", "e4m3"):

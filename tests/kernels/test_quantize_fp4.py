@@ -116,6 +116,7 @@ def test_every_byte_follows_the_formulas(name: str, granularity: Any, source: to
         if outer is None:
             assert (operand.inverse.numpy() == scale).all()
         else:
+            assert operand.outer is not None
             assert torch.equal(operand.inverse.float(), torch.as_tensor(scale))
             assert float(operand.outer) == float(outer)
 
@@ -252,7 +253,8 @@ def test_the_bits_of_rows_and_columns_are_independent(monkeypatch: pytest.Monkey
         found = quantize_fp4(x, "1x16", draw=draw_of())
         assert found.by_row is not None
         assert found.by_column is not None
-        errors = torch.stack([(dequantize(each) - x).flatten() for each in found[:2]])
+        both = found.by_row, found.by_column
+        errors = torch.stack([(dequantize(each) - x).flatten() for each in both])
         plain = quantize_fp4(x, "1x16", by_column=False).by_row
         assert plain is not None
         return float(torch.corrcoef(errors)[0, 1])
