@@ -151,7 +151,8 @@ def _levels(arguments: argparse.Namespace, printer: Printer) -> Any:
                 "computes_in": shown(compute_dtype(properties)),
                 "masters": bool(properties.master_weights),
                 "loss_scale": properties.loss_scaling.mode,
-                "fp8": properties.fp8 is not None,
+                "fp8": properties.fp8 is not None and not properties.fp8.is_fp4,
+                "fp4": properties.fp8 is not None and properties.fp8.is_fp4,
             }
         )
     rows = [(row["level"], ", ".join(row["aliases"]) or "-", row["brief"]) for row in data]

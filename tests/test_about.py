@@ -125,3 +125,4 @@ def test_levels(capsys: Any) -> None:
     assert found["O2"]["loss_scale"] == "dynamic"
     assert (found["O4"]["weights"], found["O4"]["computes_in"]) == ("float32", "bfloat16")
     assert [level for level in found if found[level]["fp8"]] == ["O6", "O7"]
+    assert [level for level in found if found[level]["fp4"]] == ["O8", "O9"]

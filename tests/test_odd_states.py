@@ -48,7 +48,7 @@ def train(level: str, around: Callable[[], Any], evaluates: bool = False) -> lis
     generator = torch.Generator().manual_seed(0)
     data = [torch.randn(16, 32, generator=generator) for _ in range(4)]
     targets = torch.arange(16) % 4
-    model: Any = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+    model: Any = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
@@ -137,7 +137,7 @@ def test_a_model_that_is_made_in_bfloat16_is_refused_by_its_cause(level: str) ->
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_initialize_is_refused_in_inference_mode(level: str) -> None:
-    model: Any = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model: Any = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.inference_mode():
@@ -150,7 +150,7 @@ def test_initialize_is_refused_in_inference_mode(level: str) -> None:
     assert all(map(torch.equal, model.parameters(), weights))
     session.initialize(model, optimizer)
     for _ in range(2):
-        with session.scale_loss(model(torch.ones(2, 16)).float().mean(), optimizer) as scaled_loss:
+        with session.scale_loss(model(torch.ones(2, 32)).float().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
 

@@ -795,7 +795,7 @@ def test_overrides_of_other_levels_are_nothing_to_o0() -> None:
         (["nowhere.py"], "there is no file 'nowhere.py'"),
         ([], "give one script.py, or -m package.module"),
         (["x.py", "-m", "y"], "give one script.py, or -m package.module"),
-        (["x.py", "--levels", "O9"], "opt_level='O9' is not one of"),
+        (["x.py", "--levels", "O99"], "opt_level='O99' is not one of"),
         (["x.py", "--levels", ","], "levels=[] is not a list of levels"),
         (["x.py", "--steps", "0"], "steps=0 must be"),
         (["x.py", "--reference", "fp16"], "reference='fp16' is not one of"),
