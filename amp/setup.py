@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp import active, arguments, dcp
 from amp.casting.by_op import CastOps
@@ -25,7 +24,7 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import synchronization
 from amp.training.attachment import AttachedOptimizer
 from amp.training.clipping import patch_clipping
-from amp.training.unattached import Unattached
+from amp.training.unattached import unattached
 from amp.undo import Undo
 
 
@@ -112,7 +111,8 @@ class Setup:
         if properties.master_weights and dcp.is_in_use():
             patches.install(dcp.PATCHES)
         if properties.master_weights and self._models:
-            self._undo.always(register_optimizer_step_pre_hook(Unattached(self._models)).remove)
+            self._undo.callback(unattached.forget, weakref.WeakSet(self._models))
+            unattached.watch(self._models)
 
     def _attach(self) -> list[AttachedOptimizer]:
         """Put masters into the optimizers, and wrap their methods."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.modules.module as of_modules
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp
 from amp.profiles.levels import LEVELS
@@ -70,12 +71,12 @@ def check_that_nothing_grows(
 
 
 def build() -> tuple[Any, Any]:
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32))
     return model, amp.optimizers.FusedAdam(model.parameters(), lr=1e-3)
 
 
 def step(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(model(torch.ones(16, 16)).square().mean(), optimizer) as scaled_loss:
+    with amp.scale_loss(model(torch.ones(32, 32)).square().mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -171,8 +172,24 @@ def test_steps_and_evaluations_leave_nothing(level: str, cycles: int) -> None:
     def evaluate() -> None:
         model.eval()
         with torch.no_grad():
-            model(torch.ones(16, 16))
+            model(torch.ones(32, 32))
         model.train()
 
     for repeat, times in ((lambda: step(model, optimizer), 10 * cycles), (evaluate, cycles)):
         check_that_nothing_grows(repeat, times, STEPS_MAY_TAKE, model, optimizer)
+
+
+def test_a_session_may_be_collected_while_torch_calls_the_hooks_of_a_step() -> None:
+    amp.initialize(*build(), opt_level="O5", verbosity=0)
+
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    others = build()  # of no session, and nothing refers to the session that has just been made
+    try:
+        amp.Session("O5", verbosity=0).initialize(*build())
+        others[1].step()
+        others[1].step()
+    finally:
+        hook.remove()

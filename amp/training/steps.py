@@ -31,7 +31,7 @@ from amp.training.gradients import Gradients, State
 from amp.training.parameter_lists import ParameterLists
 from amp.training.scaler import Verdict
 from amp.training.step_inputs import StepInputs
-from amp.training.unattached import Unattached
+from amp.training.unattached import unattached
 from amp.training.write_back import WriteBack
 
 _CLOSURE_TRIES = 300
@@ -72,7 +72,7 @@ class Stepper:
             write: writes masters to the model, before the first hook after the step.
         """
         optimizer, handles = self.optimizer, []
-        of_all = [x for x in _global_optimizer_pre_hooks.values() if not isinstance(x, Unattached)]
+        of_all = [x for x in _global_optimizer_pre_hooks.values() if x is not unattached]
         if getattr(optimizer, "_optimizer_step_pre_hooks", None) or of_all:
             handles.append(optimizer.register_step_pre_hook(lambda *_: self._take_changes()))
         if _has_post_hooks(optimizer):
