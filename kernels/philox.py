@@ -72,11 +72,17 @@ def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
     a, b, c, d = counter
     for i in range(ROUNDS):
         low, high = ((k + i * weyl) & WORD for k, weyl in zip(key, WEYL, strict=True))
-        of_a, of_c = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # modulo 2^64
-        a, b, c, d = (
-            (of_c >> 32 & WORD) ^ b ^ low,
-            of_c & WORD,
-            (of_a >> 32 & WORD) ^ d ^ high,
-            of_a & WORD,
-        )
+        high_of_a, low_of_a = _product(a, MULTIPLIERS[0])
+        high_of_c, low_of_c = _product(c, MULTIPLIERS[1])
+        a, b, c, d = high_of_c ^ b ^ low, low_of_c, high_of_a ^ d ^ high, low_of_a
     return [a, b, c, d]
+
+
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """Return the high and the low 32 bits of a product.
+
+    The factor is less by 2^32, and the word is added to the high bits instead. Otherwise the product
+    would overflow int64, which a C++ compiler behind `torch.compile` takes for impossible.
+    """
+    product = word * (multiplier - 2**32)
+    return (product >> 32) + word & WORD, product & WORD

@@ -8,7 +8,6 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 import amp
-from amp.profiles.fp8_recipe import FP4
 from tests.fp8_models import WIDTH, batches, history, initialize, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Inductor warns of much
@@ -19,11 +18,9 @@ def trained(level: str, recipe: str, compiles: bool) -> tuple[list[Tensor], int]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    # Gradients that are rounded stochastically have other bits than in eager mode: see docs/fp4.md.
-    fp8 = {"recipe": recipe, **({"stochastic_rounding": False} if recipe in FP4 else {})}
     # One layer: what Inductor makes of it takes a few seconds for each recipe.
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
-    model, optimizer = initialize(model, level, fp8, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = initialize(model, level, recipe, torch.optim.SGD(model.parameters(), lr=0.1))
     forward = torch.compile(model, fullgraph=True) if compiles else model
     data = batches()
     train(forward, optimizer, data, 2)
