@@ -69,24 +69,70 @@ template <class T> static inline void write(const Floats &x, T *memory, int64_t 
     convert<T, sizeof(T) / 2, float, 2>(x).store(memory, n);
 }
 
-template <class T> static inline Ints read_bits(const T *memory, int64_t n)
+/* Vectors of a compiler, which it converts in registers. */
+template <class T, int64_t N> using Vector [[gnu::vector_size(sizeof(T) * N)]] = T;
+constexpr int64_t HALF = WIDTH / 2;
+
+static inline Ints read_bits(const int16_t *memory, int64_t n)
 {
-    T narrow[WIDTH];
-    int32_t wide[WIDTH];
-    if (n == WIDTH) std::memcpy(narrow, memory, sizeof narrow);
-    else std::memcpy(narrow, memory, n * sizeof(T));
-    for (int k = 0; k < WIDTH; k++) wide[k] = narrow[k];
-    return Ints::loadu(wide);
+    int16_t some[WIDTH];
+    if (n < WIDTH) memory = static_cast<int16_t *>(std::memcpy(some, memory, n * sizeof *memory));
+    Ints result;
+    for (int k = 0; k < 2; k++) {
+        Vector<int16_t, HALF> narrow;
+        std::memcpy(&narrow, memory + k * HALF, sizeof narrow);
+        const auto wide = __builtin_convertvector(narrow, Vector<int32_t, HALF>);
+        result[k] = Vectorized<int32_t>::loadu(&wide);
+    }
+    return result;
+}
+
+static inline Ints read_bits(const int8_t *memory, int64_t n)
+{
+    Vector<int8_t, WIDTH> narrow;
+    if (n < WIDTH) std::memcpy(&narrow, memory, n);
+    else std::memcpy(&narrow, memory, sizeof narrow);
+    const auto wide = __builtin_convertvector(narrow, Vector<int16_t, WIDTH>);
+    return read_bits(reinterpret_cast<const int16_t *>(&wide), WIDTH);
 }
 
 template <class T> static inline void write(const Ints &x, T *memory, int64_t n)
 {
-    int32_t wide[WIDTH];
-    std::conditional_t<sizeof(T) == 1, int8_t, int16_t> narrow[WIDTH];
-    x.store(wide);
-    for (int k = 0; k < WIDTH; k++) narrow[k] = wide[k];
-    if (n == WIDTH) std::memcpy(memory, narrow, sizeof narrow);
-    else std::memcpy(memory, narrow, n * sizeof(T));
+    using Integer = std::conditional_t<sizeof(T) == 1, int8_t, int16_t>;
+    Integer some[WIDTH], *to = n < WIDTH ? some : reinterpret_cast<Integer *>(memory);
+    for (int k = 0; k < 2; k++) {
+        Vector<int32_t, HALF> wide;
+        x[k].store(&wide);
+        const auto narrow = __builtin_convertvector(wide, Vector<int16_t, HALF>);
+        const auto last = __builtin_convertvector(narrow, Vector<Integer, HALF>);
+        std::memcpy(to + k * HALF, &last, sizeof last);
+    }
+    if (n < WIDTH) std::memcpy(memory, some, n * sizeof(T));
+}
+
+/* Shifts by a number that the compiler knows. */
+static inline Ints operator<<(const Ints &x, int n)
+{
+    Ints result;
+    for (int k = 0; k < 2; k++) {
+        Vector<int32_t, HALF> part;
+        x[k].store(&part);
+        part <<= n;
+        result[k] = Vectorized<int32_t>::loadu(&part);
+    }
+    return result;
+}
+
+static inline Ints operator>>(const Ints &x, int n)
+{
+    Ints result;
+    for (int k = 0; k < 2; k++) {
+        Vector<int32_t, HALF> part;
+        x[k].store(&part);
+        part >>= n;
+        result[k] = Vectorized<int32_t>::loadu(&part);
+    }
+    return result;
 }
 
 static inline Ints bits(const Floats &x) { return {cast<int32_t>(x[0]), cast<int32_t>(x[1])}; }
@@ -149,14 +195,17 @@ class _Expression:
 
     __add__, __sub__, __mul__, __truediv__, __lshift__, __rshift__ = _operators(*"+-*/", "<<", ">>")
     __and__, __or__, __xor__ = _operators(*"&|^")
-    __radd__, __rsub__, __rmul__, __rand__, __ror__ = _operators(*"+-*&|", is_swapped=True)
+    __radd__, __rsub__, __rmul__, __rtruediv__ = _operators(*"+-*/", is_swapped=True)
+    __rand__, __ror__ = _operators(*"&|", is_swapped=True)
 
     def __init__(self, body: dict[str, str], code: str, of: str = "Floats") -> None:
         self.body, self.of = body, of
-        self.name = body.setdefault(f"const {of} %s = {code};", f"x{len(body)}")
+        self.name = body.setdefault(f"const {of} &%s = {code};", f"x{len(body)}")
 
     def _with(self, symbol: str, other: Any, is_swapped: bool = False) -> _Expression:
-        number = f"{self.of}({'(int32_t)' if self.of == 'Ints' else ''}{other!r})"
+        number = repr(other)
+        if symbol not in ("<<", ">>"):
+            number = f"{self.of}({'(int32_t)' if self.of == 'Ints' else ''}{number})"
         both = [self.name, other.name if isinstance(other, _Expression) else number]
         return _Expression(self.body, f" {symbol} ".join(both[::-1] if is_swapped else both), self.of)
 
@@ -186,6 +235,7 @@ _IN_CPP = Functions(
     most=lambda x, y: x.call("maximum", y),
     if_less=lambda x, y, one, other: x.call("if_less", y, one, other),
     sqrt=_Expression.sqrt,
+    inverse=lambda x: 1.0 / x,
 )
 
 

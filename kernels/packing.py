@@ -2,8 +2,9 @@
 
 Each formula has operators of float32 and int32 blocks, and calls a few functions that it is given:
 `bits` and `number` reinterpret float32 as int32 and back, `whole` and `real` convert, `least` and
-`most` are the minimum and maximum, and `if_less(x, y, one, other)` is one where x < y. So Triton, plain
-torch and the loop in C++ run one source, and give the same bits.
+`most` are the minimum and maximum, `if_less(x, y, one, other)` is one where x < y, and `inverse(s)` is
+1 / s, rounded to nearest. So Triton, plain torch and the loop in C++ run one source, and give the same
+bits.
 
 **Random bits.** An element's are a hash of the tensor's key, which depends on its seed and step, and of
 the element's index in the whole tensor, so they are the same however the tensor is divided:
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amp.kernels import update_scale
-from amp.kernels.language import constant, jit, plain, tl  # noqa: F401 (the interpreter looks for tl)
+from amp.kernels.language import constant, jit, plain, tl
 
 TO_NEAREST = -0x7F7F8000
 """In place of random bits: rounds to nearest."""
@@ -55,18 +56,22 @@ def bfloat16_bits(value, noise, bits, if_less):
 
 
 @jit
-def packed(m, v, x, sqrt, bits, number, least, most, if_less):
+def inverse(s):
+    """Return 1 / s, rounded to nearest, of numbers with 3 bits of mantissa, by Newton's method."""
+    guess = (0x7EF15E7A - s.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    guess = guess * (2.0 - s * guess)
+    guess = guess * (2.0 - s * guess)
+    return guess * (2.0 - s * guess)
+
+
+@jit
+def packed(m, v, x, sqrt, inverse, bits, number, least, most, if_less):
     """Return the words of two moments, int32, of which the lower half counts; `x` has random bits."""
     # `& 0x7FFFFFFF` and 0x7F800000 make one of all NaN.
     root = least(bits(sqrt(v)) & 0x7FFFFFFF, 0x7F800000)
     # From the code 1, which is 696 << 20, to the code 511.
     s = most(least(root + (x << 4 & 0xFFFF0 | 8), 0x4B6FFFFF), 0x2B800000) & -0x100000
-    # Newton's method gives the float that is nearest to 1 / s.
-    inverse = number(0x7EF15E7A - s)
-    inverse = inverse * (2.0 - number(s) * inverse)
-    inverse = inverse * (2.0 - number(s) * inverse)
-    inverse = inverse * (2.0 - number(s) * inverse)
-    ratio = bits(m * inverse)
+    ratio = bits(m * inverse(number(s)))
     sign, size = ratio >> 31, ratio & 0x7FFFFFFF
     above = least(bits(number(size) + 0.25), 0x42700000) + (x >> 4 & 0xFF000 | 0x800)
     above = if_less(size, 0x7F800001, above, 0x42800000)  # NaN becomes 64
@@ -167,6 +172,7 @@ class Functions(NamedTuple):
     most: Callable[[Any, Any], Any]
     if_less: Callable[[Any, Any, Any, Any], Any]
     sqrt: Callable[[Any], Any]
+    inverse: Callable[[Any], Any]
 
 
 def _sqrt(x: Any) -> Any:
@@ -186,12 +192,14 @@ IN_TORCH = Functions(
     most=lambda x, y: torch.clamp(x, min=y),
     if_less=lambda x, y, one, other: torch.where(x < y, one, other),
     sqrt=_sqrt,
+    inverse=lambda x: 1.0 / x,
 )
 
 
 def pack(m: Any, v: Any, x: Any, of: Functions = IN_TORCH) -> Any:
     """Return the words of two moments, int32; see `packed`."""
-    return plain(packed)(m, v, x, of.sqrt, of.bits, of.number, of.least, of.most, of.if_less)
+    functions = of.sqrt, of.inverse, of.bits, of.number, of.least, of.most, of.if_less
+    return plain(packed)(m, v, x, *functions)
 
 
 def unpack(word: Any, of: Functions = IN_TORCH) -> tuple[Any, Any]:

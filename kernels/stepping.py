@@ -53,7 +53,7 @@ from amp.kernels.language import (
     pointers_to,
     tl,
 )
-from amp.kernels.packing import NEAREST, bfloat16_bits, mixed, packed, unpacked
+from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, Rule, StepArguments, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
@@ -281,7 +281,8 @@ def _step_block(
     if IS_RANDOM:
         noise = _random_bits(random, i)
     if PACKED:
-        word = packed(moments[0], moments[1], noise, square_root, bits, number, least, most, if_less)
+        m, v = moments
+        word = packed(m, v, noise, square_root, inverse, bits, number, least, most, if_less)
         tl.store(pointers[2] + i, word.to(tl.int16), mask=mask)
     else:
         for k in tl.static_range(MOMENTS):
