@@ -34,7 +34,7 @@ from amp.kernels.quantize import quantize
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import scaled_mm
 from amp.kernels.tables import stream_of
-from amp.profiles.fp8_recipe import GRANULARITIES, Fp8Recipe
+from amp.profiles.fp8_recipe import FP4, GRANULARITIES, Fp8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -100,6 +100,11 @@ class Layer(NamedTuple):
                 "which know no such products"
             )
         return False
+
+    def forward_is_fp4(self, is_training: bool) -> bool:
+        """Whether the product of a forward is in FP4."""
+        is_high = self.switch.forward_is_high or (not is_training and self.recipe.eval == "high")
+        return self.recipe.recipe in FP4 and not is_high
 
     def operand(self, parts: tuple[Tensor | None, ...], entry: int) -> Operand:
         """Return the operand for an input, or a weight by row, from what `parts_of` returned of it."""

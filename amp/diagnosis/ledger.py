@@ -79,7 +79,7 @@ class Ledger:
         self.calls: list[Call] = []
         self.undone = Counter[Place]()
         self._memories = memories
-        self._in_fp8: set[str] = set()
+        self._in_fp8: dict[str, Any] = {}
         self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, dtypes before
 
     def close(self) -> None:
@@ -88,8 +88,8 @@ class Ledger:
         self._cast_by_amp.clear()
 
     def follow_fp8(self, name: str, module: nn.Module) -> Any:
-        """Count a module that amp runs in FP8 as one product; return a handle to stop."""
-        self._in_fp8.add(name)
+        """Count a module that amp runs in FP8 or FP4 as one product; return a handle to stop."""
+        self._in_fp8[name] = module
         return module.register_forward_hook(functools.partial(self._note_fp8, name))
 
     def op_ends(
@@ -100,6 +100,9 @@ class Ledger:
         if flops := _flops(func, args, kwargs, result):
             emulated = self._memories[inputs[-1]].before  # FP8 on hardware without FP8 products
             dtype = emulated if emulated and _is_eighth(emulated) else inputs[-1].dtype
+            module = self._in_fp8.get(place.module)
+            if module is not None and module._amp_fp8.forward_is_fp4(module.training):
+                dtype = _FLOAT4
             is_plain = aten in ("mm", "addmm", "_scaled_mm")
             self.products.append(Product(place, dtype, flops, tuple(_sizes(aten, args)), is_plain))
         if not func.is_view and (inputs or outputs):
@@ -140,6 +143,9 @@ class Ledger:
             place = self.products[-1].place._replace(op="torch.nn.functional.linear")
             takes = (args[0].dtype, self.products[-1].dtype)
             self.calls.append(Call(place, nn.functional.linear, takes, (output.dtype,)))
+
+
+_FLOAT4: torch.dtype = getattr(torch, "float4_e2m1fn_x2", torch.uint8)  # torch 2.8
 
 
 def _is_floating(value: Any) -> bool:

@@ -92,7 +92,7 @@ def check(
     than a quarter of float16's maximum, rows that are masked entirely, a forward that fails only at the
     level, weights in 16 bits before `initialize`, a static scale without a check of gradients, and tied
     weights with different rules. Remarks are about speed: sizes that do not suit tensor cores, casts
-    that undo each other, and too little work in half precision.
+    that undo each other, and too little work in half precision; and about the noise of FP4.
 
     Args:
         model: a model before `initialize`, or one that it returned, wrapped or not.
@@ -122,7 +122,9 @@ def check(
             found.append(hazards.of_failure(shadow, str(error), type(error).__name__))
         else:
             found += hazards.merged(findings_of(shadow), shadow)
-    return checkup_of(shadow, str(session.properties.opt_level or "this profile"), found)
+    checkup = checkup_of(shadow, str(session.properties.opt_level or "this profile"), found)
+    checkup.remarks[:0] = hazards.unseen(session.properties)
+    return checkup
 
 
 def checkup_of(shadow: Shadow, level: str, findings: Sequence[Finding]) -> Checkup:

@@ -21,6 +21,7 @@ from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, CONSTANTS
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
+from amp.profiles.fp8_recipe import FP4
 from amp.profiles.properties import Properties
 from amp.training.attachment import AttachedOptimizer
 
@@ -152,6 +153,14 @@ def _of_constant(scalar: LostScalar, then: str) -> Finding:
 
 
 # Speed.
+
+
+def unseen(properties: Properties) -> Iterator[Finding]:
+    """Yield a finding about what a forward alone does not show."""
+    if properties.fp8 and properties.fp8.recipe in FP4:
+        what = "a check has no backward, so it does not see the gradients, which FP4 rounds to 4 bits"
+        todo = "amp.diagnose and reamp doctor compare those of each layer with the noise of rounding."
+        yield Finding("noise", what, todo, "backward")
 
 
 def remarks(ledger: Ledger, properties: Properties | None) -> Iterator[Finding]:

@@ -44,6 +44,15 @@ def causes(found: Checkup) -> list[str]:
     return [finding.cause for finding in found.findings]
 
 
+@pytest.mark.parametrize("level", ["O8", "O9"])
+def test_a_check_says_that_it_does_not_see_the_noise_of_fp4(level: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    found = amp.check(model, torch.randn(64, 64), level)
+    [remark] = found.remarks
+    assert set(found.products) == {"float4_e2m1fn_x2", "bfloat16"}
+    assert (remark.cause, "amp.diagnose and reamp doctor" in remark.advice) == ("noise", True)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5", "O6", "O7"])
 def test_a_healthy_net_has_no_findings(level: str) -> None:
     found = checked(Net(), level)
