@@ -60,7 +60,8 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
             if rule.at is None:
                 prepared = plain(rule.prepare)(numbers, t, None, 0)
             else:
-                prepared = _together([rule.at(numbers, t, own[i]) for i in same])
+                at = functools.cache(functools.partial(rule.at, numbers, t))
+                prepared = _together([at(own[i]) for i in same])
             left: Sequence[int] = same
             noise, own_bits = None, None
             if origins is not None:

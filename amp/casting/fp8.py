@@ -128,8 +128,10 @@ class Fp8Linears(Strategy):
         gathers = Gathers(recipe, params, groups)
         undo.callback(gathers.close)
         undo.callback(reshard, model)
+        disable: Any = torch.compiler.disable  # as FSDP2 does with its own hooks
+        attach = disable(gathers.attach)
         for module in modules_of_fsdp2(model):
-            undo.callback(module.register_forward_pre_hook(gathers.attach, prepend=True).remove)
+            undo.callback(module.register_forward_pre_hook(attach, prepend=True).remove)
         gathers.attach()
         return gathers.weights
 

@@ -1,6 +1,6 @@
 """How fast matrices are quantized to FP8 and FP4 and multiplied, beside the counted floor, in one run.
 
-    python docs/benchmarks/bench_fp8.py --device cpu      # what `make bench` runs: quantization alone
+    python docs/benchmarks/bench_fp8.py --device cpu      # what `make bench` runs
     python docs/benchmarks/bench_fp8.py --device cuda     # what `make bench-gpu` runs
 
 A row of quantization counts the bytes that cannot be done without: each number read once, twice where
@@ -12,13 +12,15 @@ products with all quantization, beside BF16's three products; its floor is what 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import amp
 from amp.kernels.fp8 import BLOCKS, Fp4Granularity, Granularity, Operand, Quantized
 from amp.kernels.philox import Draw
 from amp.kernels.quantize import quantize
@@ -151,6 +153,39 @@ def cpu_rows() -> Iterator[list[str]]:
             ]
 
 
+def training_step(level: str, recipe: str | None = None) -> Callable[[], None]:
+    """Return a training step at a level, of five layers, four of them 512 wide."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(512, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    session = amp.Session(level, fp8=recipe, verbosity=0)
+    model, optimizer = session.initialize(model, optimizer)
+    x, y = torch.randn(512, 512), torch.randint(16, (512,))
+
+    def run() -> None:
+        loss = nn.functional.cross_entropy(model(x), y)
+        with session.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def step_rows() -> Iterator[list[str]]:
+    """Yield a header and the rows of training steps on the CPU, measured now, in turns."""
+    yield ["step of", "process ms", "times O0", "times O4"]
+    recipes = [*RECIPES, "delayed", "nvfp4", "mxfp4"]
+    names = ["O0", "O4", *(f"O4 with {recipe}" for recipe in recipes)]
+    steps = [training_step("O0"), training_step("O4"), *(training_step("O4", x) for x in recipes)]
+    for _, run in itertools.product(range(3), steps):  # loops are compiled, and scales are known
+        run()
+    seconds = turns(steps, rounds=20)
+    for name, spent in zip(names, seconds, strict=True):
+        yield [name, f"{spent * 1e3:.1f}", *(f"{spent / first:.2f}" for first in seconds[:2])]
+
+
 def layer_in_fp8(x: Tensor, weight: Tensor, grad: Tensor, recipe: str) -> Callable[[], object]:
     """Return what does a layer's three products in FP8, quantization included."""
     of_x, of_weight = RECIPES[recipe]
@@ -269,6 +304,9 @@ def main() -> None:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     header = f"# FP8 on {'a GPU' if on_gpu else 'the CPU'}\n\n{setting(device)}\n\n"
     text = header + table(gpu_rows(device) if on_gpu else cpu_rows()) + "\n"
+    if not on_gpu:
+        text += "\nFive layers, four of them 512 wide, a batch of 512, `torch.optim.AdamW`:\n\n"
+        text += table(step_rows()) + "\n"
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"fp8-{options.device}.md").write_text(text)
 

@@ -115,13 +115,19 @@ def phases(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
         yield ours(fused_sgd, "O2", loss_scale={"init": 1.0})
         yield torchs("SGD(fused)", sgd)
 
-    def with_halves() -> Iterator[Contender]:
-        yield ours(fused_adam, "O5", master_weights="split16")
+    def with_small(level: str, **options: Any) -> Iterator[Contender]:
+        scale = {"loss_scale": {"init": 1.0}} if level == "O2" else {}
+        yield ours(fused_adam, level, **options, **scale)
 
     yield Operation("AdamW, float16, float32 masters", 30, with_adamw())
     yield Operation("SGD, float16, float32 masters", 22, with_sgd())
     if device.type == "cuda":
-        yield Operation("AdamW, bfloat16, split16", 26, with_halves())
+        yield Operation("AdamW, bfloat16, split16", 26, with_small("O5", master_weights="split16"))
+    for level, dtype in (("O5", "bfloat16"), ("O2", "float16")):
+        medium = with_small(level, master_weights="split16", state_dtype="bfloat16")
+        yield Operation(f"AdamW, {dtype}, split16, bfloat16 moments", 18, medium)
+        small = with_small(level, master_weights="split24", state_dtype="packed16")
+        yield Operation(f"AdamW, {dtype}, split24, packed16", 12, small)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -17,6 +19,7 @@ from amp.casting.fp8_linear import Layer
 from amp.casting.sharded import params_of_fsdp2
 from amp.errors import AmpRuntimeError
 from tests.distributed import models
+from tests.distributed.test_dcp import load, state_of
 from tests.distributed.test_fp8 import net, step, weights
 from tests.distributed.world import world
 from tests.fp8_models import batches, initialize
@@ -92,6 +95,71 @@ def check_bits(_: int) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_travel_in_fp8_with_the_bits_of_quantizing_then(size: int) -> None:
     world(size).run(check_bits)  # shards of 3 ranks are uneven
+
+
+def check_copies(_: int) -> None:
+    """Two shards, and two copies of each: scales are of the shards."""
+    mesh = models.mesh("copies", "data")
+    fp8 = {"recipe": "current", "power_of_2_scales": False}
+    expected, before = trained("O5", fp8, mesh=mesh)
+    found, after = trained("O5", fp8 | {"all_gather": True}, mesh=mesh)
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), i
+    assert after.gathered == before.gathered // 2
+
+
+def test_hybrid_shards_travel_in_fp8() -> None:
+    world(4).run(check_copies)
+
+
+def check_checkpoint(_: int, path: str) -> None:
+    """A run that is saved in the middle goes on bit for bit, gathered in FP8 or not."""
+    data = list(itertools.islice(batches(), 4))
+
+    def run(all_gather: bool, goes_on: bool) -> list[Tensor]:
+        model = sharded()
+        optimizer = models.make_optimizer("fused", model)
+        fp8 = {"recipe": "current", "power_of_2_scales": False, "all_gather": all_gather}
+        model, optimizer = initialize(model, "O5", fp8, optimizer)
+        if goes_on:
+            load(path, model, optimizer)
+        for i, (x, y) in enumerate(data[2 * goes_on :]):
+            if i == 2:
+                dcp.save(state_of(model, optimizer), checkpoint_id=path)
+            step(model, optimizer, x, y)
+        amp.get_session().close()
+        return list(weights(model).values())
+
+    expected = run(True, goes_on=False)
+    for all_gather in (True, False):
+        found = run(all_gather, goes_on=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), all_gather
+
+
+def test_a_checkpoint_of_weights_that_travel_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    world(2).run(check_checkpoint, str(tmp_path))
+
+
+def check_compiled(_: int) -> None:
+    """A layer that is compiled gets what FSDP2 has gathered, step by step."""
+    found = []
+    for all_gather in (False, True):
+        torch._dynamo.reset()
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        initialize(model, "O4", {"recipe": "current", "all_gather": all_gather}, optimizer)
+        model.second.compile()
+        found.append([])
+        for x, y in itertools.islice(batches(), 3):
+            step(model, optimizer, x, y)
+            found[-1].append(model(x).detach())
+        amp.get_session().close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_takes_the_weight_that_travelled() -> None:
+    world(2).run(check_compiled)
 
 
 def check_refused(_: int) -> None:
