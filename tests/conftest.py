@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import operator
+import os
 import sys
 import types
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,10 +87,24 @@ def _changed(before: list[dict[str, object]], after: list[dict[str, object]]) ->
     ]
 
 
+MANY = 4
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked with what this machine has not."""
+    """Leave out the tests marked with what this machine has not, and half of what takes long.
+
+    These are the cases of a slow test, or in the interpreter of any, that has more than MANY. With
+    `AMP_COVERING=all` they are all there.
+    """
     missing = [mark for mark, there in (("gpu", GPU), ("triton", GPU or INTERPRETED)) if not there]
     left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
+    if os.environ.get("AMP_COVERING") != "all":
+        cases: defaultdict[object, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            if isinstance(item, pytest.Function) and (INTERPRETED or item.get_closest_marker("slow")):
+                cases[item.function].append(item)
+        left_out += [item for same in cases.values() if len(same) > MANY for item in same[1::2]]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

@@ -36,8 +36,8 @@ def trained(level: str, recipe: str, compiles: bool) -> tuple[list[Tensor], int]
 @pytest.mark.parametrize(
     ("level", "recipe"),
     [
-        ("O5", "delayed"),
-        *(("O4", name) for name in ("delayed", "rowwise_gw_hp", "block", "mxfp8", "nvfp4", "mxfp4")),
+        ("O5", "delayed"),  # half of these are tried: see conftest.py
+        *(("O4", name) for name in ("mxfp4", "nvfp4", "delayed", "rowwise_gw_hp", "block", "mxfp8")),
     ],
 )
 def test_one_graph_with_the_bits_of_eager_mode(level: str, recipe: str) -> None:

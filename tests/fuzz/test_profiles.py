@@ -165,7 +165,7 @@ def test_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_files(tmp_path: Path) -> None:
-    check_files(tmp_path, 1500)
+    check_files(tmp_path, 700)
 
 
 NAMES = [*OVERRIDE_KEYS, "num_losses", "verbosity", "opt_level", "enabled", "process_group"]
@@ -204,4 +204,4 @@ def test_options_of_initialize() -> None:
 
 @pytest.mark.slow
 def test_many_options_of_initialize() -> None:
-    check_options(1000)
+    check_options(400)

@@ -446,10 +446,9 @@ def test_compiled_code_gives_the_same_bits() -> None:
     calls = torch.tensor(3)
 
     def run(x: Tensor, calls: Tensor) -> list[Tensor]:
-        both = quantize_fp4(x, "1x16", draw=Draw(calls, 5, 0xF4DBDF21))
-        weight = quantize_fp4(x, "16x16", by_column=False)
-        operands = [*both[:2], weight.by_row]
-        return [t for each in operands if each is not None for t in (each.values, each.inverse)]
+        row = quantize_fp4(x, "1x16", by_column=False, draw=Draw(calls, 5, 0xF4DBDF21)).by_row
+        assert row is not None
+        return [row.values, row.inverse]
 
     compiled = torch.compile(run, fullgraph=True)
     for one, other in zip(run(x, calls), compiled(x, calls), strict=True):
