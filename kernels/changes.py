@@ -29,6 +29,7 @@ class Changes:
     def __init__(self) -> None:
         self._planned: list[Callable[[], Change]] = []
         self._made: list[Any] = []
+        self._ready: tuple[int, Change] | None = None
 
     def add(self, change: Change) -> None:
         """Plan a change that is ready to be made."""
@@ -39,7 +40,7 @@ class Changes:
 
         Args:
             work_out: computes and returns the change, and itself changes nothing. It is called again if
-                an interrupt has ended it.
+                an interrupt has ended it, but not once its change may have been made.
         """
         self._planned.append(work_out)
 
@@ -58,6 +59,8 @@ class Changes:
 
     def _make_rest(self) -> None:
         while len(self._made) < len(self._planned):
-            change = self._planned[len(self._made)]()
+            i = len(self._made)
+            if self._ready is None or self._ready[0] != i:
+                self._ready = i, self._planned[i]()
             # Made and noted by one call: a signal that comes during the change is handled after both.
-            self._made.extend(map(operator.call, [change]))
+            self._made.extend(map(operator.call, [self._ready[1]]))

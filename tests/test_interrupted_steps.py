@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from amp.kernels.changes import Changes
 from tests.interrupting import Interrupter, every_nth_line
 from tests.tried import TRIED
 
@@ -201,6 +202,27 @@ def test_an_interrupted_block_has_added_its_gradients_or_none(case: str, every: 
 
 SIGNALS = int(os.environ.get("AMP_SIGNALS", "0"))
 """`AMP_SIGNALS=1000 pytest tests/test_interrupted_steps.py -k signal` sends each case that many."""
+
+
+def test_a_change_that_was_made_as_the_interrupt_came_is_not_worked_out_again() -> None:
+    x, signals = torch.zeros(3), [KeyboardInterrupt]
+
+    def work_out() -> Callable[[], None]:
+        value = x + 1
+
+        def change() -> None:
+            x.copy_(value)
+            if signals:
+                raise signals.pop()
+
+        return change
+
+    changes = Changes()
+    changes.add_later(work_out)
+    changes.add_later(work_out)
+    with pytest.raises(KeyboardInterrupt):
+        changes.make()
+    assert x.tolist() == [2.0] * 3
 
 
 def run_with_signal(function: Callable[[], None], seconds: float) -> None:

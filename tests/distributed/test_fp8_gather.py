@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp
 from amp.casting.fp8_history import WEIGHT
@@ -178,6 +179,26 @@ def check_refused(_: int) -> None:
 
 def test_what_cannot_travel_is_refused_by_name() -> None:
     world(2).run(check_refused)
+
+
+def check_refused_of_four(_: int) -> None:
+    mesh = models.mesh("data", "model")
+    cut = parallelize_module(
+        net(), mesh["model"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    for layer in (cut.first, cut.second, cut.third):
+        fully_shard(layer, mesh=mesh["data"])
+    cases = [
+        (sharded(reshard_after_forward=2), "'first' .* reshard_after_forward is a number"),
+        (fully_shard(cut, mesh=mesh["data"]), "'first' .* tensor parallelism has cut it too"),
+    ]
+    for model, message in cases:
+        with pytest.raises(AmpRuntimeError, match=message):
+            initialize(model, "O4", {"recipe": "current", "all_gather": True})
+
+
+def test_what_needs_four_ranks_and_cannot_travel_is_refused_by_name() -> None:
+    world(4).run(check_refused_of_four)
 
 
 def check_life(_: int) -> None:
