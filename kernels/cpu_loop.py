@@ -111,28 +111,26 @@ template <class T> static inline void write(const Ints &x, T *memory, int64_t n)
 }
 
 /* Shifts by a number that the compiler knows. */
-static inline Ints operator<<(const Ints &x, int n)
+template <class F> static inline Ints on_halves(const Ints &x, F shift)
 {
     Ints result;
     for (int k = 0; k < 2; k++) {
-        Vector<int32_t, HALF> part;
-        x[k].store(&part);
-        part <<= n;
-        result[k] = Vectorized<int32_t>::loadu(&part);
+        Vector<int32_t, HALF> half;
+        x[k].store(&half);
+        half = shift(half);
+        result[k] = Vectorized<int32_t>::loadu(&half);
     }
     return result;
 }
 
+static inline Ints operator<<(const Ints &x, int n)
+{
+    return on_halves(x, [n](auto half) { return half << n; });
+}
+
 static inline Ints operator>>(const Ints &x, int n)
 {
-    Ints result;
-    for (int k = 0; k < 2; k++) {
-        Vector<int32_t, HALF> part;
-        x[k].store(&part);
-        part >>= n;
-        result[k] = Vectorized<int32_t>::loadu(&part);
-    }
-    return result;
+    return on_halves(x, [n](auto half) { return half >> n; });
 }
 
 static inline Ints bits(const Floats &x) { return {cast<int32_t>(x[0]), cast<int32_t>(x[1])}; }
