@@ -183,7 +183,7 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
 
 def check_refused_of_four(_: int) -> None:
     mesh = models.mesh("data", "model")
-    cut = parallelize_module(
+    cut: Any = parallelize_module(
         net(), mesh["model"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
     )
     for layer in (cut.first, cut.second, cut.third):
