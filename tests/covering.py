@@ -16,8 +16,9 @@ def covering(*axes: Iterable[Any], strength: int = 2, slow_strength: int = 2) ->
 
     Those that are not are a covering array: any values of `strength` different parameters are together
     in one of them, which is each pair of values for a strength of 2, and each value alone for 1. With
-    the others it is so for `slow_strength`; of two axes a sixth of all pairs is there. With
-    `AMP_COVERING=all` there are all combinations.
+    the others it is so for `slow_strength`; of two axes a sixth of all pairs is there. Of those that
+    are marked slow conftest.py leaves out every other one. With `AMP_COVERING=all` there are all
+    combinations.
     """
     values = [list(axis) for axis in axes]
     sizes = [len(axis) for axis in values]

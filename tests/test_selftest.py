@@ -247,7 +247,7 @@ PLANTED = [
 ]
 """A module of kernels, what is to be replaced in it, by what, and the checks that are to see it.
 
-Every third is tried, and all of them with `AMP_COVERING=all`.
+Every third is given, of which every other one is tried, and all of them with `AMP_COVERING=all`.
 """
 SCRIPT = """
 import sys

@@ -152,15 +152,15 @@ def _of_constant(scalar: LostScalar, then: str) -> Finding:
     return Finding("mask", what, todo, "forward", *place, (), name, value, limit)
 
 
-# Speed.
-
-
 def unseen(properties: Properties) -> Iterator[Finding]:
     """Yield a finding about what a forward alone does not show."""
     if properties.fp8 and properties.fp8.recipe in FP4:
         what = "a check has no backward, so it does not see the gradients, which FP4 rounds to 4 bits"
         todo = "amp.diagnose and reamp doctor compare those of each layer with the noise of rounding."
         yield Finding("noise", what, todo, "backward")
+
+
+# Speed.
 
 
 def remarks(ledger: Ledger, properties: Properties | None) -> Iterator[Finding]:
