@@ -1,8 +1,8 @@
 """The passes of quantization over matrices on the CPU, in C++: each reads and writes memory once.
 
-Eager torch goes through memory for each operation of a formula. These passes do what
-`amp.kernels.fp8` and `amp.kernels.fp4` do with single numbers, with the same bits; the scales, of which
-there are few, are computed there. Compiled passes are kept for later processes.
+Eager torch goes through memory for each operation of a formula, and its cast from FP8 is a loop over
+single numbers. These passes do what `amp.kernels.fp8` and `amp.kernels.fp4` do, with the same bits.
+Compiled passes are kept for later processes.
 """
 
 from __future__ import annotations
@@ -28,22 +28,31 @@ PARALLEL = 2**15
 """The number of elements from which a matrix is divided among threads."""
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FORMATS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.uint8: 2}
 _SIGNATURES = {
-    "amaxes": "pilllpi",
+    "amaxes": "pillllpi",
+    "scales": "plfipppp",
+    "two_levels": "plppp",
     "to_fp8": "pillllpipi",
     "to_fp4": "pillllpplllpi",
     "transform": "pilllppi",
-    "decode": "piplllllpi",
+    "decode": "pillllppi",
+    "transpose": "pilllpi",
 }
-"""The arguments of each pass: pointers, 64-bit integers, and ints."""
+"""The arguments of each pass: pointers, 64-bit integers, ints and floats."""
 
 _SOURCE = """\
 #include <ATen/cpu/vec/vec.h>
+#include <cfloat>
 #include <cstring>
 #include <vector>
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "random bytes are read as they lie in little-endian words"
+#endif
 using namespace at::vec;
 using Floats = VectorizedN<float, 2>;
-constexpr int64_t WIDTH = Floats::size();
+constexpr int64_t WIDTH = Floats::size(), TILE = 16;
+constexpr std::integral_constant<int64_t, TILE> WHOLE;  /* a number that loops are compiled for */
 
 static inline int32_t bits(float x) { int32_t i; std::memcpy(&i, &x, 4); return i; }
 static inline float number(int32_t i) { float x; std::memcpy(&x, &i, 4); return x; }
@@ -66,10 +75,12 @@ template <class F> static void of_type(int type, const void *x, F f)
     else f(static_cast<const c10::BFloat16 *>(x));
 }
 
-/* Write the largest magnitude of each `width` numbers of a row; inf if one is inf or NaN. */
-extern "C" void amaxes(const void *x, int type, int64_t rows, int64_t columns, int64_t width,
-                       float *largest, int threads)
+/* Write the largest magnitude of each block; inf if one is inf or NaN. */
+extern "C" void amaxes(const void *x, int type, int64_t rows, int64_t columns, int64_t height,
+                       int64_t width, float *largest, int threads)
 {
+    const int64_t across = columns / width;
+    std::vector<float> of_rows(rows * across);
     of_type(type, x, [&](auto *of_type) {
         #pragma omp parallel num_threads(threads) if (rows * columns >= %(parallel)d)
         {
@@ -77,7 +88,7 @@ extern "C" void amaxes(const void *x, int type, int64_t rows, int64_t columns, i
             #pragma omp for
             for (int64_t r = 0; r < rows; r++) {
                 const float *row = floats(of_type + r * columns, columns, buffer.data());
-                float *out = largest + r * (columns / width);
+                float *out = of_rows.data() + r * across;
                 for (int64_t c = 0; c < columns; c += width) {
                     int32_t most = 0;
                     for (int64_t i = 0; i < width; i++)
@@ -87,23 +98,69 @@ extern "C" void amaxes(const void *x, int type, int64_t rows, int64_t columns, i
             }
         }
     });
+    std::fill(largest, largest + rows / height * across, 0.0f);
+    for (int64_t r = 0; r < rows; r++) {
+        float *out = largest + r / height * across;
+        for (int64_t c = 0; c < across; c++) out[c] = std::max(out[c], of_rows[r * across + c]);
+    }
 }
+
+/* Magnitudes are rounded by an addition: the last bit of a float `ahead` binary places above a number
+   is worth as much as the last bit that the number keeps, so the sum has the number's code in its
+   lowest bits. Numbers below the smallest normal one are rounded as that one is. */
 
 /* The FP8 code of a number, saturated, to nearest even; NaN stays NaN. */
 template <bool E4M3> static inline uint8_t fp8(float x)
 {
-    constexpr float LARGEST = E4M3 ? 448.0f : 57344.0f;
-    constexpr int MANTISSA = E4M3 ? 3 : 2, BIAS = E4M3 ? 7 : 15, SHIFT = 23 - MANTISSA;
-    constexpr int STEP = 24 - BIAS - MANTISSA;
-    x = x > LARGEST ? LARGEST : x < -LARGEST ? -LARGEST : x;
-    const int32_t all = bits(x), size = all & 0x7FFFFFFF;
-    const int32_t rounded = (size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT;
-    const int32_t normal = rounded - ((127 - BIAS) << MANTISSA);
-    /* Added to a number of which the last bit has the value of a subnormal's last bit. */
-    const int32_t subnormal = bits(number(size) + (float)(1 << STEP)) - ((127 + STEP) << 23);
-    int32_t code = size < (128 - BIAS) << 23 ? subnormal : normal;
-    code = size > 0x7F800000 ? 0x7F : code;
-    return ((all >> 24) & 0x80) | code;
+    constexpr int MANTISSA = E4M3 ? 3 : 2, BIAS = E4M3 ? 7 : 15, AHEAD = 23 - MANTISSA;
+    constexpr int32_t LARGEST = E4M3 ? 0x43E00000 : 0x47600000;  /* 448 and 57344 */
+    const int32_t all = bits(x), size = std::min(all & 0x7FFFFFFF, LARGEST);
+    const int32_t exponent = std::max(size & 0x7F800000, (128 - BIAS) << 23);
+    const int32_t added = exponent + (AHEAD << 23);
+    const int32_t kept = bits(number(size) + number(added)) - added;
+    const int32_t code = kept + (exponent >> AHEAD) - ((128 - BIAS) << MANTISSA);
+    return ((all >> 24) & 0x80) | ((all & 0x7FFFFFFF) > 0x7F800000 ? 0x7F : code);
+}
+
+/* The factor that brings numbers of up to `amax` to `largest` at most, rounded down to a power of 2. */
+static inline float power_below(float largest, float amax)
+{
+    const int32_t of_largest = bits(largest), carried = bits(amax) + 0x7FFFFF - (of_largest & 0x7FFFFF);
+    return number(std::min((of_largest >> 23) + 127 - (carried >> 23), 253) << 23);
+}
+
+/* Write the factors of blocks, and their inverse, as float32 or as E8M0. */
+extern "C" void scales(const float *amax, int64_t n, float largest, int power_of_2, const float *given,
+                       float *factors, float *inverse, uint8_t *exponents)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float factor = std::min(largest / amax[i], FLT_MAX);
+        if (power_of_2) factor = power_below(largest, amax[i]);
+        if (amax[i] == 0 && !exponents) factor = 1;
+        if (!(amax[i] < INFINITY)) factor = NAN;
+        if (given && *given > 0) factor = *given;
+        factors[i] = factor;
+        const float inverted = amax[i] < INFINITY ? 1 / factor : NAN;
+        if (exponents) exponents[i] = bits(inverted) >> 23;
+        else inverse[i] = inverted;
+    }
+}
+
+/* Write the two levels of NVFP4's scales: those of blocks as E4M3, their factors, the tensor's. */
+extern "C" void two_levels(const float *amax, int64_t n, uint8_t *of_blocks, float *factors,
+                           float *outer)
+{
+    float largest = 0;
+    for (int64_t i = 0; i < n; i++) largest = std::max(largest, amax[i]);
+    float encode = std::min(2688 / largest, FLT_MAX);
+    if (largest == 0 || encode == 0) encode = 1;
+    const float decode = 1 / encode, by = encode * (1 / 6.0f);
+    *outer = largest < INFINITY ? decode : NAN;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t code = of_blocks[i] = fp8<true>(amax[i] * by);
+        const float scale = code < 8 ? code / 512.0f : number((code << 20) + (120 << 23));
+        factors[i] = std::min(1 / (scale * decode), FLT_MAX);
+    }
 }
 
 template <bool E4M3, class T>
@@ -140,8 +197,8 @@ extern "C" void to_fp8(const void *x, int type, int64_t rows, int64_t columns, i
 struct Draw { int64_t seed, name, last_word; const int64_t *calls; };
 
 /* Philox4x32-10 for LANES groups of numbers from `first` on. */
-constexpr int LANES = 8;
-static inline void philox(const Draw &draw, int64_t first, uint32_t words[4][LANES])
+constexpr int LANES = 16;
+static inline void philox(const Draw &draw, int64_t first, uint32_t words[LANES][4])
 {
     uint32_t a[LANES], b[LANES], c[LANES], d[LANES];
     uint32_t low = (uint32_t)draw.seed, high = (uint32_t)(draw.seed >> 32);
@@ -151,7 +208,8 @@ static inline void philox(const Draw &draw, int64_t first, uint32_t words[4][LAN
         c[k] = (uint32_t)draw.name;
         d[k] = (uint32_t)draw.last_word;
     }
-    for (int round = 0; round < %(rounds)d; round++, low += %(weyl0)du, high += %(weyl1)du)
+    for (int round = 0; round < %(rounds)d; round++, low += %(weyl0)du, high += %(weyl1)du) {
+        #pragma omp simd
         for (int k = 0; k < LANES; k++) {
             const uint64_t of_a = (uint64_t)a[k] * %(multiplier0)du;
             const uint64_t of_c = (uint64_t)c[k] * %(multiplier1)du;
@@ -160,37 +218,34 @@ static inline void philox(const Draw &draw, int64_t first, uint32_t words[4][LAN
             c[k] = (uint32_t)(of_a >> 32) ^ d[k] ^ high;
             d[k] = (uint32_t)of_a;
         }
+    }
     for (int k = 0; k < LANES; k++) {
-        words[0][k] = a[k];
-        words[1][k] = b[k];
-        words[2][k] = c[k];
-        words[3][k] = d[k];
+        words[k][0] = a[k];
+        words[k][1] = b[k];
+        words[k][2] = c[k];
+        words[k][3] = d[k];
     }
 }
 
-/* The distance of E2M1's numbers at a magnitude of up to 8. */
-static inline float step_at(float size)
-{
-    const int32_t exponent = std::min(std::max(bits(size) >> 23, 127), 129);
-    return number((exponent - 1) << 23);
-}
+/* The exponent, in place, of the numbers of E2M1 around a magnitude: 1 for all below 2. */
+static inline int32_t fp4_exponent(int32_t size) { return std::max(size & 0x7F800000, 127 << 23); }
 
 /* The FP4 code of a number, saturated; rounded by a byte, or to the nearest code. */
 template <bool RANDOM> static inline int32_t fp4(float x, int32_t byte)
 {
-    x = x > 6.0f ? 6.0f : x < -6.0f ? -6.0f : x;
-    const int32_t all = bits(x);
-    const float size = number(all & 0x7FFFFFFF), step = step_at(size);
-    float kept;
+    const int32_t all = bits(x), size = std::min(all & 0x7FFFFFFF, 0x40C00000);  /* 6 */
+    int32_t exponent = fp4_exponent(size), kept;
     if (RANDOM) {
-        const float raised = size + (float)byte * (1.0f / 256) * step;
-        const float own = step_at(raised);
-        kept = std::min(std::floor(raised / own) * own, 6.0f);
+        const float step = number(exponent - (1 << 23));
+        const float raised = number(size) + (float)byte * (1.0f / 256) * step;
+        exponent = fp4_exponent(bits(raised));
+        kept = (int32_t)(raised * number((255 << 23) - exponent));
     } else {
-        kept = (size + step * 8388608.0f) - step * 8388608.0f;
+        const int32_t added = exponent + (22 << 23);
+        kept = bits(number(size) + number(added)) - added;
     }
-    const int32_t code = kept < 2.0f ? (int32_t)(kept * 2) : (bits(kept) >> 22) - 252;
-    return size == size ? code | ((all >> 28) & 8) : 7;
+    const int32_t code = kept + (exponent >> 22) - 254;
+    return (all & 0x7FFFFFFF) > 0x7F800000 ? 7 : code | ((all >> 28) & 8);
 }
 
 template <bool RANDOM, class T>
@@ -206,14 +261,14 @@ static void write_fp4(const T *x, int64_t rows, int64_t columns, int64_t height,
             const float *factor = factors + r / height * (columns / width);
             uint8_t *out = values + r * (columns / 2);
             for (int64_t c = 0; c < columns; c += 16 * LANES) {
-                uint32_t words[4][LANES];
+                uint32_t words[LANES][4];
                 if (RANDOM) philox(draw, (r * columns + c) / 16, words);
                 for (int k = 0; k < LANES && c + 16 * k < columns; k++) {
                     const float by = factor[(c + 16 * k) / width], *group = row + c + 16 * k;
-                    int32_t code[16], byte[16];
-                    for (int i = 0; i < 16; i++)
-                        byte[i] = RANDOM ? words[i / 4][k] >> 8 * (i %% 4) & 0xFF : 0;
-                    for (int i = 0; i < 16; i++) code[i] = fp4<RANDOM>(group[i] * by, byte[i]);
+                    int32_t code[16];
+                    uint8_t bytes[16] = {};
+                    if (RANDOM) std::memcpy(bytes, words[k], 16);
+                    for (int i = 0; i < 16; i++) code[i] = fp4<RANDOM>(group[i] * by, bytes[i]);
                     for (int i = 0; i < 8; i++)
                         out[(c + 16 * k) / 2 + i] = code[2 * i] | code[2 * i + 1] << 4;
                 }
@@ -240,62 +295,156 @@ static inline uint16_t bfloat16(float x)
     return x != x ? 0x7FC0 : (all + 0x7FFF + ((all >> 16) & 1)) >> 16;
 }
 
+/* Turn a tile: row i becomes column i. Each round interleaves the halves, and `other` is lost. */
+constexpr int64_t HALF = TILE * TILE / 2;
+template <class T> static inline void interleave(const T *__restrict from, T *__restrict to)
+{
+    for (int64_t i = 0; i < HALF; i++) {
+        to[2 * i] = from[i];
+        to[2 * i + 1] = from[HALF + i];
+    }
+}
+
+template <class T> static inline void turn(T *tile, T *other)
+{
+    interleave(tile, other);
+    interleave(other, tile);
+    interleave(tile, other);
+    interleave(other, tile);
+}
+
+/* Write the transpose `[columns, padded]`: `fill` makes a tile of 16 rows and of up to 16 columns. */
+template <class T, class F>
+static void write_turned(int64_t columns, int64_t padded, T *turned, int threads, F fill)
+{
+    #pragma omp parallel for collapse(2) num_threads(threads) if (columns * padded >= %(parallel)d)
+    for (int64_t r = 0; r < padded; r += TILE)
+        for (int64_t c = 0; c < columns; c += TILE) {
+            auto write = [&](auto wide, auto high) {
+                T tile[TILE * TILE], other[TILE * TILE];
+                fill(r, c, wide, tile);
+                turn(tile, other);
+                for (int64_t i = 0; i < wide; i++)
+                    std::memcpy(turned + (c + i) * padded + r, tile + i * TILE, high * sizeof(T));
+            };
+            const int64_t wide = std::min(TILE, columns - c), high = std::min(TILE, padded - r);
+            if (wide == TILE && high == TILE) write(WHOLE, WHOLE);
+            else write(wide, high);
+        }
+}
+
+extern "C" void transpose(const void *x, int size, int64_t rows, int64_t columns, int64_t padded,
+                          void *turned, int threads)
+{
+    auto of = [&](auto sample) {
+        using T = decltype(sample);
+        const T *from = static_cast<const T *>(x);
+        auto fill = [&](int64_t r, int64_t c, auto wide, T *tile) {
+            for (int64_t i = r; i < r + TILE; i++, tile += TILE) {
+                if (wide < TILE || i >= rows) std::memset(tile, 0, TILE * sizeof(T));
+                if (i < rows) std::memcpy(tile, from + i * columns + c, wide * sizeof(T));
+            }
+        };
+        write_turned(columns, padded, static_cast<T *>(turned), threads, fill);
+    };
+    if (size == 1) of(uint8_t());
+    else if (size == 2) of(uint16_t());
+    else of(uint32_t());
+}
+
 /* Write the transpose `[columns, padded]`, with a Hadamard transform of each 16 numbers in rows. */
 extern "C" void transform(const void *x, int type, int64_t rows, int64_t columns, int64_t padded,
                           const float *signs, uint16_t *values, int threads)
 {
-    constexpr int64_t WIDE = 64;
     of_type(type, x, [&](auto *of_type) {
-        #pragma omp parallel for collapse(2) num_threads(threads) if (rows * columns >= %(parallel)d)
-        for (int64_t m = 0; m < padded; m += 16)
-            for (int64_t k = 0; k < columns; k += WIDE) {
-                float tile[16][WIDE], buffer[WIDE], zeros[WIDE] = {};
-                const int64_t n = std::min(WIDE, columns - k);
-                for (int64_t i = 0; i < 16; i++) {
-                    const float *row = zeros;
-                    if (m + i < rows) row = floats(of_type + (m + i) * columns + k, n, buffer);
-                    for (int64_t j = 0; j < n; j++) tile[i][j] = row[j] * signs[i];
-                    for (int64_t j = n; j < WIDE; j++) tile[i][j] = 0;
-                }
-                for (int half = 1; half < 16; half *= 2)
-                    for (int i = 0; i < 16; i++) {
-                        if (i & half) continue;
-                        for (int64_t j = 0; j < WIDE; j++) {
-                            const float a = tile[i][j], b = tile[i + half][j];
-                            tile[i][j] = a + b;
-                            tile[i + half][j] = a - b;
-                        }
-                    }
-                for (int64_t j = 0; j < n; j++)
-                    for (int i = 0; i < 16; i++)
-                        values[(k + j) * padded + m + i] = bfloat16(tile[i][j] * 0.25f);
+        auto fill = [&](int64_t r, int64_t c, auto wide, uint16_t *tile) {
+            float sums[TILE][TILE] = {}, buffer[TILE], zeros[TILE] = {};
+            for (int64_t i = 0; i < TILE; i++) {
+                const float *row = zeros;
+                if (r + i < rows) row = floats(of_type + (r + i) * columns + c, wide, buffer);
+                for (int64_t j = 0; j < wide; j++) sums[i][j] = row[j] * signs[i];
             }
+            float *const first = &sums[0][0], *const end = first + TILE * TILE;
+            for (int64_t half = TILE; half < TILE * TILE; half *= 2)
+                for (float *from = first; from < end; from += 2 * half)
+                    #pragma omp simd
+                    for (int64_t i = 0; i < half; i++) {
+                        const float a = from[i], b = from[half + i];
+                        from[i] = a + b;
+                        from[half + i] = a - b;
+                    }
+            for (int64_t i = 0; i < TILE * TILE; i++)
+                tile[i] = bfloat16(first[i] * 0.25f);
+        };
+        write_turned(columns, padded, values, threads, fill);
     });
 }
 
-/* Write values times their scales as float32. A table has the numbers of bytes, or of half bytes. */
-extern "C" void decode(const uint8_t *values, int is_fp4, const float *table, int64_t rows,
-                       int64_t columns, int64_t height, int64_t width, const float *scales,
-                       float *decoded, int threads)
+/* The two numbers of each byte of FP4. */
+struct Pairs {
+    float of[256][2];
+    Pairs()
+    {
+        for (int byte = 0; byte < 256; byte++)
+            for (int half = 0; half < 2; half++) {
+                const int code = byte >> 4 * half & 15, size = code & 7;
+                const float magnitude = size < 2 ? size * 0.5f : number((size + 252) << 22);
+                of[byte][half] = code & 8 ? -magnitude : magnitude;
+            }
+    }
+};
+static const Pairs pairs;
+
+/* Write the numbers of a row of codes: of format 0, E4M3, of 1, E5M2, and of 2, FP4. FP8 goes by way
+   of FP16, which has the exponents of E5M2; E4M3's are smaller by 8 there. */
+template <int FORMAT>
+static void numbers(const uint8_t *codes, int64_t n, c10::Half *halves, float *out)
 {
-    #pragma omp parallel for num_threads(threads) if (rows * columns >= %(parallel)d)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *scale = scales + r / height * (columns / width);
-        float *out = decoded + r * columns;
-        for (int64_t c = 0; c < columns; c += width, scale++) {
-            const float by = *scale;
-            if (is_fp4) {
-                const uint8_t *bytes = values + (r * columns + c) / 2;
-                for (int64_t i = 0; i < width / 2; i++) {
-                    out[c + 2 * i] = table[bytes[i] & 15] * by;
-                    out[c + 2 * i + 1] = table[bytes[i] >> 4] * by;
-                }
-            } else {
-                const uint8_t *bytes = values + r * columns + c;
-                for (int64_t i = 0; i < width; i++) out[c + i] = table[bytes[i]] * by;
+    if (FORMAT == 2) {
+        for (int64_t i = 0; i < n / 2; i++) std::memcpy(out + 2 * i, pairs.of[codes[i]], 8);
+        return;
+    }
+    uint16_t *to = reinterpret_cast<uint16_t *>(halves);
+    for (int64_t i = 0; i < n; i++) {
+        const uint16_t code = codes[i], size = code & 0x7F;
+        const uint16_t e4m3 = size << 7 | (size == 0x7F ? 0x7C00 : 0) | (code & 0x80) << 8;
+        to[i] = FORMAT == 0 ? e4m3 : code << 8;
+    }
+    floats(halves, n, out);
+}
+
+/* Write values times their scales as float32. */
+template <int FORMAT>
+static void decode_rows(const uint8_t *values, int64_t rows, int64_t columns, int64_t height,
+                        int64_t width, const float *scales, float *decoded, int threads)
+{
+    #pragma omp parallel num_threads(threads) if (rows * columns >= %(parallel)d)
+    {
+        std::vector<c10::Half> halves(columns);
+        #pragma omp for
+        for (int64_t r = 0; r < rows; r++) {
+            const float *scale = scales + r / height * (columns / width);
+            float *out = decoded + r * columns;
+            numbers<FORMAT>(values + r * columns / (FORMAT == 2 ? 2 : 1), columns, halves.data(), out);
+            for (int64_t c = 0; c < columns; c += width, scale++) {
+                const float by = *scale;
+                auto times = [&](int64_t from, auto count) {
+                    for (int64_t i = from; i < from + count; i++)
+                        out[i] = (FORMAT == 0 ? out[i] * 256 : out[i]) * by;
+                };
+                int64_t i = c;
+                for (; i + TILE <= c + width; i += TILE) times(i, WHOLE);
+                times(i, c + width - i);
             }
         }
     }
+}
+
+extern "C" void decode(const uint8_t *values, int format, int64_t rows, int64_t columns,
+                       int64_t height, int64_t width, const float *scales, float *decoded, int threads)
+{
+    auto rows_of = format == 0 ? decode_rows<0> : format == 1 ? decode_rows<1> : decode_rows<2>;
+    rows_of(values, rows, columns, height, width, scales, decoded, threads);
 }
 """
 
@@ -306,7 +455,7 @@ def _library() -> Any:
     numbers = {"parallel": PARALLEL, "rounds": ROUNDS}
     numbers |= {f"weyl{i}": word for i, word in enumerate(WEYL)}
     numbers |= {f"multiplier{i}": word for i, word in enumerate(MULTIPLIERS)}
-    types = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int}
+    types = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
     try:
         library = load(_SOURCE % numbers, "quantization to FP8 and FP4")
         for name, signature in _SIGNATURES.items():
@@ -346,12 +495,39 @@ def _sides(x: Tensor, counts: tuple[int, int], columns: int) -> tuple[int, int, 
 
 def amax_of(x: Tensor, counts: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each of `counts` blocks, float32; inf where one is inf or NaN."""
-    rows, columns, height, width = _sides(x, counts, x.shape[1])
-    largest = torch.empty(rows, counts[1], dtype=torch.float32, device="cpu")
-    _library().amaxes(
-        x.data_ptr(), _TYPES[x.dtype], rows, columns, width, largest.data_ptr(), _threads()
-    )
-    return largest if height == 1 else largest.view(counts[0], height, counts[1]).amax(1)
+    largest = torch.empty(counts, dtype=torch.float32, device="cpu")
+    sides = _sides(x, counts, x.shape[1])
+    _library().amaxes(x.data_ptr(), _TYPES[x.dtype], *sides, largest.data_ptr(), _threads())
+    return largest
+
+
+def scales(
+    amax: Tensor, largest: float, power_of_2: bool, as_exponents: bool, given: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of blocks, and their inverse, float32, or E8M0 in uint8.
+
+    Args:
+        amax: float32, of blocks.
+        largest: FP8's largest number.
+        power_of_2: whether factors are powers of 2.
+        as_exponents: whether to return E8M0.
+        given: a factor, float32 `[]`, to use where it is larger than 0.
+    """
+    factors = torch.empty_like(amax)
+    inverse = torch.empty_like(amax, dtype=torch.uint8 if as_exponents else torch.float32)
+    to = (None, inverse.data_ptr()) if as_exponents else (inverse.data_ptr(), None)
+    own = None if given is None else given.data_ptr()
+    _library().scales(amax.data_ptr(), amax.numel(), largest, power_of_2, own, factors.data_ptr(), *to)
+    return factors, inverse
+
+
+def two_levels(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `amp.kernels.fp4.two_levels`."""
+    of_blocks, factors = torch.empty_like(amax, dtype=torch.float8_e4m3fn), torch.empty_like(amax)
+    outer = torch.empty((), dtype=torch.float32, device="cpu")
+    to = of_blocks.data_ptr(), factors.data_ptr(), outer.data_ptr()
+    _library().two_levels(amax.data_ptr(), amax.numel(), *to)
+    return of_blocks, factors, outer
 
 
 def to_fp8(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
@@ -407,26 +583,33 @@ def transformed(x: Tensor, padded: int, signs: tuple[int, ...]) -> Tensor:
     return values
 
 
-def decoded(values: Tensor, table: Tensor, scales: Tensor, columns: int) -> Tensor:
+def decoded(values: Tensor, scales: Tensor | None, columns: int) -> Tensor:
     """Return values times the float32 scales `[down, across]` of their blocks, float32 `[R, C]`.
 
     Args:
-        values: FP8, or uint8 with two values each.
-        table: float32, the numbers of the 256 bytes of FP8, or of the 16 codes of FP4.
-        scales: float32 `[down, across]`.
+        values: FP8, or FP4 in uint8, two values each.
+        scales: float32 `[down, across]`; None is 1.
         columns: of the result.
     """
-    scales = scales.contiguous()
+    scales = torch.ones(1, 1, device="cpu") if scales is None else scales.contiguous()
     result = torch.empty(len(values), columns, dtype=torch.float32, device="cpu")
     sides = _sides(values, (scales.shape[0], scales.shape[1]), columns)
     _library().decode(
         values.data_ptr(),
-        len(table) == 16,
-        table.data_ptr(),
+        _FORMATS[values.dtype],
         *sides,
         scales.data_ptr(),
         result.data_ptr(),
         _threads(),
+    )
+    return result
+
+
+def transposed(x: Tensor, padded: int) -> Tensor:
+    """Return the transpose of a matrix, its rows padded with zeros; elements have 1, 2 or 4 bytes."""
+    result = torch.empty(x.shape[1], padded, dtype=x.dtype, device="cpu")
+    _library().transpose(
+        x.data_ptr(), x.element_size(), *x.shape, padded, result.data_ptr(), _threads()
     )
     return result
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from amp.kernels import cpu_passes
 from amp.kernels.fp8 import (
@@ -22,6 +21,7 @@ from amp.kernels.fp8 import (
     power_below,
     shape_of_scales,
     times,
+    transposed,
 )
 from amp.kernels.philox import Draw, random_bytes
 
@@ -54,7 +54,7 @@ def turned(x: Tensor, padded: int, hadamard: bool, backend: str | None = None) -
     """Return the transpose `[K, padded]`, padded with zeros, and perhaps transformed."""
     if hadamard:
         return transformed(x, padded, backend)
-    return pad(x, (0, 0, 0, padded - x.shape[0])).t().contiguous()
+    return transposed(x, padded, backend)
 
 
 def transformed(x: Tensor, padded: int, backend: str | None = None) -> Tensor:
@@ -78,11 +78,9 @@ def _operand(x: Tensor, granularity: Fp4Granularity, draw: Draw | None, backend:
     amax = amax_of(x, granularity, backend)
     outer = None
     if granularity == "1x32":
-        power = power_below(LARGEST, amax)
-        factor = torch.where(amax < torch.inf, (power << 23).view(torch.float32), torch.nan)
-        inverse = exponent_of(torch.where(amax < torch.inf, 1 / factor, torch.nan))
+        factor, inverse = _powers(amax, backend)
     else:
-        inverse, factor, outer = two_levels(amax)
+        inverse, factor, outer = two_levels(amax, backend)
     inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
     return Operand(_times(x, factor, draw, backend), inverse, granularity, outer=outer)
 
@@ -99,13 +97,24 @@ def _times(x: Tensor, factors: Tensor, draw: Draw | None, backend: str | None) -
     return packed(codes.to(torch.uint8))
 
 
-def two_levels(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _powers(amax: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
+    """Return MXFP4's factors for the amaxes of blocks, float32, and their inverse, E8M0."""
+    if cpu_passes.take(amax, backend=backend):
+        return cpu_passes.scales(amax, LARGEST, True, True, None)
+    factor = (power_below(LARGEST, amax) << 23).view(torch.float32)
+    factor = torch.where(amax < torch.inf, factor, torch.nan)
+    return factor, exponent_of(1 / factor)
+
+
+def two_levels(amax: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return NVFP4's scales for the amaxes of blocks, float32 `[down, across]`.
 
     Returns:
         The scales of blocks, E4M3 `[down, across]`; the factors of their values, float32; and the
         tensor's scale, float32 `[]`.
     """
+    if cpu_passes.take(amax, backend=backend):
+        return cpu_passes.two_levels(amax)
     largest = amax.amax() if amax.numel() else amax.new_zeros(())
     encode = (torch.full_like(largest, LARGEST * LARGEST_SCALE) / largest).clamp(max=LARGEST_FLOAT)
     encode = torch.where((largest == 0) | (encode == 0), 1.0, encode)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -145,25 +144,23 @@ def quantize_reference(
     backend: str | None = None,
 ) -> Quantized:
     """Do `quantize` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
-    count = x.shape[0]
-    if by_column:
-        x = pad(x, (0, 0, 0, columns_of(count, granularity) - count))
+    padded = columns_of(x.shape[0], granularity)
     to = dtype, granularity, power_of_2, factor, backend
     if granularity not in ("tensor", "128x128"):
         agree_rows, agree_columns = (_agree(part, granularity, each) for each in (False, True))
-        rows = _operand(x[:count], *to, agree_rows)[0] if by_row else None
-        columns = _operand(x.t().contiguous(), *to, agree_columns)[0] if by_column else None
+        rows = _operand(x, *to, agree_rows)[0] if by_row else None
+        turned = transposed(x, padded, backend) if by_column else None
+        columns = None if turned is None else _operand(turned, *to, agree_columns)[0]
         return Quantized(rows, columns)
     agree = _agree(part, granularity, False)
     both, amax, used = _operand(x, *to, agree)  # the cast to FP8 takes most of the time: once for both
-    rows = columns = None
-    if by_row:
-        rows = both._replace(values=both.values[:count])
+    columns = None
     if by_column:  # scales in new memory: Dynamo does not take a tensor twice as input of a Function
         scales = both.inverse.t().clone(memory_format=torch.contiguous_format)
-        columns = both._replace(values=both.values.t().contiguous(), inverse=scales)
+        turned = transposed(both.values.view(torch.uint8), padded, backend).view(dtype)
+        columns = both._replace(values=turned, inverse=scales)
     of_tensor = [amax.reshape(()), used.reshape(())] if granularity == "tensor" else []
-    return Quantized(rows, columns, *of_tensor)
+    return Quantized(both if by_row else None, columns, *of_tensor)
 
 
 def _agree(
@@ -186,18 +183,31 @@ def _operand(
     amax = amax_of(x, granularity, backend)
     if agree is not None:
         agree(amax)
-    if granularity == "1x32":
-        own = factor_of(amax, dtype, power_of_2=True, of_zero=2.0**126)
-    else:
-        own = factor_of(amax, dtype, power_of_2)
-    used = own if factor is None else torch.where(factor > 0, factor, own)
-    inverse = torch.where(amax < torch.inf, 1 / used, torch.nan)
-    if granularity == "1x32":
-        inverse = exponent_of(inverse)
-    elif granularity == "1x128":
+    used, inverse = _scales(amax, dtype, granularity, power_of_2, factor, backend)
+    if granularity == "1x128":
         inverse = inverse.t()
     inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
     return Operand(_times(x, used, dtype, backend), inverse, granularity, power_of_2), amax, used
+
+
+def _scales(
+    amax: Tensor,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    power_of_2: bool,
+    factor: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of blocks, and their inverse as an operand has it, both `[down, across]`."""
+    is_mx = granularity == "1x32"
+    power_of_2 = power_of_2 or is_mx
+    if cpu_passes.take(amax, *(() if factor is None else (factor,)), backend=backend):
+        return cpu_passes.scales(amax, torch.finfo(dtype).max, power_of_2, is_mx, factor)
+    used = factor_of(amax, dtype, power_of_2, keeps_zero=not is_mx)
+    if factor is not None:
+        used = torch.where(factor > 0, factor, used)
+    inverse = torch.where(amax < torch.inf, 1 / used, torch.nan)
+    return used, exponent_of(inverse) if is_mx else inverse
 
 
 def _times(x: Tensor, factors: Tensor, dtype: torch.dtype, backend: str | None) -> Tensor:
@@ -215,6 +225,13 @@ def times(x: Tensor, factors: Tensor) -> Tensor:
         return x
     blocks = x.view(down, rows // down, across, columns // across)
     return (blocks * factors[:, None, :, None]).view(x.shape)
+
+
+def transposed(x: Tensor, padded: int, backend: str | None = None) -> Tensor:
+    """Return the transpose of a matrix, contiguous, its rows padded with zeros to a length."""
+    if cpu_passes.take(x, backend=backend):
+        return cpu_passes.transposed(x, padded)
+    return pad(x, (0, 0, 0, padded - x.shape[0])).t().contiguous()
 
 
 def exponent_of(scale: Tensor) -> Tensor:
@@ -246,23 +263,25 @@ def power_below(largest: float, amax: Tensor) -> Tensor:
     """
     mantissa, exponent = math.frexp(largest)
     behind = int((2 * mantissa - 1) * 2**23)
-    bits = amax.view(torch.int32)
-    power = 253 + exponent - (bits >> 23) - ((bits & 0x7FFFFF) > behind).int()
-    return power.clamp(max=LARGEST_POWER)
+    carried = amax.view(torch.int32) + (
+        2**23 - 1 - behind
+    )  # into the exponent, by more bits than these
+    return (253 + exponent - (carried >> 23)).clamp(max=LARGEST_POWER)
 
 
-def factor_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, of_zero: float = 1.0) -> Tensor:
+def factor_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, keeps_zero: bool = True) -> Tensor:
     """Return the factor that brings values of up to `amax`, float32, into the range of `dtype`.
 
-    It is NaN where amax is inf or NaN, `of_zero` where amax is 0, and at most 2^126 for a power of 2,
-    else FP32's largest number.
+    It is NaN where amax is inf or NaN, and at most 2^126 for a power of 2, else FP32's largest number;
+    1 where amax is 0, if `keeps_zero`.
     """
     if power_of_2:
         factor = (power_below(torch.finfo(dtype).max, amax) << 23).view(torch.float32)
     else:  # a number divided by a tensor, torch would round twice
         factor = torch.full_like(amax, torch.finfo(dtype).max) / amax
         factor = factor.clamp(max=LARGEST_FLOAT)
-    factor = torch.where(amax == 0, of_zero, factor)
+    if keeps_zero:
+        factor = torch.where(amax == 0, 1.0, factor)
     return torch.where(amax < torch.inf, factor, torch.nan)
 
 
@@ -308,20 +327,21 @@ def values_of(operand: Operand) -> Tensor:
         inverse = torch.where(exponent == E8M0_NAN, torch.nan, inverse)
     elif granularity == "1x128":
         inverse = inverse.t()
-    values, scales = operand.values, inverse.float().reshape(counts)
-    if values.element_size() == 1 and cpu_passes.take(values, scales):
-        table = _numbers_of(values.dtype)
-        return cpu_passes.decoded(values, table, scales, operand.shape[1])
-    return times(unpacked(values) if operand.is_fp4 else values.float(), scales)
+    elif granularity in ("1x16", "16x16"):
+        inverse = decoded(inverse)
+    return decoded(operand.values, inverse.reshape(counts).contiguous())
 
 
-@functools.cache
-def _numbers_of(dtype: torch.dtype) -> Tensor:
-    """Return the numbers, float32, of the 256 bytes of FP8, or of the 16 codes of FP4 in uint8."""
-    every = torch.arange(256, dtype=torch.uint8, device="cpu")
-    return (
-        unpacked(every[:16, None])[:, 0].clone() if dtype is torch.uint8 else every.view(dtype).float()
-    )
+def decoded(values: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Return FP8 or FP4 values as float32, times the scales, float32 `[down, across]`, of their blocks.
+
+    torch's own cast is a loop over single numbers on the CPU.
+    """
+    is_fp4 = values.dtype is torch.uint8
+    if values.element_size() == 1 and cpu_passes.take(values, *(() if scales is None else (scales,))):
+        return cpu_passes.decoded(values, scales, values.shape[1] * (2 if is_fp4 else 1))
+    numbers = unpacked(values) if is_fp4 else values.float()  # nothing is done to float32
+    return numbers if scales is None else times(numbers, scales)
 
 
 def packed(codes: Tensor) -> Tensor:

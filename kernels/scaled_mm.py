@@ -39,6 +39,7 @@ from amp.kernels.fp8 import (
     SIDE,
     AnyGranularity,
     Operand,
+    decoded,
     exponent_of,
     shape_of_scales,
     swizzle,
@@ -207,9 +208,9 @@ def emulated(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     """Do `scaled_mm` with products in FP32, or in bfloat16 on a GPU."""
     if a.granularity in ("tensor", "row"):
         inverse_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
-        return (_mm(a.values, b.values) * (a.inverse * inverse_b)).to(out_dtype)
+        return _mm(a.values, b.values).mul_(a.inverse * inverse_b).to(out_dtype)
     if a.outer is not None and b.outer is not None:
-        return (_mm(values_of(a), values_of(b)) * (a.outer * b.outer)).to(out_dtype)
+        return _mm(values_of(a), values_of(b)).mul_(a.outer * b.outer).to(out_dtype)
     if a.power_of_2 and b.power_of_2:
         return _mm(values_of(a), values_of(b)).to(out_dtype)
     return _sum_of_strips(a, b).to(out_dtype)
@@ -220,7 +221,8 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda" and HAS_MM_DTYPE and torch.version.hip is None:
         low_a, low_b = a.to(torch.bfloat16), b.to(torch.bfloat16)
         return torch.mm(low_a, low_b.t(), out_dtype=torch.float32)
-    return a.float() @ b.float().t()  # TF32 holds bfloat16 exactly, if the user allows it
+    a, b = (decoded(each.contiguous()) for each in (a, b))
+    return a @ b.t()  # TF32 holds bfloat16 exactly, if the user allows it
 
 
 def _sum_of_strips(a: Operand, b: Operand) -> Tensor:
@@ -229,10 +231,10 @@ def _sum_of_strips(a: Operand, b: Operand) -> Tensor:
     TF32, which would round values that are scaled already, rounds nothing here.
     """
     scaled = [
-        _scales_of_strip(a, k)[:, None] * _scales_of_strip(b, k) * _mm(*of_both)
+        _mm(*of_both).mul_(_scales_of_strip(a, k)[:, None] * _scales_of_strip(b, k))
         for k, of_both in enumerate(zip(a.values.split(SIDE, 1), b.values.split(SIDE, 1), strict=True))
     ]
-    return functools.reduce(torch.add, scaled)
+    return functools.reduce(Tensor.add_, scaled)
 
 
 def _scales_of_strip(operand: Operand, k: int) -> Tensor:

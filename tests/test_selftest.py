@@ -199,7 +199,7 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
         "training: Adam, bfloat16 moments",
     ),
     "FP8: a factor too large": (
-        of_function(fp8, "factor_of", lambda factor: factor * 2),
+        of_function(fp8, "_scales", lambda scales: (scales[0] * 2, scales[1])),
         "fp8: quantized",
     ),
     "FP4: a factor too large": (

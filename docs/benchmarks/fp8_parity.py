@@ -60,7 +60,7 @@ def reaches(task: str, way: str, ratio: float) -> bool:
     return ratio <= 1 + TOLERANCE[task][way in (*FP4, ONE_LEVEL)]
 
 
-def _without_the_tensors_scale(amax: Tensor) -> Any:
+def _without_the_tensors_scale(amax: Tensor, *_: Any) -> Any:
     scale = (amax / 6).clamp(max=448).to(torch.float8_e4m3fn)
     return scale, (1 / scale.float()).clamp(max=LARGEST_FLOAT), torch.ones((), device=amax.device)
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from amp.kernels import cpu_passes
 from amp.kernels.fp8 import (
     DTYPES,
     MULTIPLE,
     Granularity,
     Operand,
     Part,
+    decoded,
     dequantize,
     factor_of,
     power_below,
@@ -25,6 +27,8 @@ from amp.kernels.fp8 import (
 from amp.kernels.language import INTERPRETED
 from amp.kernels.quantize import quantize
 from amp.numerics import round_to
+from tests.covering import covering
+from tests.kernels.test_quantize_fp4 import INPUTS, SOURCES
 
 E4M3, E5M2 = DTYPES
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in DTYPES}
@@ -99,6 +103,53 @@ def test_what_is_quantized_comes_back_within_half_a_unit(
         # Half of the last bit; below the normal numbers, of the smallest one's.
         smallest = torch.finfo(dtype).smallest_normal * 2 * x.abs().max() / LARGEST[dtype]
         assert (error <= expected.abs().clamp(min=smallest) * 2.0 ** -(mantissa + 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "granularity", "source", "dtype", "power_of_2", "given"),
+    covering(list(INPUTS), GRANULARITIES, SOURCES, DTYPES, [True, False], [None, 0.0, 16.0]),
+)
+def test_the_passes_in_cpp_give_the_same_bits(
+    name: str,
+    granularity: Granularity,
+    source: torch.dtype,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    given: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_passes, "WORTH_COMPILING", 0)
+    x = INPUTS[name].to(source).repeat(2, 1)[: 128 if granularity == "128x128" else 83]
+    factor = None if given is None or granularity != "tensor" else torch.tensor(given)
+    options: dict[str, Any] = {"power_of_2": power_of_2, "factor": factor}
+    found = []
+    for backend in (None, "reference"):
+        assert cpu_passes.take(x, backend=backend) is (backend is None)
+        options["backend"] = backend
+        both = quantize(x, dtype, granularity, **options)
+        odd = both
+        if granularity != "128x128":  # with incomplete tiles, and a length of rows that is no multiple
+            odd = quantize(x[:, :121], dtype, granularity, by_row=False, **options)
+        if backend == "reference":  # products have no such argument
+            monkeypatch.setenv("AMP_KERNELS", "reference")
+        numbers = [dequantize(each) for each in (*both[:2], odd.by_column) if each is not None]
+        found.append((both, odd, numbers))
+    (both, odd, numbers), (plain, plain_odd, plain_numbers) = found
+    assert_same_operands(both, plain)
+    assert_same_operands(odd, plain_odd)
+    for one, other in zip(numbers, plain_numbers, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_every_code_is_decoded_in_cpp(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_passes, "WORTH_COMPILING", 0)
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 32).view(dtype)
+    found = decoded(codes)
+    monkeypatch.setenv("AMP_KERNELS", "reference")
+    expected = decoded(codes)
+    assert torch.equal(found.signbit(), expected.signbit())
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.triton
