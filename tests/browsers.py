@@ -86,14 +86,28 @@ class Page:
     def press(self, holder: str, label: str) -> None:
         for button in self[holder].find_elements("tag name", "button"):
             if button.get_attribute("textContent").replace("\u2212", "-") == label:
-                self.run("arguments[0].scrollIntoView({block: 'center'})", button)
-                button.click()
+                self.click(button)
                 return
         raise AssertionError(label)
 
+    def click(self, element: Any) -> None:
+        """Click on an element once it stays where it is: a page that still draws would move it away."""
+        self.driver.execute_async_script(
+            "const [element, done] = arguments;"
+            "const at = () => JSON.stringify(element.getBoundingClientRect());"
+            "const look = (before, times) => requestAnimationFrame(() => {"
+            "  element.scrollIntoView({block: 'center', behavior: 'instant'});"
+            "  const now = at();"
+            "  if (now === before && times > 3) done(); else look(now, now === before ? times + 1 : 0);"
+            "});"
+            "look('', 0);",
+            element,
+        )
+        element.click()
+
     def wait(self, script: str) -> Any:
         """Return what a script returns as soon as that is true."""
-        for _ in range(60):
+        for _ in range(400):
             if found := self.run(script):
                 return found
             time.sleep(0.05)

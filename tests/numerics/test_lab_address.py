@@ -72,7 +72,7 @@ def test_the_address_restores_every_control(page: Page) -> None:
     typed = {name: value for name, value in STATE.items() if name not in ticked}
     page.run(FIELDS + "for (const [id, text] of Object.entries(arguments[0])) tell(id, text);", typed)
     for name in ticked:
-        page[name].click()
+        page.click(page[name])
     errors = "return [...document.querySelectorAll('.error')].map((e) => e.textContent).join('')"
     assert page.run(errors) == ""
     drawn = page.run(DRAWN)
@@ -112,7 +112,7 @@ def test_links_and_numbers_are_copied(page: Page) -> None:
         "navigator.clipboard.writeText = async (text) => { window.copied.push(text); };"
     )
     page.set("scaling-scale", 7)
-    page.driver.find_element("css selector", "#scaling .link").click()
+    page.click(page.driver.find_element("css selector", "#scaling .link"))
     assert page.wait("return window.copied[0]") == f"{page.address}#scaling?scaling-scale=7"
     page.press("bits-exact", "Copy")
     assert page.wait("return window.copied[1]") == "3.140625"

@@ -113,7 +113,7 @@ def test_bits_may_be_typed_and_stay_a_number_in_another_format(page: Page) -> No
     assert page.text("bits-out") == "float8_e5m2 holds 1"
     page.set("bits-format", "float16")
     page.set("bits-number", "nan")
-    page["bits-row"].find_elements("tag name", "button")[-1].click()
+    page.click(page["bits-row"].find_elements("tag name", "button")[-1])
     assert page["bits-number"].get_attribute("value") == "0x7e01"
 
 

@@ -20,7 +20,7 @@ def test_bits_are_typed_flipped_and_chosen(page: Page) -> None:
     assert page.text("bits-formula") == "(-1)^(0) \u00d7 2^(16 - 15) \u00d7 (1 + 584/1024) = 3.140625"
     row = page["bits-row"].find_elements("tag name", "button")
     assert "".join(bit.text for bit in row) == f"{bits(3.14159, 'float16').pattern:016b}"
-    row[0].click()
+    page.click(row[0])
     assert page.text("bits-out") == "float16 holds -3.140625"
     assert page["bits-number"].get_attribute("value") == "-3.140625"
     page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.SPACE)
@@ -92,7 +92,7 @@ def test_updates_are_dragged(page: Page) -> None:
     assert "The update counts. 1 + 0.00390625 = 1.00390625, kept as 1.00390625." in page.text(
         "ulps-out"
     )
-    page["ulps-negative"].click()
+    page.click(page["ulps-negative"])
     assert "kept as 0.99609375" in page.text("ulps-out")
     page.set("ulps-format", "float8_e4m3fn")
     assert "One ulp of 1 in float8_e4m3fn is 0.125" in page.text("ulps-out")
@@ -116,7 +116,7 @@ def test_updates_are_dragged(page: Page) -> None:
 def test_a_scale_moves_gradients_out_of_the_dead_zone(page: Page) -> None:
     assert "42.07 % become 0" in page.text("scaling-out")
     assert "2^16 loses least" in page.text("scaling-out")
-    page["scaling-best"].click()
+    page.click(page["scaling-best"])
     assert page["scaling-scale"].get_attribute("value") == "16"
     assert "0.03 % become 0" in page.text("scaling-out")
     page.set("scaling-format", "bfloat16")
@@ -143,13 +143,13 @@ def test_a_loss_scale_is_stepped_and_played(page: Page) -> None:
     page.set("sim-hysteresis", 2)
     trace = simulate_scaler(steps=60, overflows=overflows, init=2**16, growth_interval=8, hysteresis=2)
     assert page.text("sim-out").startswith(f"Scale {trace[-1].next_scale:.0f};")
-    page["sim-reset"].click()
+    page.click(page["sim-reset"])
     assert "no step yet" in page.text("sim-out")
     page.set("sim-hysteresis", 1)
     page.set("sim-init", 15)
     page.set("sim-interval", 5)
     for i in range(16):
-        page["sim-overflow" if i in (3, 8, 9) else "sim-step"].click()
+        page.click(page["sim-overflow" if i in (3, 8, 9) else "sim-step"])
     trace = simulate_scaler(steps=16, overflows=[3, 8, 9], init=2**15, growth_interval=5)
     assert page.text("sim-out").startswith(f"Scale {trace[-1].next_scale:.0f};")
     assert "16 steps, 3 skipped" in page.text("sim-out")
@@ -157,10 +157,10 @@ def test_a_loss_scale_is_stepped_and_played(page: Page) -> None:
     page.set("sim-growth", 0.5)
     assert "give a number from 1 to 16" in page.text("sim-growth-error")
     page.set("sim-growth", 2)
-    page["sim-play"].click()
+    page.click(page["sim-play"])
     assert page["sim-play"].get_attribute("aria-pressed") == "true"
     page.run("return new Promise((done) => setTimeout(done, 700))")
-    page["sim-play"].click()
+    page.click(page["sim-play"])
     assert int(re.findall(r"(\d+) steps", page.text("sim-out"))[0]) > 18
     page.set("sim-steps", 400)
     assert not page["sim-step"].is_enabled()
@@ -220,11 +220,11 @@ def test_fp4_is_right_on_average_and_an_outlier_is_spread(page: Page) -> None:
         texts = page.texts(f"#fp4-products td:nth-child({column})")
         return [float(text.replace("\u2212", "-")) for text in texts]
 
-    page["fp4-reset"].click()
+    page.click(page["fp4-reset"])
     one = error()
-    page["fp4-draw"].click()
+    page.click(page["fp4-draw"])
     assert page["fp4-draws"].get_attribute("value") == "2"
-    page["fp4-more"].click()
+    page.click(page["fp4-more"])
     assert error() < one / 5
     page.set("fp4-draws", 1000)
     assert not page["fp4-draw"].is_enabled()
@@ -236,7 +236,7 @@ def test_fp4_is_right_on_average_and_an_outlier_is_spread(page: Page) -> None:
     page.set("fp4-rounding", "nearest")
     assert error() > 5
     assert "Of 16 numbers 3 become 0." in page.text("fp4-out")
-    page["fp4-hadamard"].click()
+    page.click(page["fp4-hadamard"])
     assert "Of 16 numbers 0 become 0." in page.text("fp4-out")
     kept = page.texts("#fp4-table td:nth-child(3)")
     assert page.texts("#fp4-table td:nth-child(4)") == kept
@@ -246,16 +246,16 @@ def test_fp4_is_right_on_average_and_an_outlier_is_spread(page: Page) -> None:
 
 @pytest.mark.slow
 def test_a_delayed_scale_is_followed(page: Page) -> None:
-    page["delayed-reset"].click()
+    page.click(page["delayed-reset"])
     assert page.text("delayed-out").startswith("No iteration yet.")
     page.set("delayed-steps", 12)
-    page["delayed-step"].click()
+    page.click(page["delayed-step"])
     assert "fits.\n13 iterations, 0 too large" in page.text("delayed-out")
-    page["delayed-spike"].click()
+    page.click(page["delayed-spike"])
     assert "cut off, where a scale of its own would be" in page.text("delayed-out")
-    page["delayed-inf"].click()
+    page.click(page["delayed-inf"])
     assert "makes the result NaN" in page.text("delayed-out")
-    page["delayed-step"].click()
+    page.click(page["delayed-step"])
     assert "fits.\n16 iterations, 2 too large" in page.text("delayed-out")
     factors = [64.0 if i == 13 else math.inf if i == 14 else 1.0 for i in range(16)]
     amaxes = [2 ** (4 - i / 6 + math.sin(i)) * factor for i, factor in enumerate(factors)]
