@@ -23,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -110,6 +111,12 @@ def load(source: str, purpose: str) -> ctypes.CDLL:
         if folder is not None:
             library = _keep(library, folder, key)
         return ctypes.CDLL(str(library))
+
+
+def read_source(name: str, macros: Mapping[str, Any]) -> str:
+    """Return the C++ of a file in this folder, with macros before it, whose names begin with REAMP_."""
+    defined = "".join(f"#define REAMP_{macro} {value}\n" for macro, value in macros.items())
+    return defined + Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _compiler() -> tuple[str, ...]:

@@ -360,7 +360,7 @@ def test_a_failure_to_compile_leaves_the_results_of_eager_torch(
 ) -> None:
     rule, numbers = RULES["momentum"]
     eager = Tensors(rule, F16).run(rule, numbers, "reference")
-    monkeypatch.setattr(cpu_loop, "_SOURCE", "no such thing // %(body)s")
+    monkeypatch.setattr(cpu_loop, "read_source", lambda *_: "no such thing")
     monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 100_000)
     cpu_loop._compile.cache_clear()
     with caplog.at_level(logging.WARNING, "amp"):
