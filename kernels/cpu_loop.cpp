@@ -8,6 +8,7 @@
 
 #include <ATen/cpu/vec/vec.h>
 #include <cstring>
+#include <type_traits>
 using namespace at::vec;
 using Floats = VectorizedN<float, 2>;  // as many numbers as there are in one vector of 16-bit floats
 using Ints = VectorizedN<int32_t, 2>;

@@ -5,8 +5,11 @@
                     Philox's, see philox.py */
 
 #include <ATen/cpu/vec/vec.h>
+#include <algorithm>
 #include <cfloat>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "random bytes are read as they lie in little-endian words"
@@ -335,8 +338,7 @@ extern "C" void transform(const void *x, int type, int64_t rows, int64_t columns
                         from[i] = a + b;
                         from[half + i] = a - b;
                     }
-            for (int64_t i = 0; i < TILE * TILE; i++)
-                tile[i] = bfloat16(first[i] * 0.25f);
+            for (int64_t i = 0; i < TILE * TILE; i++) tile[i] = bfloat16(first[i] * 0.25f);
         };
         write_turned(columns, padded, values, threads, fill);
     });
