@@ -57,6 +57,8 @@ class Page:
         """Load the page anew, with what follows the # of its address."""
         self.driver.get("about:blank")
         self.driver.get(f"{self.address}{state and '#'}{state}")
+        # On a busy machine the driver may return before.
+        self.wait("return location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def __getitem__(self, name: str) -> Any:
         return self.driver.find_element("id", name)

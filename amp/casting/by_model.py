@@ -21,7 +21,14 @@ from amp.casting.cast_hooks import CastInputs, CastOutput, ModelInputs, check_na
 from amp.casting.hints import ModelOutput
 from amp.casting.module_rules import ruled_modules
 from amp.casting.scripting import NotScriptable
-from amp.casting.sharded import ShardPolicies, casts_by_its_own_policy, fsdp1_modules, gathered_dtypes
+from amp.casting.sharded import (
+    ShardPolicies,
+    casts_by_its_own_policy,
+    fsdp1_modules,
+    gathered_dtypes,
+    reshard,
+    restore_policies,
+)
 from amp.casting.strategy import Strategy
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
@@ -155,14 +162,14 @@ class CastModel(Strategy):
         """
         dtypes = dtypes_to_be(model, self.properties)
         policies = ShardPolicies(model, self.properties, dtypes)
-        # FSDP2 reads the dtype of a shard once.
-        had = {name: x.dtype for name, x in _every_named(model) if not policies.has(x)}
+        had = {name: x.dtype for name, x in _every_named(model)}
+        undo.callback(restore_policies, weakref.ref(model))
         undo.callback(_cast_back, weakref.ref(model), had)
         for tensor, dtype in dtypes.items():
             if tensor.dtype is not dtype and not policies.keeps(tensor):
                 undo.before[tensor] = Contents(tensor.data, tensor.grad)
                 Contents.cast(tensor, dtype).put_into(tensor)
-        undo.if_it_fails.append(policies.apply())
+        policies.apply()
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:
                 module.flatten_parameters()
@@ -229,7 +236,10 @@ def _cast_back(reference: weakref.ref[nn.Module], had: Mapping[str, torch.dtype]
     name since, as a parametrization does, was made of what was cast, and becomes FP32.
     """
     model = reference()
-    for name, tensor in () if model is None else _every_named(model):
+    if model is None:
+        return
+    reshard(model)
+    for name, tensor in _every_named(model):
         is_new = name not in had and tensor.dtype in LOW_PRECISION and not is_sharded(tensor)
         dtype = torch.float32 if is_new else had.get(name, tensor.dtype)
         if tensor.dtype not in CASTABLE or dtype not in CASTABLE:

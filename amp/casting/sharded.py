@@ -15,9 +15,9 @@ module and its groups.
 
 import copy
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -223,10 +223,6 @@ class ShardPolicies:
         for unit in self._units:
             self._check(unit)
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a shard of FSDP2."""
-        return tensor in self._wanted
-
     def keeps(self, tensor: Tensor) -> bool:
         """Whether a tensor is a shard that is a master: it stays FP32, and FSDP2 casts on gathering."""
         are_masters = self._properties.master_weights is True
@@ -270,33 +266,25 @@ class ShardPolicies:
                     f"({', '.join(names)}), and this version of torch gathers them as one. Call "
                     "fully_shard on each module that stays float32, such as a BatchNorm2d, before"
                 )
-            is_same = list(parts) == [(_shard(group.fsdp_params[0]).dtype, own)] if parts else True
-            if unit._is_root is not None and not is_same:
-                raise AmpRuntimeError(
-                    f"{_described(unit)} has run a forward, after which FSDP2 cannot change its "
-                    f"precision to that of opt_level {level}. Call amp.initialize after fully_shard "
-                    "and before the first forward"
-                )
 
-    def apply(self) -> Callable[[], None]:
-        """Set the policies, after the shards were cast, and return a function that undoes it."""
-        before: list[Any] = []
+    def apply(self) -> None:
+        """Set the policies, after the shards were cast; `restore_policies` undoes it."""
         for unit in self._units:
             groups = _groups(unit)
             own = [(group, group.mp_policy, group.fsdp_params) for group in groups]
-            before.append((unit, unit._mp_policy, groups, own))
-            parts = [part for group in groups for part in self._split(group)]
+            unit._before_amp = unit._mp_policy, groups, own
+            parts = [part for group in groups for part in self._split(group, _has_run(unit))]
             policies = [part.mp_policy for part in parts]
             main = max(policies, key=lambda policy: policy.param_dtype is not None, default=None)
             _set(unit, unit._mp_policy if main is None else main, parts)
-        return functools.partial(_restore, before)
 
-    def _split(self, group: Any) -> Iterator[Any]:
+    def _split(self, group: Any, has_run: bool) -> Iterator[Any]:
         """Yield the group with its new policy, and new groups for parameters that need another one."""
         for i, ((_, policy), params) in enumerate(self._parts(group).items()):
             part = group if i == 0 else copy.copy(group)
             if i > 0:
-                part.comm_ctx = type(group.comm_ctx)()
+                if not has_run:  # else it is that of the root
+                    part.comm_ctx = type(group.comm_ctx)()
                 part._module_to_pre_save_state_dict_hook_handle = {}
                 part._module_to_pre_load_state_dict_hook_handle = {}
                 part._post_forward_indices = []
@@ -304,12 +292,15 @@ class ShardPolicies:
             yield part
 
 
-def _restore(before: list[Any]) -> None:
-    """Restore the policies and groups of units."""
-    for unit, policy, groups, own in before:
-        for group, of_group, params in own:
-            group.mp_policy, group.fsdp_params = of_group, params
-        _set(unit, policy, groups)
+def restore_policies(reference: weakref.ref[nn.Module]) -> None:
+    """Give the units of a model the policies that they had before amp, after shards were cast back."""
+    model = reference()
+    for unit in () if model is None else units_of(model):
+        if (before := vars(unit).pop("_before_amp", None)) is not None:
+            policy, groups, own = before
+            for group, of_group, params in own:
+                group.mp_policy, group.fsdp_params = of_group, params
+            _set(unit, policy, groups)
 
 
 def _set(unit: Any, policy: Any, groups: list[Any]) -> None:
@@ -320,6 +311,15 @@ def _set(unit: Any, policy: Any, groups: list[Any]) -> None:
     for group in groups:
         for param in group.fsdp_params:
             param.reset_sharded_param()
+            param.all_gather_outputs = []  # after a forward, of the dtype that it was gathered in
+            vars(param).pop("_unsharded_param", None)
+        if _has_run(unit):
+            group.lazy_init()  # reads the policy
+
+
+def _has_run(unit: Any) -> bool:
+    """Whether a unit has run a forward, in which FSDP2 reads its policy."""
+    return unit._is_root is not None
 
 
 def _groups(unit: Any) -> list[Any]:

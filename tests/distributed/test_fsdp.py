@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -97,24 +98,32 @@ def check_contradictions(rank: int, level: str) -> None:
 
 
 def check_after_a_forward(rank: int, level: str) -> None:
-    model = shard(make())
-    optimizer = sgd(model)
-    (x, _), *_ = batches(*data_rank("fsdp2"))
-    model(x)
-    with pytest.raises(amp.AmpError, match="has run a forward.* before the first forward"):
-        initialize(model, optimizer, level)
+    results = []
+    for has_run in (False, True):
+        model = shard(make("pictures"))
+        (x, _), *_ = batches(*data_rank("fsdp2"))
+        if has_run:
+            with torch.no_grad():
+                model.eval()(x)
+            model.train()
+            with pytest.raises(amp.AmpError, match="no parameter of the optimizers belongs"):
+                initialize(model, sgd(model), level)  # of whole parameters, which the forward left
+            model.reshard()
+        model, optimizer = initialize(model, sgd(model), level)
+        train(model, optimizer, batches(*data_rank("fsdp2")))
+        results.append([gathered(model), weights_of(model), model.state_dict()])
+        amp.get_session().close()
+    (dtypes, weights, state), (others, after, state_after) = results
+    assert dtypes == others
+    assert all(torch.equal(weights[name], after[name]) for name in weights)
+    assert state.keys() == state_after.keys()
 
 
 def check_again(rank: int, level: str) -> None:
     """The same notebook cell may be run twice, with the model that was trained in between."""
     model = shard(make())
     for _ in range(2):
-        model, optimizer = initialize(
-            model,
-            sgd(model),
-            level,
-            **({"allow_incoming_model_not_fp32": True} if level == "O3" else {}),
-        )
+        model, optimizer = initialize(model, sgd(model), level)
         before = weights_of(model)
         train(model, optimizer, batches(*data_rank("fsdp2")))
         assert all(not torch.equal(value, before[name]) for name, value in weights_of(model).items())
@@ -138,6 +147,26 @@ def check_failure_takes_policies_back(rank: int, level: str) -> None:
     (x, _), *_ = batches(*data_rank("fsdp2"))
     model(x).sum().backward()
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def check_close(rank: int, level: str) -> None:
+    """After `close` a model that was trained is one in FP32, for a last evaluation or more training."""
+    for stays, masters in itertools.product((False, True), (None, "split16", "split24")):
+        model = shard(make("pictures"), reshard_after_forward=not stays)
+        options = {} if masters is None or level == "O3" else {"master_weights": masters}
+        model, optimizer = initialize(model, FusedAdam(model.parameters()), level, **options)
+        train(model, optimizer, batches(*data_rank("fsdp2")))
+        (x, _), *_ = batches(*data_rank("fsdp2"))
+        model(x)  # without a backward, the whole parameters of a unit may be left here
+        amp.get_session().close()
+        whole = make("pictures")
+        whole.load_state_dict({name: value.float() for name, value in weights_of(model).items()})
+        whole.train(model.training)
+        whole.load_state_dict(dict(model.named_buffers()), strict=False)
+        torch.testing.assert_close(model(x), whole(x), rtol=0, atol=0)
+        model(x).sum().backward()
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+        assert set(gathered(model).values()) == {torch.float32}
 
 
 def check_own_policy_at_o0(rank: int, which: int) -> None:
@@ -229,7 +258,7 @@ def test_a_policy_that_contradicts_the_level_is_refused_before_anything_is_touch
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_a_model_that_has_run_a_forward_is_refused(level: str) -> None:
+def test_a_model_may_have_run_a_forward(level: str) -> None:
     world(2).run(check_after_a_forward, level)
 
 
@@ -241,6 +270,11 @@ def test_initialize_may_be_called_again(level: str) -> None:
 @pytest.mark.parametrize("level", CAST)
 def test_a_failed_initialize_takes_policies_back(level: str) -> None:
     world(2).run(check_failure_takes_policies_back, level)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_after_close_the_model_is_in_fp32(level: str) -> None:
+    world(2).run(check_close, level)
 
 
 @pytest.mark.parametrize("which", [1, 2])

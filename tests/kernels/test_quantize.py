@@ -105,6 +105,7 @@ def test_what_is_quantized_comes_back_within_half_a_unit(
         assert (error <= expected.abs().clamp(min=smallest) * 2.0 ** -(mantissa + 1)).all()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Triton runs in place of the passes")
 @pytest.mark.parametrize(
     ("name", "granularity", "source", "dtype", "power_of_2", "given"),
     covering(list(INPUTS), GRANULARITIES, SOURCES, DTYPES, [True, False], [None, 0.0, 16.0]),
