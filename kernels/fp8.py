@@ -351,7 +351,7 @@ def packed(codes: Tensor) -> Tensor:
 
 def unpacked(values: Tensor) -> Tensor:
     """Return the numbers, float32 `[R, C]`, of FP4 codes in bytes `[R, C / 2]`."""
-    codes = torch.stack([values & 15, values >> 4], -1).reshape(len(values), -1)
+    codes = torch.stack([values & 15, values >> 4], -1).flatten(1)
     size = (codes & 7).float()
     size = torch.where(size < 4, size * 0.5, torch.where(size < 7, size - 2, 6.0))
     return torch.where(codes < 8, size, -size)

@@ -88,6 +88,12 @@ def test_the_words_of_other_libraries(given: dict[str, Any], expected: dict[str,
     [
         ({"fp4": True, "fp8": "current"}, AmpValueError, "fp8 and fp4 are given.*keep one"),
         (
+            {"fp4": "mxfp8"},
+            AmpValueError,
+            "fp4=.mxfp8. is not one of nvfp4, mxfp4; for FP8 say fp8=mxfp8",
+        ),
+        ({"fp4": {"recipe": "current"}}, AmpValueError, "is not one of nvfp4, mxfp4.*fp8=current"),
+        (
             {"fp4": {"fp4_param_gather": True}},
             AmpValueError,
             "does not offer fp4_param_gather.*split24",

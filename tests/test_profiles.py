@@ -432,7 +432,7 @@ SAMPLES: tuple[Any, ...] = (
     *(None, True, False, torch.float16, torch.bfloat16, torch.float32, 2.0, {"init": 2.0}),
     *("float32", "True", "dynamic", "kahan", "on_overflow", "current", {"recipe": "current"}, ["x"]),
     *({"except": ["x"]}, [{"op": "torch.mm", "cast": None}], (), (amp.Rule("module", "x", None),)),
-    *(amp.LossScaling(), Fp8Recipe()),
+    *(amp.LossScaling(), Fp8Recipe(), "nvfp4", {"recipe": "nvfp4"}, Fp8Recipe(recipe="nvfp4")),
 )
 
 

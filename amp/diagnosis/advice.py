@@ -26,6 +26,11 @@ KEEP_MASTERS = (
     "amp.initialize(model, optimizer, opt_level='O5'), which keeps float32 masters."
 )
 
+LARGER_CHANGES = (
+    "The changes are smaller than half of the last digit: take a larger learning rate or decay, or\n"
+    "keep these numbers in float64."
+)
+
 
 def keep_buffers(names: Iterable[str], has_amp: bool) -> str:
     """Return how to keep buffers, given by their names, in FP32: masters are for weights alone."""

@@ -199,8 +199,9 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
         todo = f"Leave {at.argument} alone:\n{_excepting(shadow, argument[1])}"
     elif real not in LOW_PRECISION or is_tiny:
         todo = "Compute it in another way, as by log_softmax or logsigmoid: FP32 loses it too."
-    else:
-        todo = advice.keep_wide(at.place, shadow.properties)
+    else:  # a subtraction in float32 finds no digits that its input has lost
+        lost_at = made if made is not None and made.place.file else at
+        todo = advice.keep_wide(lost_at.place, shadow.properties)
     return replace(_finding(at, loss.cause, what, todo), value=loss.before)
 
 
@@ -256,6 +257,8 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
         same = [one for each in kinds.values() for one in each]
         names = {kind for kind, _ in kinds}
         todo = advice.KEEP_AVERAGES if names == {"average"} else advice.KEEP_MASTERS
+        if dtype.itemsize > 2:
+            todo = advice.LARGER_CHANGES
         if names == {"buffer"}:
             todo = advice.keep_buffers([one.owned.name for one in same], has_amp)
         yield Finding(
@@ -321,8 +324,11 @@ def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     found = []
     for op in roots[:3]:
         one = _explain(shadow, op)
+        what = f"{one.what}; no gradient shows it"
+        if one.cause == "loss scale":  # no scaler sees an overflow, so the scale stays as it is
+            todo = advice.keep_wide(op.place, shadow.properties, op.gives)
+            one = replace(one, cause="range", advice=todo)
         cause = "absorbed range" if one.cause == "range" else one.cause
-        what = f"{one.what}; no later result shows it"
         found.append((op.number, replace(one, cause=cause, what=what)))
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 CAUSES = {
     "range": "a number is too large for the format",
-    "absorbed range": "a number is too large for the format, and no later result shows it",
+    "absorbed range": "a number is too large for the format, and no gradient shows it",
     "underflow": "a number, or most of a gradient, is too small for the format, and became 0",
     "cancellation": "a subtraction leaves only the digits that the format has rounded away",
     "rounding": "the format rounds away digits that later results depend on",

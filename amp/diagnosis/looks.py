@@ -35,7 +35,7 @@ class Looks(Training):
         self.has_scaler = self._is_half = False
         self.scaled_by: Tensor | None = None
         self.rounded: list[tuple[Tensor, Tensor]] = []
-        self._buffers: list[tuple[weakref.ref[nn.Module], Finding]] = []
+        self._buffers: list[tuple[weakref.ref[nn.Module], str, Finding]] = []
         self._noted: dict[tuple[str, str], Finding] = {}  # by cause and advice
         self._not_updated: set[int] = set()  # the ids of optimizers that a scaler has stepped
 
@@ -47,8 +47,14 @@ class Looks(Training):
     def looks(self, models: Iterable[nn.Module]) -> tuple[list[Finding], list[Finding]]:
         """Return what was seen of the buffers of models, and all else."""
         paths = {id(each): name for model in models for name, each in model.named_modules()}
-        known = [(paths.get(id(holder())), found) for holder, found in self._buffers]
-        buffers = [replace(found, module=name) for name, found in known if name is not None]
+        buffers = [
+            replace(found, module=paths[id(module)])
+            for holder, buffer, found in self._buffers
+            if (module := holder()) is not None
+            and id(module) in paths
+            # The script may have set it anew after the cast.
+            and getattr(module._buffers.get(buffer), "dtype", None) in LOW_PRECISION
+        ]
         return buffers, sorted(self._noted.values(), key=lambda x: x.phase)
 
     def _note(self, cause: str, phase: str, what: str, todo: str) -> None:
@@ -137,4 +143,4 @@ class Looks(Training):
                 todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in "
                 file, line = user_line(in_packages=False)
                 found = Finding("buffer", what, f"{todo}the forward.", file=file, line=line)
-                self._buffers.append((weakref.ref(module), found))
+                self._buffers.append((weakref.ref(module), name, found))

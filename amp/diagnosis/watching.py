@@ -36,6 +36,9 @@ LONGEST = 8
 SEARCH = 20
 """For so many steps more a window begins again after a step that a dynamic loss scale has skipped."""
 
+_WITHOUT_GRADIENTS = {"underflow", "loss scale", "range", "absorbed range"}
+"""Findings after which gradients may be 0 or missing, so that nothing in FP32 moves."""
+
 
 class Watch(Looks, Observer):
     """Looks at the training of this process while it is open.
@@ -186,14 +189,15 @@ class Watch(Looks, Observer):
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
         is_dynamic = self._is_dynamic or self.has_scaler
-        found = [x for x in findings_of(shadow) if x.cause != "loss scale" or not is_dynamic]
+        every = findings_of(shadow)
+        found = [x for x in every if x.cause != "loss scale" or not is_dynamic]
         if not found and shadow.gradients.bad and self._tries:
             self._tries -= 1
             self._due.insert(0, self.steps + 1)  # the loss scale was being searched
         if shadow.bad_weights:  # all later steps are consequences
             self._due = []
         self._seen += found
-        has_gradients = all(x.cause not in ("underflow", "loss scale") for x in found)
+        has_gradients = all(x.cause not in _WITHOUT_GRADIENTS for x in every)
         still = shadow.lost.still.values()
         self._still += [x for x in still if has_gradients or x.dtype.itemsize < 4]
         self.report.ops += len(shadow.ops)

@@ -255,9 +255,18 @@ def parse_fp8(name: str, value: object) -> Fp8Recipe | None:
     accelerate and Megatron, the value may be a format: `hybrid` and `e4m3` mean `current` in it.
 
     Raises:
-        AmpValueError: an unknown name, or a value that is not allowed.
+        AmpValueError: an unknown name, a value that is not allowed, or a recipe of FP8 for `fp4`.
         AmpTypeError: a value of the wrong type, or an unknown key.
     """
+    found = _parsed(name, value)
+    if name == "fp4" and found is not None and not found.is_fp4:
+        raise AmpValueError(
+            f"fp4={brief(value)} is not one of {', '.join(FP4)}; for FP8 say fp8={found.recipe}"
+        )
+    return found
+
+
+def _parsed(name: str, value: object) -> Fp8Recipe | None:
     word = keys.word_of(value)
     if value is False or keys.is_none(value) or word in ("false", "no", "off"):
         return None

@@ -95,8 +95,9 @@ class Script:
                     "give smaller numbers to --at"
                 )
             raise AmpRuntimeError(
-                "the script trains nothing: it never called amp.initialize, and stepped no optimizer. "
-                "In processes that it starts, use amp.watch()"
+                "the script trains nothing: it never called amp.initialize, and stepped no "
+                "torch.optim.Optimizer. For steps by hand put one into a block of amp.diagnose(model); "
+                "in processes that it starts, use amp.watch()"
             )
         return found["seen"], found["error"]
 

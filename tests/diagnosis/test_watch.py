@@ -327,6 +327,80 @@ def test_a_buffer_that_stands_still_is_cured_by_no_master(level: str, rules: Any
     assert "O5" not in str(watch.report)
 
 
+class Guard(torch.autograd.Function):
+    """Limits the norm of a gradient, which it computes in the gradient's own format."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        norm = grad.pow(2).sum(-1, keepdim=True).sqrt()
+        return grad * (1e3 / norm.clamp(min=1e3))
+
+
+def test_an_overflow_that_a_scaler_does_not_see_is_named() -> None:
+    """A gradient divided by inf is 0, so no step is skipped, and the scale does not go down."""
+    first, last = nn.Linear(16, 32), nn.Linear(32, 4)
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with amp.watch() as watch:
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(last(Guard.apply(first(X))).float(), Y) * 3
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 65536.0
+    (found,) = watch.report.findings  # that weights stand still is a consequence
+    assert (found.cause, found.phase, found.op) == ("absorbed range", "backward", "pow")
+    assert "no gradient shows it" in found.what
+    assert "loss scale of 65536" in found.what
+    assert "x.float()" in found.advice
+
+
+def test_numbers_in_float32_that_stand_still_are_not_to_be_loaded_in_float32() -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-12)
+        for _ in steps(optimizer):
+            F.cross_entropy(model(X), Y).backward()
+    (found,) = watch.report.findings
+    assert (found.cause, found.gives) == ("still", "float32")
+    assert found.advice == advice.LARGER_CHANGES
+
+
+def test_the_cure_of_a_cancellation_is_where_the_digits_were_lost() -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            likely = torch.sigmoid(model(X).bfloat16() + 9)
+            lost_at = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+            torch.log(1 - likely).float().mean().backward()
+    (found,) = watch.report.findings
+    assert (found.cause, found.line) == ("cancellation", lost_at + 2)
+    assert f"test_watch.py:{lost_at}," in found.advice
+
+
+@pytest.mark.parametrize("is_set_again", [False, True])
+def test_a_buffer_that_was_set_again_after_a_cast_is_right(is_set_again: bool) -> None:
+    with amp.watch(at=[1]) as watch:
+        model = nn.Sequential(nn.Linear(16, 4))
+        model.register_buffer("frequency", torch.linspace(0, 1, 7))
+        frequency = model.frequency
+        model.bfloat16()
+        if is_set_again:
+            model.frequency = frequency
+        optimizer = torch.optim.SGD(model.parameters(), 10.0)
+        for _ in steps(optimizer):
+            F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
+    assert ("buffer" in [x.cause for x in watch.report.findings]) is not is_set_again
+
+
 def test_what_is_computed_in_float32_is_cast_back() -> None:
     said = advice.keep_wide(Place("f", "", "train.py", 3), None)
     assert "x.float() at train.py:3, then .to(x.dtype) where the numbers fit" in said

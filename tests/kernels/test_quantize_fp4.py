@@ -388,6 +388,13 @@ def test_what_tensor_cores_refuse_is_refused_here() -> None:
         quantize_fp4(torch.randn(32, 64).double())
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_matrix_without_rows(granularity: Any) -> None:
+    both = quantize_fp4(torch.randn(0, 64), granularity)
+    assert both.by_row is not None
+    assert dequantize(both.by_row).shape == (0, 64)
+
+
 # Backends.
 
 
