@@ -24,6 +24,7 @@ CAUSES = {
     "order": "gradients were changed before they were unscaled, or calls are in a wrong order",
     "still": "numbers that a step was to change stayed as they were, since the change is too small",
     "buffer": "a cast has rounded a buffer",
+    "loss": "a loss is not finite in a step that was not looked at",
     "loss dtype": "the loss has 16 bits",
     "state": "the optimizer's state has 16 bits",
     "noise": "the gradients of layers in FP4 are small beside the noise of their rounding",

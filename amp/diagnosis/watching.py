@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
@@ -63,6 +64,7 @@ class Watch(Looks, Observer):
         self._stepped = Counter[int]()  # in this window, by the id of the optimizer
         self._seen: list[Finding] = []
         self._still: list[Still] = []
+        self._bad_loss: dict[torch.device, Tensor] = {}  # the number of the first step; 0 if none
         self._models: list[nn.Module] = []
         self._parts: list[str] = []  # of the line that says what is watched
         self._names: dict[str, None] = {}  # the classes of the optimizers
@@ -183,8 +185,27 @@ class Watch(Looks, Observer):
             self.window_ends(shadow)
         buffers, others = self.looks(self._models)
         still = stands_still(self._still, bool(self.attached))
-        found = [*buffers, *grouped(self._seen), *still, *others]
+        found = [*self._unseen_loss(), *buffers, *grouped(self._seen), *still, *others]
         self.report.findings = found
+
+    def backward_begins(self, losses: list[Tensor]) -> None:
+        """Note the first loss that is not finite in a step without a shadow. The host does not wait."""
+        super().backward_begins(losses)
+        if self._shadow is not None or self.scaled_by is not None or self.attached:
+            return  # a scaled loss may overflow while a scale is searched
+        for loss in losses:
+            if loss.numel() == 1 and loss.is_floating_point():
+                known = self._bad_loss.get(loss.device, torch.zeros((), device=loss.device))
+                is_known = (known > 0) | loss.detach().isfinite().reshape(())
+                self._bad_loss[loss.device] = torch.where(is_known, known, self.steps + 1)
+
+    def _unseen_loss(self) -> list[Finding]:
+        steps = [int(step) for step in self._bad_loss.values() if step > 0]
+        if not steps:
+            return []
+        what = f"the loss of step {min(steps)} is not finite, and this step was not looked at"
+        todo = f"Look at it: reamp doctor --at {min(steps)}, or amp.watch(at=[{min(steps)}])."
+        return [Finding("loss", what, todo, "backward")]
 
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
