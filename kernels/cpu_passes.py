@@ -184,7 +184,9 @@ def decoded(values: Tensor, scales: Tensor | None, columns: int) -> Tensor:
         scales: float32 `[down, across]`; None is 1.
         columns: of the result.
     """
-    scales = torch.ones(1, 1, device="cpu") if scales is None else scales.contiguous()
+    scales = (
+        torch.ones(1, 1, dtype=torch.float32, device="cpu") if scales is None else scales.contiguous()
+    )
     result = torch.empty(len(values), columns, dtype=torch.float32, device="cpu")
     sides = _sides(values, (scales.shape[0], scales.shape[1]), columns)
     _library().decode(

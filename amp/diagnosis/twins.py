@@ -47,13 +47,19 @@ def is_finite(x: Tensor) -> bool:
     return math.isfinite(largest(x))
 
 
+_NOTHING = 1e-200
+
+
 def difference(real: Tensor, exact: Tensor) -> float:
-    """Return how far a tensor is from its twin, relative to the norm of what is finite in the twin."""
+    """Return how far a tensor is from its twin, relative to the norm of what is finite in the twin.
+
+    Of a twin that is 0 everything is very far, but in the same proportion.
+    """
     wide, counts = real.detach().to(exact.dtype), exact.isfinite()
     off = torch.where((wide == exact) | ~counts, 0.0, wide - exact)
     size = float(torch.linalg.vector_norm(torch.where(counts, exact, 0.0)))
     distance = float(torch.linalg.vector_norm(off))
-    return distance / size if size else float(distance > 0)
+    return distance / (size or _NOTHING)
 
 
 def has_twin(func: Any) -> bool:

@@ -386,6 +386,23 @@ def test_the_cure_of_a_cancellation_is_where_the_digits_were_lost() -> None:
     assert f"test_watch.py:{lost_at}," in found.advice
 
 
+def test_of_two_roundings_before_a_difference_of_0_the_larger_one_is_named() -> None:
+    """As of the ratio of two policies, which are equal in the first step."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        old = F.log_softmax(model(X), 1).detach()
+        for _ in steps(optimizer):
+            new = F.log_softmax(model(X), 1).bfloat16()
+            lost_at = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+            ratio = torch.exp(new.float() - old)
+            (ratio - 1 - (new.float() - old)).mean().backward()
+    found = [x for x in watch.report.findings if x.cause in ("rounding", "cancellation", "loss dtype")]
+    assert found
+    assert all("bfloat16" in x.what for x in found)
+    assert f"test_watch.py:{lost_at}," in found[0].advice
+
+
 @pytest.mark.parametrize("is_set_again", [False, True])
 def test_a_buffer_that_was_set_again_after_a_cast_is_right(is_set_again: bool) -> None:
     with amp.watch(at=[1]) as watch:
