@@ -123,7 +123,7 @@ class Watch(Looks, Observer):
             self.follow(optimizer)
         has_all = set(map(id, self.optimizers)) <= self._stepped.keys()
         if self._stepped and (has_all or max(self._stepped.values()) == LONGEST):
-            self.look()
+            self.look(is_last=False)
         self._begin(model)
         self._is_empty = False
 
@@ -179,14 +179,17 @@ class Watch(Looks, Observer):
         if self._drop() is not None:
             self._due.insert(0, self.steps + 1)
 
-    def look(self) -> None:
-        """End a window if one is open, and put what was found into the report."""
+    def look(self, is_last: bool = True) -> None:
+        """End a window if one is open, and put what was found into the report.
+
+        The host waits for the losses if this `is_last`, and not in every step.
+        """
         if (shadow := self._drop()) is not None:
             self.window_ends(shadow)
         buffers, others = self.looks(self._models)
         still = stands_still(self._still, bool(self.attached))
-        found = [*self._unseen_loss(), *buffers, *grouped(self._seen), *still, *others]
-        self.report.findings = found
+        losses = self._unseen_loss() if is_last else []
+        self.report.findings = [*losses, *buffers, *grouped(self._seen), *still, *others]
 
     def backward_begins(self, losses: list[Tensor]) -> None:
         """Note the first loss that is not finite in a step without a shadow. The host does not wait."""
@@ -195,7 +198,8 @@ class Watch(Looks, Observer):
             return  # a scaled loss may overflow while a scale is searched
         for loss in losses:
             if loss.numel() == 1 and loss.is_floating_point():
-                known = self._bad_loss.get(loss.device, torch.zeros((), device=loss.device))
+                none = torch.zeros((), dtype=torch.int64, device=loss.device)
+                known = self._bad_loss.get(loss.device, none)
                 is_known = (known > 0) | loss.detach().isfinite().reshape(())
                 self._bad_loss[loss.device] = torch.where(is_known, known, self.steps + 1)
 
