@@ -343,7 +343,9 @@ def tensor_kernel(
     if tl.program_id(0) == 0:
         tl.store(used, scale)
         tl.store(inverse, of_scale)
-    store_both(tile, scale, scale, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+    # The padding is zero where the scale is NaN, too.
+    of_columns = tl.where((m + tl.arange(0, TM))[:, None] < M, scale, 0.0)
+    store_both(tile, scale, of_columns, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
 
 
 @jit

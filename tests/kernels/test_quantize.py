@@ -183,6 +183,19 @@ def test_triton_gives_the_bits_of_plain_torch(
                 assert_same_operands(found, expected)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_padding_is_zero_where_a_tensor_has_no_scale(number: float, device: torch.device) -> None:
+    x = torch.randn(17, 128, device=device)
+    x[3, 5] = number
+    for factor in (None, torch.zeros((), device=device)):
+        found = quantize(x, E4M3, "tensor", by_row=True, by_column=True, factor=factor)
+        asked = (True, True, True, factor)
+        assert_same_operands(found, quantize_reference(x, E4M3, "tensor", *asked))
+        assert found.by_column is not None
+        assert not found.by_column.values.view(torch.uint8)[:, 17:].any()
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_part_is_quantized_like_the_whole(
