@@ -115,7 +115,8 @@ def launch(
     compiled = _compiled.get(key := (function, device, *variant))
     if compiled is None:
         values = [in_triton(value) for value in values]
-        limit = {"maxnreg": registers} if registers and torch.version.hip is None else {}
+        is_nvidia = is_cuda and torch.version.hip is None
+        limit = {"maxnreg": registers} if registers and is_nvidia else {}
         _compiled[key] = kernel[(programs,)](*values, num_warps=warps, **OPTIONS, **limit)
     else:
         compiled[(programs, 1, 1)](*values)

@@ -64,9 +64,9 @@ BLOCK = 2048
 """How many elements a program steps at a time."""
 RANDOM_PARTS = 2
 """How many such parts a program steps if it rounds at random, for which it first computes much."""
-RANDOM_REGISTERS = 80
-"""So many registers let three programs share a multiprocessor of 64Ki. Halves of float16 have this
-limit only beside packed moments: other steps with them have more programs, or no spills, without it.
+REGISTERS, RANDOM_REGISTERS = 64, 80
+"""So many registers let four or three programs share a multiprocessor of 64Ki. On an H100 four were
+faster, also where a thread spills some numbers; but not with two moments that are rounded at random.
 """
 COUNTERS = 256
 
@@ -160,11 +160,10 @@ def _prepared_launch(
         origins = [
             origin if origin.run else origin._replace(run=2**30, pitch=2**30) for origin in origins
         ]
-    needs_more = torch.float16 in each.dtypes and torch.int16 not in each.dtypes[2:3]
     return functools.partial(
         each.run,
         step_kernel,
-        registers=RANDOM_REGISTERS if origins and not needs_more else None,
+        registers=RANDOM_REGISTERS if origins and "moment1" in lists else REGISTERS,
         n=len(each.indices),
         numbers=_on_device(arguments.numbers, device),
         of_tensor=of_tensor,

@@ -187,10 +187,9 @@ def compiled(case: Case, target: Any) -> Any:
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
     limit = {}
-    dtypes = case.constants.get("DTYPES", ())
-    needs_more = F16 in dtypes and tl.int16 not in dtypes[2:3]  # as in a launch
-    if target.backend == "cuda" and case.constants.get("PARTS", 1) > 1 and not needs_more:
-        limit = {"maxnreg": stepping.RANDOM_REGISTERS}
+    if target.backend == "cuda" and case.kernel is stepping.step_kernel:  # as in a launch
+        is_larger = "origins" not in case.constants and case.constants["MOMENTS"] == 2
+        limit = {"maxnreg": stepping.RANDOM_REGISTERS if is_larger else stepping.REGISTERS}
     return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS, **limit})
 
 

@@ -1,4 +1,4 @@
-"""Every kernel compiled for real GPUs, without one: no spills, few registers, 128-bit accesses.
+"""Every kernel compiled for real GPUs, without one: few spills, few registers, 128-bit accesses.
 
 Triton brings its own assembler and disassembler. What a kernel compiles to is read from the machine
 code: a pointer table that the compiler cannot see through turns into element-wise loads, and no test of
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from amp.kernels import unscale
+from amp.kernels import stepping, unscale
 from amp.kernels.language import INTERPRETED, triton
 
 if triton is None or INTERPRETED:
@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slow
 
 KERNELS = Path(unscale.__file__).parent
 MOST_REGISTERS = 120  # with which a multiprocessor holds two programs
+MOST_SPILLED = 64
+"""So many bytes a thread may spill in a step, which has fewer registers; see `stepping.REGISTERS`."""
 IS_OLDEST = triton.__version__.startswith("3.6.")
 """Whether this is the oldest Triton that is supported."""
 
@@ -65,7 +67,8 @@ def shortcomings(case: Case, target: str, found: Listing) -> list[str]:
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", found.usage))
     accesses = collections.Counter(re.findall(r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*128\b", found.code))
     problems = roundings_that_torch_has_not(found.kernel.asm["ptx"])
-    problems += [f"{name} {usage[name]}" for name in ("STACK", "LOCAL") if usage[name] != "0"]
+    allowed = {"STACK": MOST_SPILLED if case.kernel is stepping.step_kernel else 0, "LOCAL": 0}
+    problems += [f"{name} {usage[name]}" for name, most in allowed.items() if int(usage[name]) > most]
     if int(usage["REG"]) > MOST_REGISTERS:
         problems.append(f"{usage['REG']} registers")
     if (accesses["LDG"], accesses["STG"]) != (needed := vector_accesses(case, 32 * WARPS)):
@@ -91,7 +94,7 @@ def amd_shortcomings(case: Case, code: str) -> list[str]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_machine_code(target: str) -> None:
-    """No spills, few registers, 128-bit accesses, and no bytes moved but those of the definition.
+    """Few spills, few registers, 128-bit accesses, and no bytes moved but those of the definition.
 
     Half of the cases for one GPU, and a sixth of them for each of the others; `make predict` takes all.
     """
@@ -100,8 +103,6 @@ def test_machine_code(target: str) -> None:
     tested = dict(list(CASES.items())[list(TARGETS).index(target) % every :: every])
     for name, case in tested.items():
         found = shortcomings(case, target, listing_of(name, target))
-        if name.startswith("adagrad"):
-            found = [problem for problem in found if problem != "STACK 8"]  # for its division's call
         if found:
             problems[name] = found
     assert not problems
