@@ -80,6 +80,7 @@ def _main_path(
 
 _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _SASS_ACCESS = {"LDG": "load", "STG": "store", "ATOMG": "atomic", "RED": "atomic"}
+_SASS_SPILLED = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 _SASS_WITHOUT_RESULT = re.compile(r"ST|RED|BRA|BAR|EXIT|CALL|RET|BS|MEMBAR|CCTL|R2P|.*SETP")
 
 
@@ -96,6 +97,11 @@ def _sass_instruction(opcode: str, text: str) -> Instruction:
     result, _, sources = re.sub(r"^(U?P[\dT],\s*)+", "", text).partition(",")
     if _SASS_WITHOUT_RESULT.match(name):
         result, sources = "", text
+    if spilled := _SASS_SPILLED.search(text):  # a place on the stack stands for a register
+        kept = frozenset(f"L{int(spilled[1] or '0', 16) + 4 * i}" for i in range(count))
+        if name == "LDL":
+            return Instruction(opcode, writes=_sass_registers(result, count), reads=kept)
+        return Instruction(opcode, kept, _sass_registers(_SASS_SPILLED.sub("", text), count))
     return Instruction(
         opcode,
         writes=_sass_registers(result, count),
