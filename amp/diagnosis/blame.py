@@ -1,14 +1,16 @@
 """Walking from a wrong result of a shadow to the value that the format could not hold.
 
-At each op the guilty input is the one which, put into an otherwise exact op, ruins the result most.
-Then the twin of this input, rounded correctly to its format, goes through the ops passed so far. If the
-result is ruined still, the format cannot hold this value: here the digits are lost. If it is not, the
-error was inherited, and the walk goes on to the op that made the value.
+At each op the guilty input is the one which, put into otherwise exact ops, ruins the result most. Then
+the twin of this input is rounded correctly to its format. If the result is ruined still, the format
+cannot hold this value: here the digits are lost. If it is not, the error was inherited, and the walk
+goes on to the op that made the value. A value is put wherever the ops up to the result read it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -50,87 +52,117 @@ class Loss:
     after: float
 
 
-def lost_before(shadow: Shadow, op: Op) -> Loss | None:
-    """Return where the digits were lost that ruin the result of an op, or None if that is not known."""
-    chain: list[tuple[Op, Value]] = []  # from the first op on, each with the input that is replaced
-    at = op
+def lost_before(shadow: Shadow, op: Op, known: Iterable[Loss] = ()) -> Loss | None:
+    """Return where the digits were lost that ruin the result of an op, or None if that is not found.
+
+    It may be one of the `known` losses, which are tried first.
+    """
+    walk, at = _Walk(shadow, op), op
+    for loss in known:
+        if walk.ruins(loss.value, loss.value.rounded):
+            return loss
     for _ in range(LONGEST):
-        guilty = _guilty(at, chain, op)
+        guilty = walk.guilty_of(at)
         if guilty is None:
             return None
-        chain.insert(0, (at, guilty))
         made = shadow.ops.get(guilty.made)
         is_moved = made is not None and made.args is not None and made.aten in _MOVES
-        if not is_moved and _ruins(chain, guilty.rounded, op):
-            by_cast = made and _of_argument(shadow, made, chain, op)
-            return by_cast or _classified(guilty, made, at)
+        if not is_moved and walk.ruins(guilty, guilty.rounded):
+            return walk.earliest(guilty, at)
         if made is None or made.args is None:
             return None
         at = made
     return None
 
 
-def _of_argument(shadow: Shadow, made: Op, chain: list[tuple[Op, Value]], op: Op) -> Loss | None:
-    """Return the loss in a level's cast of an argument, if it alone ruins the result too."""
-    for value in _inputs(made):
-        cast = shadow.ops.get(value.made)
-        is_cast = cast is not None and bool(cast.argument)
-        if is_cast and _ruins([(made, value), *chain], value.rounded, op):
-            return _classified(value, cast, made)
-    return None
+_Version = tuple[int, int]
+"""What a memory holds between two writes: the memory's key, and the number of the op that wrote it."""
+
+
+def _version(value: Value) -> _Version:
+    return value.memory.key, value.made
 
 
 def _inputs(op: Op) -> list[Value]:
     return [x for x in tree_leaves((op.args, op.kwargs)) if isinstance(x, Value)]
 
 
-def _guilty(at: Op, chain: list[tuple[Op, Value]], op: Op) -> Value | None:
-    """Return the input whose rounded values ruin the result most, if any does."""
-    if at.args is None or not has_twin(at.func):
-        return None
-    worst, most = None, 0.0
-    for value in _inputs(at):
-        harm = _harm([(at, value), *chain], value.real.to(value.exact.dtype), op)
-        if harm > most:
-            worst, most = value, harm
-    return worst if _is_ruin(most, op) else None
+class _Walk:
+    """A walk from an op whose result is wrong."""
 
+    def __init__(self, shadow: Shadow, op: Op) -> None:
+        self._shadow, self._op = shadow, op
 
-def _ruins(chain: list[tuple[Op, Value]], replaced: Tensor, op: Op) -> bool:
-    return _is_ruin(_harm(chain, replaced, op), op)
+    @functools.cached_property
+    def _before(self) -> list[tuple[Op, set[_Version]]]:
+        """The ops that the result comes from and that can run again, in order, with what they read."""
+        found = self._shadow.ancestors([self._op.number])
+        kept = [x for x in found if x.args is not None and has_twin(x.func)]
+        return [(x, set(map(_version, _inputs(x)))) for x in kept]
 
+    @functools.cached_property
+    def _exact(self) -> list[Tensor]:
+        return results_from(self._op, lambda x: x.exact)
 
-def _is_ruin(harm: float, op: Op) -> bool:
-    return math.isinf(harm) if op.is_bad else harm > op.error / 3
+    def guilty_of(self, at: Op) -> Value | None:
+        """Return the input of an op whose own values ruin the result most, if any do."""
+        if at.args is None or not has_twin(at.func):
+            return None
+        harms = [(self._harm(x, x.real.to(x.exact.dtype)), x) for x in _inputs(at)]
+        most, worst = max(harms, key=lambda each: each[0], default=(0.0, None))
+        return worst if self._is_ruin(most) else None
 
+    def ruins(self, value: Value, replaced: Tensor) -> bool:
+        """Whether other values in the place of a value ruin the result."""
+        return self._is_ruin(self._harm(value, replaced))
 
-def _harm(chain: list[tuple[Op, Value]], replaced: Tensor, op: Op) -> float:
-    """Return how far the last result of a chain is off if its first value is replaced; inf for NaN."""
-    found: list[Tensor] = []
-    for i, (at, value) in enumerate(chain):
-        try:
-            found = results_from(at, lambda x, v=value, r=replaced: r if x is v else x.exact)
-            if i + 1 < len(chain):
-                replaced = _passed_on(found, at, chain[i + 1][1])
-        except (*CANNOT_RUN, StopIteration):
+    def earliest(self, value: Value, taken: Op) -> Loss:
+        """Return the loss in the first value that its format ruins: wider ones after it are no cure."""
+        while True:
+            made = self._shadow.ops.get(value.made)
+            if made is None or made.args is None:
+                break
+            harms = [(self._harm(x, x.rounded), x) for x in _inputs(made)]
+            most, worst = max(harms, key=lambda each: each[0], default=(0.0, None))
+            if worst is None or not self._is_ruin(most):
+                break
+            value, taken = worst, made
+        return _classified(value, made, taken)
+
+    def _is_ruin(self, harm: float) -> bool:
+        return math.isinf(harm) if self._op.is_bad else harm > self._op.error / 3
+
+    def _harm(self, value: Value, replaced: Tensor) -> float:
+        """Return how far the result is off if a value is replaced where it is read; inf for NaN."""
+        if torch.equal(replaced, value.exact):
             return 0.0
-    exact = results_from(op, lambda x: x.exact)
-    if any(bool((~x.isfinite() & y.isfinite()).any()) for x, y in zip(found, exact, strict=True)):
-        return math.inf
-    return max((difference(x, y) for x, y in zip(found, exact, strict=True)), default=0.0)
+        changed = {_version(value): [(value.exact, replaced)]}
+        found: list[Tensor] = []
+        try:
+            for op, read in self._before:
+                if op.number > value.made and not changed.keys().isdisjoint(read):
+                    found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
+                    for (key, placed), y in zip(op.outputs, found, strict=True):
+                        earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
+                        changed[key, op.number] = [*earlier, (placed, y)]
+        except CANNOT_RUN:
+            return 0.0
+        if all(made != self._op.number for _, made in changed):
+            return 0.0
+        pairs = list(zip(found, self._exact, strict=True))
+        if any(bool((~x.isfinite() & y.isfinite()).any()) for x, y in pairs):
+            return math.inf
+        return max((difference(x, y) for x, y in pairs), default=0.0)
 
 
-def _passed_on(found: list[Tensor], made: Op, value: Value) -> Tensor:
-    """Return a value whose op has given other results: the value may be a view of one of them."""
-    result, placed = next(
-        (x, placed)
-        for x, (memory, placed) in zip(found, made.outputs, strict=True)
-        if memory == value.memory.key
-    )
-    exact = value.exact
+def _overlaid(exact: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return an exact value of which parts of its memory, each given by a view, have other numbers."""
+    if not parts:
+        return exact
     length = exact.untyped_storage().nbytes() // exact.element_size()
     flat = exact.as_strided((length,), (1,), 0).clone()
-    flat.as_strided(placed.size(), placed.stride(), placed.storage_offset()).copy_(result)
+    for placed, numbers in parts:
+        flat.as_strided(placed.size(), placed.stride(), placed.storage_offset()).copy_(numbers)
     return flat.as_strided(exact.size(), exact.stride(), exact.storage_offset())
 
 

@@ -86,22 +86,10 @@ def _noisy(shadow: Shadow) -> Iterator[Finding]:
         yield Finding("noise", what, advice.LESS_NOISE, "backward")
 
 
-def _ancestors(shadow: Shadow, numbers: Iterable[int], only_bad: bool = True) -> list[Op]:
-    """Return ops and those that their inputs come from, in the order in which they ran."""
-    seen: set[int] = set()
-    todo = list(numbers)
-    while todo:
-        number = todo.pop()
-        if number not in seen and number in shadow.ops:
-            seen.add(number)
-            todo += shadow.ops[number].bad_parents if only_bad else shadow.ops[number].parents
-    return [shadow.ops[number] for number in sorted(seen)]
-
-
 def _causes(shadow: Shadow) -> list[Op]:
     """Return the ops that made the gradients inf or NaN, the earliest first."""
     starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
-    ancestors = _ancestors(shadow, starts)
+    ancestors = shadow.ancestors(starts, only_bad=True)
     roots = [op for op in ancestors if not op.bad_parents and not (op.is_constant and op.is_minus_inf)]
     if any(op.is_collective for op in roots):  # it is another rank's
         return [op for op in roots if not op.is_collective]
@@ -230,14 +218,18 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     ruined = {x: grad.made for x, grad in good.items() if grad.off > OFF and grad.size > least}
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     found: dict[Any, tuple[int, Finding]] = {}
-    for op in _ancestors(shadow, [*ruined.values(), *losses], only_bad=False):
+    known: list[Loss] = []  # of which other ops are consequences
+    for op in shadow.ancestors([*ruined.values(), *losses]):
         before = max((shadow.ops[parent].error for parent in op.parents), default=0.0)
         if op.is_bad or op.error <= max(FAR, WORSE * before) or (is_forward and op.phase == "backward"):
             continue
-        loss = lost_before(shadow, op)
-        if loss is None or (loss.cause == "underflow" and op.phase == "backward"):
+        loss = lost_before(shadow, op, known)
+        if loss is None or loss in known:
             continue
-        if loss.cause != "cast" or not shadow.lost.casts:  # which are found anyhow
+        known.append(loss)
+        is_vanished = loss.cause == "underflow" and op.phase == "backward"
+        is_known = loss.cause == "cast" and shadow.lost.casts  # which are found anyhow
+        if not is_vanished and not is_known:
             one = replace(_of_loss(shadow, op, loss), reached=tuple(ruined))
             found.setdefault((one.cause, one.module, one.line), (op.number, one))
     in_half = [each for each in found.values() if each[1].gives in _HALVES]

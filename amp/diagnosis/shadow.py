@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -133,6 +133,20 @@ class Shadow(Observer):
     def known(self, tensor: Tensor, exact: Tensor) -> None:
         """Give a tensor, which was rounded before the watch, the twin that it was rounded from."""
         self._memories.put(tensor, exact)
+
+    def ancestors(self, numbers: Iterable[int], only_bad: bool = False) -> list[Op]:
+        """Return ops and those that their inputs come from, in the order in which they ran.
+
+        With `only_bad` those that their inputs' infs and NaNs come from.
+        """
+        seen: set[int] = set()
+        todo = list(numbers)
+        while todo:
+            number = todo.pop()
+            if number not in seen and number in self.ops:
+                seen.add(number)
+                todo += self.ops[number].bad_parents if only_bad else self.ops[number].parents
+        return [self.ops[number] for number in sorted(seen)]
 
     # Called by hooks and modes.
 
