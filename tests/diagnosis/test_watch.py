@@ -386,6 +386,26 @@ def test_the_cure_of_a_cancellation_is_where_the_digits_were_lost() -> None:
     assert f"test_watch.py:{lost_at}," in found.advice
 
 
+@pytest.mark.parametrize("is_cured", [False, True])
+def test_of_values_that_the_format_does_not_hold_the_first_is_named(is_cured: bool) -> None:
+    """In float32 a later line would be no cure."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            numbers = torch.arange(64, dtype=torch.bfloat16)
+            first = (numbers.float() if is_cured else numbers) + 1000
+            lost_at = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+            angles = first * numbers / 64
+            (model(X) * torch.sin(angles).float().mean()).mean().backward()
+    assert watch.report.is_healthy is is_cured
+    if not is_cured:
+        (found,) = watch.report.findings
+        assert (found.cause, found.line) == ("cast", lost_at)
+        assert f"test_watch.py:{lost_at}," in found.advice
+        assert "it shows at torch.sin" in found.what
+
+
 def test_of_two_roundings_before_a_difference_of_0_the_larger_one_is_named() -> None:
     """As of the ratio of two policies, which are equal in the first step."""
     model = net()
