@@ -40,6 +40,8 @@ SOME, MOSTLY = 0.3, 0.5
 FAR, WORSE, OFF = 0.05, 10, 0.2
 """A result is far off above the first, if its inputs were off by a tenth of it at most; it matters if
 it reaches a gradient that is off by more than the last."""
+MANY = 16
+"""So many results of a line, each made from the one before, may add up what they round away."""
 VANISHING = 1e-3
 """A gradient smaller than this times the median of all, or a tenth of the largest, is 0 but for
 rounding, as that of a bias before a batch norm: nothing is lost with it."""
@@ -219,7 +221,8 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     found: dict[Any, tuple[int, Finding]] = {}
     known: list[Loss] = []  # of which other ops are consequences
-    for op in shadow.ancestors([*ruined.values(), *losses]):
+    ancestors = shadow.ancestors([*ruined.values(), *losses])
+    for op in ancestors:
         before = max((shadow.ops[parent].error for parent in op.parents), default=0.0)
         if op.is_bad or op.error <= max(FAR, WORSE * before) or (is_forward and op.phase == "backward"):
             continue
@@ -233,7 +236,29 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
             one = replace(_of_loss(shadow, op, loss), reached=tuple(ruined))
             found.setdefault((one.cause, one.module, one.line), (op.number, one))
     in_half = [each for each in found.values() if each[1].gives in _HALVES]
-    return (in_half or list(found.values()))[:3]
+    return (in_half or list(found.values()) or _added_up(shadow, ancestors, tuple(ruined)))[:3]
+
+
+def _added_up(
+    shadow: Shadow, ancestors: Iterable[Op], reached: tuple[str, ...]
+) -> list[tuple[int, Finding]]:
+    """Return findings of lines that read their own results, each a little further off than the last."""
+    begun: dict[int, tuple[Op, int]] = {}  # by op: the first that leads to it, and how many
+    worst: dict[Place, tuple[int, Finding]] = {}
+    for op in ancestors:
+        own = (begun[x] for x in op.parents if x in begun and shadow.ops[x].place == op.place)
+        first, times = max(own, key=lambda each: each[1], default=(op, 0))
+        begun[op.number] = first, times + 1
+        is_off = op.error > max(FAR, WORSE * first.error) and op.phase == "forward"
+        if times >= MANY and is_off and op.gives in LOW_PRECISION:
+            what = (
+                f"{times + 1} results of this line, each made from the one before, add up what "
+                f"{dtype_name(op.gives)} rounds away: the last is {op.error:.0%} off"
+            )
+            todo = advice.keep_wide(op.place, shadow.properties)
+            one = replace(_finding(op, "rounding", what, todo), reached=reached)
+            worst[op.place] = op.number, one
+    return list(worst.values())
 
 
 def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
