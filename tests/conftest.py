@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+os.environ["OMP_NUM_THREADS"] = "1"  # also of programs that tests start: their tensors are too small
+
 import hypothesis  # noqa: F401  # which finds no referrers among what is frozen below
 import pytest
 import torch
@@ -30,8 +32,6 @@ if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which wa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch._inductor.cudagraph_trees
-
-torch.set_num_threads(1)  # the tests' tensors are too small for more
 
 if INTERPRETED:
     from triton.runtime import interpreter

@@ -27,7 +27,6 @@ class Server:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.processes"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # the programs' tensors are too small for more
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -93,7 +93,6 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 KILLS = int(os.environ.get("AMP_KILLS", "1"))
 """`AMP_KILLS=20 pytest -m slow tests/test_examples.py -k kill` kills more runs, and each that often."""
 SEED = os.environ.get("AMP_KILLS_SEED") or str(random.randrange(1_000_000))
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # the tensors are too small for more
 
 
 def wait_until(happens: Callable[[], object], process: subprocess.Popen[Any]) -> bool:
@@ -167,7 +166,6 @@ def test_char_gpt_killed_and_resumed_is_the_run_that_went_through(level: str, tm
     def run() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, str(EXAMPLES / "char_gpt.py"), *arguments("killed")],
-            env=ENVIRONMENT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -215,7 +213,6 @@ def torchrun(
             *("--sample", "1", "--width", "32", "--save-every", "3", "--steps", str(steps)),
             *map(str, arguments),
         ],
-        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

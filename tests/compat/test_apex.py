@@ -74,7 +74,7 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
         [*torchrun, *logs, *options],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert finished.returncode == 0, finished.stderr

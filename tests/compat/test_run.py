@@ -62,7 +62,7 @@ for number, command in enumerate(json.loads(sys.argv[1])):
 def check_they_are_python(folder: Path, commands: list[list[str]]) -> None:
     """Run each by `python` and by `python -m amp run`, and compare what can be seen of them."""
     (folder / "stdin").write_text("lines\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     runs = json.dumps([["run", *command] for command in commands])
     python = functools.partial(
         subprocess.run, text=True, capture_output=True, cwd=folder, env=environment, check=False

@@ -94,7 +94,7 @@ class World:
         theirs = [[read, write] for (read, _), (_, write) in zip(tasks, answers, strict=True)]
         self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.world", self.backend, json.dumps(theirs)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             pass_fds=[*chain.from_iterable(theirs)],
             start_new_session=True,
