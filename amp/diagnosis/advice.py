@@ -15,6 +15,14 @@ from amp.diagnosis.places import Place
 from amp.profiles.properties import Properties
 
 SMALLER = "Make its inputs smaller, as by subtracting their maximum: FP32 does not hold it either."
+ANOTHER_WAY = (
+    "Compute it in another way, as by log_softmax or logsigmoid: FP32 loses it too. A constant has to\n"
+    "be larger, as in clamp(1e-6, 1 - 1e-6)."
+)
+EARLIER = (
+    "An earlier step has ruined it: look at the steps before, as by reamp doctor --at 1,2,3. Running\n"
+    "statistics belong in float32, and .half() and .bfloat16() cast them too."
+)
 KEEP_AVERAGES = "Keep averages in float32: average.lerp_(weight.float(), 1 - decay)."
 LESS_NOISE = (
     "Late in a training compute outputs in 16 bits: amp.get_session().set_fp4_forward('high'), or\n"

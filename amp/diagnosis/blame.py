@@ -18,16 +18,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis.memories import Value, results_from
-from amp.diagnosis.records import Op
+from amp.diagnosis.records import MOVES, Op
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import CANNOT_RUN, difference, has_twin
 
 LONGEST = 64
 """How many ops a walk passes at most."""
-_MOVES = {
-    *("index", "gather", "cat", "stack", "clone", "index_select", "constant_pad_nd", "roll", "repeat"),
-}
-"""Ops that compute nothing: what their results have lost was lost before."""
 _SUBTRACTIONS = {"sub", "sub_", "rsub", "add", "add_", "sum", "mean", "addcmul", "var", "cumsum"}
 
 
@@ -66,7 +62,7 @@ def lost_before(shadow: Shadow, op: Op, known: Iterable[Loss] = ()) -> Loss | No
         if guilty is None:
             return None
         made = shadow.ops.get(guilty.made)
-        is_moved = made is not None and made.args is not None and made.aten in _MOVES
+        is_moved = made is not None and made.args is not None and made.aten in MOVES
         if not is_moved and walk.ruins(guilty, guilty.rounded):
             return walk.earliest(guilty, at)
         if made is None or made.args is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -154,7 +154,9 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
     assert op.gives is not None
     value, limit = op.value, torch.finfo(op.gives).max
     ends, scale = f"{dtype_name(op.gives)} ends at {_number(limit)}", op.loss_scale
-    if op.phase == "backward" and value is not None and value / scale <= limit < value:
+    inputs = shadow.ancestors(op.parents) if op.phase == "backward" else []
+    is_scaled = any(x.phase == "backward" for x in inputs)
+    if is_scaled and value is not None and value / scale <= limit < value:
         alike = [x for x in shadow.ops.values() if x.phase == "backward" and x.gives is op.gives]
         worst = max([value, *(x.largest for x in alike if math.isfinite(x.largest))])
         most = 2.0 ** math.floor(math.log2(limit * scale / worst))
@@ -167,12 +169,14 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
             f"has to be at most {exact(most)}.",
         )
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
+    if value is not None and not math.isfinite(value):
+        shown = "is not finite, and is with inputs that were never rounded"
     subject = f"{op.argument} was cast, and the result" if op.argument else "the result"
     if op.gives is not torch.float16 or (value is not None and value > torch.finfo(torch.float32).max):
         todo = advice.SMALLER
     else:
         todo = advice.keep_wide(op.place, shadow.properties, op.gives)
-    if op.phase == "backward":
+    if is_scaled:
         todo = f"Make the loss smaller: a mean instead of a sum. Or:\n{todo}"
     return _finding(op, "range", f"{subject} {shown}; {ends}", todo)
 
@@ -184,11 +188,12 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
     at = loss.taken if made is None or (loss.cause == "cancellation" and is_inside) else made
     shows = f"; it shows at {_where(op.place)}" if at.place != op.place else ""
     what = f"{_became(loss.before, loss.after)} in {dtype_name(real)}{_THEN[loss.cause]}{shows}"
-    is_tiny = loss.cause == "underflow" and abs(loss.before) < LEAST
+    in_float32 = torch.tensor(loss.before, dtype=torch.float64).float().item()
+    is_lost_too = in_float32 == loss.after or abs(in_float32) < LEAST
     if argument := _ARGUMENT.match(at.argument):
         todo = f"Leave {at.argument} alone:\n{_excepting(shadow, argument[1])}"
-    elif real not in LOW_PRECISION or is_tiny:
-        todo = "Compute it in another way, as by log_softmax or logsigmoid: FP32 loses it too."
+    elif real not in LOW_PRECISION or is_lost_too:
+        todo = advice.ANOTHER_WAY
     else:  # a subtraction in float32 finds no digits that its input has lost
         lost_at = made if made is not None and made.place.file else at
         todo = advice.keep_wide(lost_at.place, shadow.properties)
@@ -243,21 +248,22 @@ def _added_up(
     shadow: Shadow, ancestors: Iterable[Op], reached: tuple[str, ...]
 ) -> list[tuple[int, Finding]]:
     """Return findings of lines that read their own results, each a little further off than the last."""
-    begun: dict[int, tuple[Op, int]] = {}  # by op: the first that leads to it, and how many
-    worst: dict[Place, tuple[int, Finding]] = {}
+    begun: dict[int, tuple[Op, Counter[str]]] = {}  # by op: the first that leads to it, and how many
+    worst: dict[tuple[str, str, int], tuple[int, Finding]] = {}
     for op in ancestors:
-        own = (begun[x] for x in op.parents if x in begun and shadow.ops[x].place == op.place)
-        first, times = max(own, key=lambda each: each[1], default=(op, 0))
-        begun[op.number] = first, times + 1
+        own = [begun[x] for x in op.parents if x in begun and shadow.ops[x].place[1:] == op.place[1:]]
+        first, before = max(own, key=lambda each: each[1].total(), default=(op, Counter[str]()))
+        begun[op.number] = first, before + Counter([op.aten])
+        times = before[op.aten] + 1
         is_off = op.error > max(FAR, WORSE * first.error) and op.phase == "forward"
-        if times >= MANY and is_off and op.gives in LOW_PRECISION:
+        if times > MANY and is_off and op.gives in LOW_PRECISION:
             what = (
-                f"{times + 1} results of this line, each made from the one before, add up what "
+                f"{times} results of this line, each made from the one before, add up what "
                 f"{dtype_name(op.gives)} rounds away: the last is {op.error:.0%} off"
             )
             todo = advice.keep_wide(op.place, shadow.properties)
             one = replace(_finding(op, "rounding", what, todo), reached=reached)
-            worst[op.place] = op.number, one
+            worst[op.place[1:]] = op.number, one
     return list(worst.values())
 
 
@@ -317,6 +323,8 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
     if owned.kind == "weight":
         todo = "It was ruined before this step: go back to a checkpoint, and diagnose the step that "
         todo += "ruins it."
+    elif shadow.properties is None:
+        todo = advice.EARLIER
     else:
         todo = "If a forward has ruined it whose step was skipped, protect_buffers: true keeps it."
     return _finding(op, "weights", f"the {owned.kind} {owned.name} is not finite{at}", todo)

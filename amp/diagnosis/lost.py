@@ -15,6 +15,8 @@ from amp.diagnosis.records import Op, Owned
 from amp.diagnosis.twins import floats_in, largest
 from amp.dtypes import LOW_PRECISION
 
+FAR = 0.2
+"""How far off a count is named: most uses bear less."""
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 
@@ -38,10 +40,10 @@ class LostScalar(NamedTuple):
 
 
 class LossyCast(NamedTuple):
-    """A cast that rounded integers, or made -inf of a finite number.
+    """A cast or a count that rounded integers, or a cast that made -inf of a finite number.
 
     Attributes:
-        op: the cast, or the range.
+        op: the cast, the range, or what made the integers.
         argument: the name of the model's argument, or an empty text.
         largest: the largest magnitude.
         before: a number that was changed.
@@ -136,3 +138,19 @@ class Lost:
             if bool(changed.any()):
                 numbers = most, x[changed][-1].item(), y[changed][-1].item()
                 self.casts.append(LossyCast(op, name, *numbers))
+
+    def note_integers(self, made: Op, value: Value, y: Any) -> None:
+        """Note integers that a tensor of integers takes from numbers which were rounded before."""
+        if isinstance(y, Tensor) and not (y.dtype is torch.bool or y.is_floating_point() or y.is_meta):
+            x = value.exact
+            self._note_changed(made, x, value.real, (x == x.round()) & (x.to(y.dtype) != y))
+
+    def note_count(self, op: Op, y: Tensor, x: Tensor) -> None:
+        """Note whole numbers that are far off, as of ones that were added up in 16 bits."""
+        if y.dtype in LOW_PRECISION and bool((x == x.round()).all()):
+            self._note_changed(op, x, y, (y.to(x.dtype) - x).abs() > FAR * x.abs())
+
+    def _note_changed(self, op: Op, x: Tensor, y: Tensor, changed: Tensor) -> None:
+        if op.gives is not None and bool((changed & y.isfinite()).any()):
+            before, after = x[changed][-1].item(), y[changed][-1].item()
+            self.casts.append(LossyCast(op, "", largest(x), before, after))

@@ -18,6 +18,12 @@ CONSTANTS = {
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """Ops whose results have uninitialized memory."""
 CASTS = frozenset(["_to_copy", "copy_", "to"])
+MOVES = {
+    *("index", "gather", "cat", "stack", "clone", "index_select", "constant_pad_nd", "roll", "repeat"),
+}
+"""Ops that compute nothing: what their results have lost was lost before."""
+COUNTS = {"index_add", "index_add_", "index_put", "index_put_", "scatter_add", "scatter_add_", "cumsum"}
+"""Ops that may add up many ones."""
 
 
 class Owned(NamedTuple):

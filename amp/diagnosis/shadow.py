@@ -33,7 +33,7 @@ from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
 from amp.diagnosis.memories import Memories, Value, largest_from_inputs
 from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
-from amp.diagnosis.records import CASTS, UNWRITTEN, Op, Owned, Source
+from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source
 from amp.diagnosis.twins import (
     difference,
     floats_in,
@@ -264,6 +264,12 @@ class Shadow(Observer):
             op.largest = max(map(largest, exact), default=0.0)
             self._note_bad(op, values, outputs)
         self._note_lost(op, values, outputs, written)
+        if op.aten in CASTS and not outputs:
+            for value in values.values():
+                made = self.ops.get(value.made, op)
+                while made.aten in MOVES and made.parents:
+                    made = self.ops[made.parents[0]]
+                self.lost.note_integers(made, value, result)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
             self.gradients.note_unscale(args[0], args[2], self.ops.values())
         elif written and op.phase != "backward":
@@ -298,6 +304,8 @@ class Shadow(Observer):
                 op.argument = owned.name
             if owned.kind != "weight":
                 self.lost.note_cast(op, owned.name, outputs[0], self._memories.twin(outputs[0]))
+        if op.aten in COUNTS and outputs and op.phase == "forward":
+            self.lost.note_count(op, outputs[0], self._memories.twin(outputs[0]))
 
     def _note_bad(self, op: Op, values: dict[int, Value], outputs: list[Tensor]) -> None:
         """Note results that are inf or NaN."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -37,8 +38,11 @@ LONGEST = 8
 SEARCH = 20
 """For so many steps more a window begins again after a step that a dynamic loss scale has skipped."""
 
-_WITHOUT_GRADIENTS = {"underflow", "loss scale", "range", "absorbed range"}
-"""Findings after which gradients may be 0 or missing, so that nothing in FP32 moves."""
+FIRST, GROWTH = 2, 1000
+"""A loss grows if it becomes larger than the first of these by this factor."""
+_OF_GROWTH = {"range", "absorbed range", "loss", "weights", "mathematics"}
+"""Causes of what grows without end."""
+_RUINED = ", one of which made weights inf or NaN"
 
 
 class Watch(Looks, Observer):
@@ -65,10 +69,13 @@ class Watch(Looks, Observer):
         self._seen: list[Finding] = []
         self._still: list[Still] = []
         self._bad_loss: dict[torch.device, Tensor] = {}  # the number of the first step; 0 if none
+        self._sizes: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of the first losses, of all
+        self._backwards = 0
         self._models: list[nn.Module] = []
         self._parts: list[str] = []  # of the line that says what is watched
         self._names: dict[str, None] = {}  # the classes of the optimizers
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
+        self._is_ruined = False
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -85,7 +92,7 @@ class Watch(Looks, Observer):
         if not self._parts:
             return "no optimizer was made"
         scaler = "a GradScaler" if self.has_scaler else "no GradScaler"
-        counted = f"{self.steps} step{'s' * (self.steps != 1)}"
+        counted = f"{self.steps} step{'s' * (self.steps != 1)}" + self._is_ruined * _RUINED
         parts = [*self._parts, *self._names, scaler, counted]
         lost = self._without_twin
         return ", ".join(dict.fromkeys(parts + [f"{lost} ops could not run in FP64"] * bool(lost)))
@@ -152,12 +159,7 @@ class Watch(Looks, Observer):
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]
-        attached = self.attached
-
-        def scale() -> Any:
-            return open_scale(attached) if self.scaled_by is None else self.scaled_by
-
-        self._shadow = shadow = Shadow(prefixed(self._models), scale)
+        self._shadow = shadow = Shadow(prefixed(self._models), self._scale)
         shadow.__enter__()
         self._stepped.clear()
         self._is_empty = True
@@ -165,6 +167,9 @@ class Watch(Looks, Observer):
         for rounded, whole in self.rounded:
             shadow.known(rounded, whole)
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
+
+    def _scale(self) -> Any:
+        return open_scale(self.attached) if self.scaled_by is None else self.scaled_by
 
     def _drop(self) -> Shadow | None:
         """Close a window, and return its shadow."""
@@ -189,19 +194,45 @@ class Watch(Looks, Observer):
         buffers, others = self.looks(self._models)
         still = stands_still(self._still, bool(self.attached))
         losses = self._unseen_loss() if is_last else []
-        self.report.findings = [*losses, *buffers, *grouped(self._seen), *still, *others]
+        before, after = ([], losses) if self._seen else (losses, [])  # it may be a consequence
+        found = [*before, *buffers, *grouped(self._seen), *still, *after, *others]
+        self.report.findings = self._with_growth(found) if is_last else found
 
     def backward_begins(self, losses: list[Tensor]) -> None:
-        """Note the first loss that is not finite in a step without a shadow. The host does not wait."""
+        """Note how large losses are, and the first that is not finite in a step without a shadow.
+
+        The host does not wait.
+        """
         super().backward_begins(losses)
-        if self._shadow is not None or self.scaled_by is not None or self.attached:
-            return  # a scaled loss may overflow while a scale is searched
+        scale = self._scale()
+        self._backwards += 1
         for loss in losses:
             if loss.numel() == 1 and loss.is_floating_point():
-                none = torch.zeros((), dtype=torch.int64, device=loss.device)
-                known = self._bad_loss.get(loss.device, none)
-                is_known = (known > 0) | loss.detach().isfinite().reshape(())
-                self._bad_loss[loss.device] = torch.where(is_known, known, self.steps + 1)
+                self._note_loss(loss.detach().reshape(()), scale)
+
+    def _note_loss(self, loss: Tensor, scale: Tensor | None) -> None:
+        nothing = torch.zeros((), device=loss.device)
+        size = (loss.float() if scale is None else loss.float() / scale).abs()
+        size = torch.where(size.isfinite(), size, 0.0)
+        first, most = self._sizes.get(loss.device, (nothing, nothing))
+        first = torch.maximum(first, size) if self._backwards <= FIRST else first
+        self._sizes[loss.device] = first, torch.maximum(most, size)
+        if self._shadow is None:
+            may_overflow = scale is not None and loss.dtype is torch.float16  # as a scale is searched
+            is_bad = loss.isnan() if may_overflow else ~loss.isfinite()
+            known = self._bad_loss.get(loss.device, nothing.long())
+            self._bad_loss[loss.device] = torch.where((known > 0) | ~is_bad, known, self.steps + 1)
+
+    def _with_growth(self, findings: list[Finding]) -> list[Finding]:
+        """Return findings, of which the first that is a consequence of a growing loss says so."""
+        for first, most in ((float(first), float(most)) for first, most in self._sizes.values()):
+            at = [i for i, x in enumerate(findings) if x.cause in _OF_GROWTH]
+            if at and most > GROWTH * max(first, 1e-3):
+                one = findings[at[0]]
+                grown = f"The loss has grown from {first:.3g} to {most:.3g}: if it grows in float32 "
+                todo = f"{grown}too, take a smaller learning rate. Else:\n{one.advice}"
+                findings[at[0]] = replace(one, advice=todo)
+        return findings
 
     def _unseen_loss(self) -> list[Finding]:
         steps = [int(step) for step in self._bad_loss.values() if step > 0]
@@ -220,11 +251,10 @@ class Watch(Looks, Observer):
             self._tries -= 1
             self._due.insert(0, self.steps + 1)  # the loss scale was being searched
         if shadow.bad_weights:  # all later steps are consequences
-            self._due = []
+            self._due, self._is_ruined = [], True
         self._seen += found
-        has_gradients = all(x.cause not in _WITHOUT_GRADIENTS for x in every)
-        still = shadow.lost.still.values()
-        self._still += [x for x in still if has_gradients or x.dtype.itemsize < 4]
+        still = shadow.lost.still.values()  # of what is wide it is a consequence of other findings
+        self._still += [x for x in still if not every or x.dtype.itemsize < 4]
         self.report.ops += len(shadow.ops)
         self._without_twin += shadow.without_twin
 
