@@ -167,7 +167,8 @@ def _classified(value: Value, made: Op | None, taken: Op) -> Loss:
     exact, rounded = value.exact, value.rounded
     changed = rounded != exact
     is_gone = changed & (rounded == 0)
-    if bool(is_gone.any()):
+    is_near_another = "sub" in taken.aten and bool((changed & ~is_gone).any())  # as 0.999 near 1
+    if bool(is_gone.any()) and not is_near_another:
         cause, which = "underflow", is_gone
     elif bool((exact == exact.round())[changed].all()):
         cause, which = "cast", changed

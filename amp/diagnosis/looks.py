@@ -70,7 +70,7 @@ class Looks(Training):
 
     def backward_begins(self, losses: list[Tensor]) -> None:
         """Look at the dtype of what the backward starts from, and at autocast."""
-        for loss in losses:
+        for loss in (each.detach() for each in losses):
             if torch.is_autocast_enabled(loss.device.type):
                 what = (
                     "backward() runs inside of autocast, which casts its ops by other rules than the "
@@ -79,7 +79,7 @@ class Looks(Training):
                 self._note("order", "backward", f"{what}forward's", todo)
             is_half = loss.dtype in LOW_PRECISION and loss.numel() == 1 and not self.attached
             if is_half and math.isfinite(float(loss)):
-                x = loss.detach().abs()
+                x = loss.abs()
                 apart = torch.nextafter(x, torch.full_like(x, torch.inf)).double() - x.double()
                 what = f"backward() starts from a loss in {dtype_name(loss.dtype)}: {float(loss):.6g}"
                 todo = "Compute the loss in float32, as in loss_of(output.float(), target)."

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.diagnosis.attaching import described, models_in_memory, optimizers_of
 from amp.diagnosis.causes import findings_of, stands_still
@@ -206,10 +207,12 @@ class Watch(Looks, Observer):
         super().backward_begins(losses)
         scale = self._scale()
         self._backwards += 1
-        for loss in losses:
-            if loss.numel() == 1 and loss.is_floating_point():
-                self._note_loss(loss.detach().reshape(()), scale)
+        with _disable_current_modes():  # a shadow sees no ops of this
+            for loss in losses:
+                if loss.numel() == 1 and loss.is_floating_point():
+                    self._note_loss(loss.detach().reshape(()), scale)
 
+    @torch.no_grad()
     def _note_loss(self, loss: Tensor, scale: Tensor | None) -> None:
         nothing = torch.zeros((), device=loss.device)
         size = (loss.float() if scale is None else loss.float() / scale).abs()

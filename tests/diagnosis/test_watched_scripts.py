@@ -1,0 +1,227 @@
+"""Scripts as users write them under `amp.watch`: what it names, and where."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp
+from amp.diagnosis.findings import Finding
+from tests.diagnosis.users_scripts import X, Y, net, steps
+
+BF16 = torch.bfloat16
+
+
+def here(offset: int = 0) -> int:
+    """Return the line of the caller, or one so many lines before it."""
+    return inspect.currentframe().f_back.f_lineno - offset  # type: ignore[union-attr]
+
+
+def named(watch: Any, cause: str) -> list[Finding]:
+    return [x for x in watch.report.findings if x.cause == cause]
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+def test_a_loss_that_is_nan_under_a_gradient_scaler_is_reported(bad: int | None) -> None:
+    """A scaler skips the step, and says nothing."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), torch.amp.GradScaler("cpu")
+        for step in range(1, 6):
+            labels = torch.full_like(Y, -100) if step == bad else Y
+            with torch.autocast("cpu", torch.float16):
+                y = model(X)
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(y.float(), labels)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    said = [x.what for x in named(watch, "loss")]
+    assert said == (
+        [f"the loss of step {bad} is not finite, and this step was not looked at"] * bool(bad)
+    )
+
+
+def test_a_scaled_loss_in_float16_may_overflow_while_a_scale_is_searched() -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), torch.amp.GradScaler("cpu")
+        for _ in range(5):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(X).square().sum().half() / 10
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 65536.0
+    assert not named(watch, "loss")
+
+
+class Items(nn.Module):
+    """Reads ids from the first column of its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.head = nn.Embedding(1000, 8), nn.Linear(11, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.item(x[:, 0].long()), x[:, 1:].to(self.item.weight.dtype)], 1))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_ids_that_a_cast_rounds_before_they_become_indices(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Items()
+    x = torch.cat([torch.arange(500, 564.0)[:, None], torch.randn(64, 3)], 1)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            features = x.to(dtype)
+            cast_at = here(1)
+            F.cross_entropy(model(features).float(), Y).backward()
+    found = named(watch, "cast")
+    assert bool(found) is (dtype is BF16)
+    for one in found:
+        assert one.line == cast_at
+        assert "integers up to 563, which bfloat16 rounds" in one.what
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_cumulative_sum_whose_places_collide(dtype: torch.dtype) -> None:
+    """As the slots of a router's experts."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            slots = torch.ones(600, dtype=dtype).cumsum(0) - 1
+            summed_at = here(1)
+            kept = torch.zeros(601).index_put((slots[::2].long(),), torch.ones(300))
+            (F.cross_entropy(model(X), Y) + kept.mean()).backward()
+    assert [x.line for x in named(watch, "cast")] == ([summed_at] if dtype is BF16 else [])
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(BF16, 3000), (BF16, 200), (torch.float32, 3000)])
+def test_a_count_in_16_bits_that_stops(dtype: torch.dtype, count: int) -> None:
+    """As of the neighbours of a node: bfloat16 counts up to 256."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            ones, nodes = torch.ones(count, dtype=dtype), torch.zeros(count, dtype=torch.long)
+            counted = torch.zeros(64, dtype=dtype).index_add_(0, nodes, ones)
+            counted_at = here(1)
+            F.cross_entropy(model(X) / counted.clamp_min(1)[:, None].float(), Y).backward()
+    found = named(watch, "cast")
+    assert [x.line for x in found] == ([counted_at] if dtype is BF16 and count > 256 else [])
+    assert all("3000 became 256" in x.what for x in found)
+
+
+def test_a_loop_with_a_discount_adds_up_what_its_format_rounds_away() -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            reward, total = model(X).square().mean().bfloat16(), torch.zeros((), dtype=BF16)
+            for _ in range(400):
+                total = reward + total * 1.0
+            added_at = here(1)
+            (total.float() / 400 - 0.1).square().backward()
+    (found,) = named(watch, "rounding")
+    assert (found.op, found.line) == ("Tensor.add", added_at)
+    assert "400 results of this line" in found.what
+
+
+def test_what_float32_loses_too_is_not_to_be_computed_in_float32() -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            likely = torch.sigmoid(model(X) * 100).half().clamp(1e-8, 1 - 1e-8)
+            torch.log(1 - likely).float().mean().backward()
+    found = named(watch, "cancellation")[0]
+    assert "0.99999999 became 1 in float16" in found.what
+    assert "FP32 loses it too" in found.advice
+    assert "x.float()" not in found.advice
+
+
+class Cubed(torch.autograd.Function):
+    """Its backward has a large number that no loss scale makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.full((), 60.0, dtype=torch.float16))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (n,) = ctx.saved_tensors
+        return grad + grad / n**3
+
+
+def test_a_large_number_in_a_backward_that_the_loss_scale_does_not_make() -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.float16):
+                y = Cubed.apply(model(X))  # type: ignore[no-untyped-call]
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(y.float(), Y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.report.findings
+    assert found.cause == "absorbed range"
+    assert "216000 in FP64; float16 ends at 65504" in found.what
+    assert "scale" not in found.what
+    assert "smaller" not in found.advice
+
+
+def test_weights_in_float32_that_stand_still_by_rounded_gradients_are_no_finding() -> None:
+    """Second differences in bfloat16: gradients are wrong, and of the wrong size."""
+    torch.manual_seed(0)
+    u = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    x, h = torch.rand(128, 1), 1e-2
+    with amp.watch(at=[1, 2]) as watch:
+        optimizer = torch.optim.Adam(u.parameters(), 1e-3)
+        for _ in steps(optimizer):
+            with torch.autocast("cpu", BF16):
+                second = (u(x + h) - 2 * u(x) + u(x - h)) / h**2
+                loss = (second + u(x)).square().mean()
+            loss.backward()
+    assert named(watch, "rounding")
+    assert not named(watch, "still")
+
+
+@pytest.mark.parametrize("rate", [5.0, 1e-3])
+def test_a_loss_that_grows_is_said_beside_what_it_makes_too_large(rate: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    with amp.watch(at=[1, 20]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        for _ in steps(optimizer, 21):
+            (model(X) - 3).square().mean().backward()
+    findings = watch.report.findings
+    assert bool(findings) is (rate == 5.0)
+    if findings:
+        assert "The loss has grown from" in findings[0].advice
+        assert "take a smaller learning rate. Else:\n" in findings[0].advice
+        assert sum("has grown" in x.advice for x in findings) == 1
+        assert "made weights inf or NaN" in watch.about
+
+
+def test_statistics_that_overflow_in_float16_need_no_word_of_amp() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).half()
+    with amp.watch(at=[3]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        for _ in steps(optimizer, 4):
+            F.cross_entropy(model((X * 900).half()).float(), Y).backward()
+    found = named(watch, "weights")[0]
+    assert "1.running_var is not finite" in found.what
+    assert "--at 1,2,3" in found.advice
+    assert "protect_buffers" not in found.advice
