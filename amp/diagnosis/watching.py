@@ -221,10 +221,9 @@ class Watch(Looks, Observer):
         first = torch.maximum(first, size) if self._backwards <= FIRST else first
         self._sizes[loss.device] = first, torch.maximum(most, size)
         if self._shadow is None:
-            may_overflow = scale is not None and loss.dtype is torch.float16  # as a scale is searched
-            is_bad = loss.isnan() if may_overflow else ~loss.isfinite()
             known = self._bad_loss.get(loss.device, nothing.long())
-            self._bad_loss[loss.device] = torch.where((known > 0) | ~is_bad, known, self.steps + 1)
+            is_known = (known > 0) | loss.isfinite()
+            self._bad_loss[loss.device] = torch.where(is_known, known, self.steps + 1)
 
     def _with_growth(self, findings: list[Finding]) -> list[Finding]:
         """Return findings, of which the first that is a consequence of a growing loss says so."""

@@ -46,21 +46,6 @@ def test_a_loss_that_is_nan_under_a_gradient_scaler_is_reported(bad: int | None)
     )
 
 
-def test_a_scaled_loss_in_float16_may_overflow_while_a_scale_is_searched() -> None:
-    model = net()
-    with amp.watch(at=[1]) as watch:
-        optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), torch.amp.GradScaler("cpu")
-        for _ in range(5):
-            with torch.autocast("cpu", torch.float16):
-                loss = model(X).square().sum().half() / 10
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scaler.get_scale() < 65536.0
-    assert not named(watch, "loss")
-
-
 class Items(nn.Module):
     """Reads ids from the first column of its features."""
 
@@ -99,7 +84,8 @@ def test_a_cumulative_sum_whose_places_collide(dtype: torch.dtype) -> None:
         for _ in steps(optimizer):
             slots = torch.ones(600, dtype=dtype).cumsum(0) - 1
             summed_at = here(1)
-            kept = torch.zeros(601).index_put((slots[::2].long(),), torch.ones(300))
+            kept = slots[torch.arange(600) % 2 == 0]
+            kept = torch.zeros(601).index_put((kept.long(),), torch.ones(300))
             (F.cross_entropy(model(X), Y) + kept.mean()).backward()
     assert [x.line for x in named(watch, "cast")] == ([summed_at] if dtype is BF16 else [])
 
