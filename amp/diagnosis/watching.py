@@ -229,7 +229,7 @@ class Watch(Looks, Observer):
         """Return findings, of which the first that is a consequence of a growing loss says so."""
         for first, most in ((float(first), float(most)) for first, most in self._sizes.values()):
             at = [i for i, x in enumerate(findings) if x.cause in _OF_GROWTH]
-            if at and most > GROWTH * max(first, 1e-3):
+            if at and first > 0 and most > GROWTH * max(first, 1e-3):
                 one = findings[at[0]]
                 grown = f"The loss has grown from {first:.3g} to {most:.3g}: if it grows in float32 "
                 todo = f"{grown}too, take a smaller learning rate. Else:\n{one.advice}"
