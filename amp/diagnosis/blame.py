@@ -158,7 +158,11 @@ def _overlaid(exact: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     length = exact.untyped_storage().nbytes() // exact.element_size()
     flat = exact.as_strided((length,), (1,), 0).clone()
     for placed, numbers in parts:
-        flat.as_strided(placed.size(), placed.stride(), placed.storage_offset()).copy_(numbers)
+        view = flat.as_strided(placed.size(), placed.stride(), placed.storage_offset())
+        for dim, stride in enumerate(placed.stride()):
+            if stride == 0:  # as of an expanded tensor, whose elements lie in one place
+                view, numbers = view.narrow(dim, 0, 1), numbers.narrow(dim, 0, 1)
+        view.copy_(numbers)
     return flat.as_strided(exact.size(), exact.stride(), exact.storage_offset())
 
 

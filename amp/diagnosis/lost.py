@@ -141,8 +141,9 @@ class Lost:
 
     def note_integers(self, made: Op, value: Value, y: Any) -> None:
         """Note integers that a tensor of integers takes from numbers which were rounded before."""
-        if isinstance(y, Tensor) and not (y.dtype is torch.bool or y.is_floating_point() or y.is_meta):
-            x = value.exact
+        x = value.exact
+        is_integer = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex())
+        if is_integer and y.dtype is not torch.bool and y.shape == x.shape:
             self._note_changed(made, x, value.real, (x == x.round()) & (x.to(y.dtype) != y))
 
     def note_count(self, op: Op, y: Tensor, x: Tensor) -> None:

@@ -86,6 +86,8 @@ def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
         torch._foreach_mul_(list(args[0]), args[2].item())
         return None
     args, kwargs = tree_map(_widened, (tuple(args), kwargs))
+    if func._schema.is_mutable:  # which may write to integers, of which there are no twins
+        args, kwargs = tree_map(_unshared, (args, kwargs))
     if name in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # the third one asks for a result wider than the input
     return func(*args, **kwargs)
@@ -93,6 +95,10 @@ def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 
 def _widened(x: Any) -> Any:
     return torch.float64 if isinstance(x, torch.dtype) and x in _FLOATS else x
+
+
+def _unshared(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) and not x.is_floating_point() else x
 
 
 _NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}

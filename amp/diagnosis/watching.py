@@ -25,6 +25,7 @@ from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, grouped
 from amp.diagnosis.looks import Looks
 from amp.diagnosis.lost import Still
+from amp.diagnosis.memories import own_part
 from amp.diagnosis.places import has_modes
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
@@ -210,7 +211,7 @@ class Watch(Looks, Observer):
         with _disable_current_modes():  # a shadow sees no ops of this
             for loss in losses:
                 if loss.numel() == 1 and loss.is_floating_point():
-                    self._note_loss(loss.detach().reshape(()), scale)
+                    self._note_loss(own_part(loss.detach()).reshape(()), scale)
 
     @torch.no_grad()
     def _note_loss(self, loss: Tensor, scale: Tensor | None) -> None:

@@ -121,6 +121,33 @@ def test_a_loop_with_a_discount_adds_up_what_its_format_rounds_away() -> None:
     assert "400 results of this line" in found.what
 
 
+def test_digits_that_an_expanded_tensor_has_lost() -> None:
+    """Its elements lie in one place."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            scale = torch.tensor([[1000.3]]).bfloat16()
+            cast_at = here(1)
+            (model(X) * (scale.expand(64, 4).float() - 1000.3)).square().mean().backward()
+    (found,) = watch.report.findings
+    assert (found.cause, found.line) == ("rounding", cast_at)
+
+
+def test_integers_that_are_made_of_floating_numbers_are_the_script_s_own() -> None:
+    """The op runs again on twins, and must not write to them."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer, 1):
+            places = torch.zeros(4, 3, dtype=torch.long)
+            places[:] = torch.tensor([999.0]).bfloat16()
+            (model(X) * places.float().mean()).square().mean().backward()
+            assert places.eq(1000).all()
+    assert places.eq(1000).all()
+    assert watch.report.ops > 20
+
+
 def test_what_float32_loses_too_is_not_to_be_computed_in_float32() -> None:
     model = net()
     with amp.watch(at=[1]) as watch:
