@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis.memories import Value, results_from
-from amp.diagnosis.records import MOVES, Op
+from amp.diagnosis.records import MOVES, Op, ancestors
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import CANNOT_RUN, difference, has_twin
 
@@ -92,7 +92,7 @@ class _Walk:
     @functools.cached_property
     def _before(self) -> list[tuple[Op, set[_Version]]]:
         """The ops that the result comes from and that can run again, in order, with what they read."""
-        found = self._shadow.ancestors([self._op.number])
+        found = ancestors(self._shadow.ops, [self._op.number])
         kept = [x for x in found if x.args is not None and has_twin(x.func)]
         return [(x, set(map(_version, _inputs(x)))) for x in kept]
 

@@ -25,7 +25,7 @@ from amp.diagnosis.blame import Loss, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import CASTS, Op
+from amp.diagnosis.records import CASTS, Op, ancestors
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import has_twin
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -91,11 +91,11 @@ def _noisy(shadow: Shadow) -> Iterator[Finding]:
 def _causes(shadow: Shadow) -> list[Op]:
     """Return the ops that made the gradients inf or NaN, the earliest first."""
     starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
-    ancestors = shadow.ancestors(starts, only_bad=True)
-    roots = [op for op in ancestors if not op.bad_parents and not (op.is_constant and op.is_minus_inf)]
+    bad = ancestors(shadow.ops, starts, only_bad=True)
+    roots = [op for op in bad if not op.bad_parents and not (op.is_constant and op.is_minus_inf)]
     if any(op.is_collective for op in roots):  # it is another rank's
         return [op for op in roots if not op.is_collective]
-    return roots or [op for op in ancestors if op.has_nan][:1]
+    return roots or [op for op in bad if op.has_nan][:1]
 
 
 def _explain(shadow: Shadow, op: Op) -> Finding:
@@ -154,8 +154,8 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
     assert op.gives is not None
     value, limit = op.value, torch.finfo(op.gives).max
     ends, scale = f"{dtype_name(op.gives)} ends at {_number(limit)}", op.loss_scale
-    inputs = shadow.ancestors(op.parents) if op.phase == "backward" else []
-    is_scaled = any(x.phase == "backward" for x in inputs)
+    is_backward = op.phase == "backward"
+    is_scaled = is_backward and any(x.phase == op.phase for x in ancestors(shadow.ops, op.parents))
     if is_scaled and value is not None and value / scale <= limit < value:
         alike = [x for x in shadow.ops.values() if x.phase == "backward" and x.gives is op.gives]
         worst = max([value, *(x.largest for x in alike if math.isfinite(x.largest))])
@@ -226,8 +226,8 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     found: dict[Any, tuple[int, Finding]] = {}
     known: list[Loss] = []  # of which other ops are consequences
-    ancestors = shadow.ancestors([*ruined.values(), *losses])
-    for op in ancestors:
+    behind = ancestors(shadow.ops, [*ruined.values(), *losses])
+    for op in behind:
         before = max((shadow.ops[parent].error for parent in op.parents), default=0.0)
         if op.is_bad or op.error <= max(FAR, WORSE * before) or (is_forward and op.phase == "backward"):
             continue
@@ -241,16 +241,14 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
             one = replace(_of_loss(shadow, op, loss), reached=tuple(ruined))
             found.setdefault((one.cause, one.module, one.line), (op.number, one))
     in_half = [each for each in found.values() if each[1].gives in _HALVES]
-    return (in_half or list(found.values()) or _added_up(shadow, ancestors, tuple(ruined)))[:3]
+    return (in_half or list(found.values()) or _added_up(shadow, behind, tuple(ruined)))[:3]
 
 
-def _added_up(
-    shadow: Shadow, ancestors: Iterable[Op], reached: tuple[str, ...]
-) -> list[tuple[int, Finding]]:
+def _added_up(shadow: Shadow, ops: Iterable[Op], reached: tuple[str, ...]) -> list[tuple[int, Finding]]:
     """Return findings of lines that read their own results, each a little further off than the last."""
     begun: dict[int, tuple[Op, Counter[str]]] = {}  # by op: the first that leads to it, and how many
     worst: dict[tuple[str, str, int], tuple[int, Finding]] = {}
-    for op in ancestors:
+    for op in ops:
         own = [begun[x] for x in op.parents if x in begun and shadow.ops[x].place[1:] == op.place[1:]]
         first, before = max(own, key=lambda each: each[1].total(), default=(op, Counter[str]()))
         begun[op.number] = first, before + Counter([op.aten])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -144,3 +145,26 @@ class Op:
     def is_collective(self) -> bool:
         """Whether it is an op of torch.distributed, whose result may be another rank's."""
         return any(word in self.func.namespace for word in ("c10d", "fsdp", "symm_mem"))
+
+
+def ancestors(ops: Mapping[int, Op], numbers: Iterable[int], only_bad: bool = False) -> list[Op]:
+    """Return ops and those that their inputs come from, in the order in which they ran.
+
+    With `only_bad` those that their inputs' infs and NaNs come from.
+    """
+    seen: set[int] = set()
+    todo = list(numbers)
+    while todo:
+        number = todo.pop()
+        if number not in seen and number in ops:
+            seen.add(number)
+            todo += ops[number].bad_parents if only_bad else ops[number].parents
+    return [ops[number] for number in sorted(seen)]
+
+
+def origin(ops: Mapping[int, Op], number: int) -> Op | None:
+    """Return the op that computed what an op has made, which may only have moved it."""
+    op = ops.get(number)
+    while op is not None and op.aten in MOVES and op.parents:
+        op = ops.get(op.parents[0])
+    return op

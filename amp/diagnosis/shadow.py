@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
 from amp.diagnosis.memories import Memories, Value, largest_from_inputs
 from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
-from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source
+from amp.diagnosis.records import CASTS, COUNTS, UNWRITTEN, Op, Owned, Source, origin
 from amp.diagnosis.twins import (
     difference,
     floats_in,
@@ -133,20 +133,6 @@ class Shadow(Observer):
     def known(self, tensor: Tensor, exact: Tensor) -> None:
         """Give a tensor, which was rounded before the watch, the twin that it was rounded from."""
         self._memories.put(tensor, exact)
-
-    def ancestors(self, numbers: Iterable[int], only_bad: bool = False) -> list[Op]:
-        """Return ops and those that their inputs come from, in the order in which they ran.
-
-        With `only_bad` those that their inputs' infs and NaNs come from.
-        """
-        seen: set[int] = set()
-        todo = list(numbers)
-        while todo:
-            number = todo.pop()
-            if number not in seen and number in self.ops:
-                seen.add(number)
-                todo += self.ops[number].bad_parents if only_bad else self.ops[number].parents
-        return [self.ops[number] for number in sorted(seen)]
 
     # Called by hooks and modes.
 
@@ -266,10 +252,7 @@ class Shadow(Observer):
         self._note_lost(op, values, outputs, written)
         if op.aten in CASTS and not outputs:
             for value in values.values():
-                made = self.ops.get(value.made, op)
-                while made.aten in MOVES and made.parents:
-                    made = self.ops[made.parents[0]]
-                self.lost.note_integers(made, value, result)
+                self.lost.note_integers(origin(self.ops, value.made) or op, value, result)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
             self.gradients.note_unscale(args[0], args[2], self.ops.values())
         elif written and op.phase != "backward":
