@@ -144,7 +144,8 @@ class Lost:
         x = value.exact
         is_integer = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex())
         if is_integer and y.dtype is not torch.bool and y.shape == x.shape:
-            self._note_changed(made, x, value.real, (x == x.round()) & (x.to(y.dtype) != y))
+            is_lost = (x == x.round()) & (x != value.rounded) & (x.to(y.dtype) != y)
+            self._note_changed(made, x, value.real, is_lost)
 
     def note_count(self, op: Op, y: Tensor, x: Tensor) -> None:
         """Note whole numbers that are far off, as of ones that were added up in 16 bits."""
