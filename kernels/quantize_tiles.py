@@ -344,8 +344,8 @@ def tensor_kernel(
         tl.store(used, scale)
         tl.store(inverse, of_scale)
     # The padding is zero where the scale is NaN, too.
-    of_columns = tl.where((m + tl.arange(0, TM))[:, None] < M, scale, 0.0)
-    store_both(tile, scale, of_columns, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+    of_rows = tl.where((m + tl.arange(0, TM))[:, None] < M, scale, 0.0)
+    store_both(tile, of_rows, of_rows, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
 
 
 @jit

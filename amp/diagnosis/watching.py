@@ -44,7 +44,7 @@ FIRST, GROWTH = 2, 1000
 """A loss grows if it becomes larger than the first of these by this factor."""
 _OF_GROWTH = {"range", "absorbed range", "loss", "weights", "mathematics"}
 """Causes of what grows without end."""
-_RUINED = ", one of which made weights inf or NaN"
+_RUINED = ", weights became inf or NaN"
 
 
 class Watch(Looks, Observer):

@@ -224,7 +224,7 @@ def test_a_loss_that_grows_is_said_beside_what_it_makes_too_large(rate: float) -
         assert "The loss has grown from" in findings[0].advice
         assert "take a smaller learning rate. Else:\n" in findings[0].advice
         assert sum("has grown" in x.advice for x in findings) == 1
-        assert "made weights inf or NaN" in watch.about
+        assert "21 steps, weights became inf or NaN" in watch.about
 
 
 def test_statistics_that_overflow_in_float16_need_no_word_of_amp() -> None:
