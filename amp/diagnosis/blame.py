@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -104,7 +104,11 @@ class _Walk:
         """Return the input of an op whose own values ruin the result most, if any do."""
         if at.args is None or not has_twin(at.func):
             return None
-        harms = [(self._harm(x, x.real.to(x.exact.dtype)), x) for x in _inputs(at)]
+        return self._worst(at, lambda x: x.real.to(x.exact.dtype))
+
+    def _worst(self, at: Op, other: Callable[[Value], Tensor]) -> Value | None:
+        """Return the input of an op that ruins the result most with other values, if any does."""
+        harms = [(self._harm(x, other(x)), x) for x in _inputs(at)]
         most, worst = max(harms, key=lambda each: each[0], default=(0.0, None))
         return worst if self._is_ruin(most) else None
 
@@ -118,9 +122,8 @@ class _Walk:
             made = self._shadow.ops.get(value.made)
             if made is None or made.args is None:
                 break
-            harms = [(self._harm(x, x.rounded), x) for x in _inputs(made)]
-            most, worst = max(harms, key=lambda each: each[0], default=(0.0, None))
-            if worst is None or not self._is_ruin(most):
+            worst = self._worst(made, lambda x: x.rounded)
+            if worst is None:
                 break
             value, taken = worst, made
         return _classified(value, made, taken)
