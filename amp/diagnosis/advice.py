@@ -33,7 +33,9 @@ KEEP_MASTERS = (
     "Keep what training changes in float32: load the model in float32, and use torch.autocast; or\n"
     "amp.initialize(model, optimizer, opt_level='O5'), which keeps float32 masters."
 )
-
+WITH_MASTERS = (
+    "Keep FP32 masters: master_weights: true, as at O2 and O5. What is no weight belongs in float32."
+)
 LARGER_CHANGES = (
     "The changes are smaller than half of the last digit: take a larger learning rate or decay, or\n"
     "keep these numbers in float64."

@@ -265,6 +265,11 @@ def _added_up(shadow: Shadow, ops: Iterable[Op], reached: tuple[str, ...]) -> li
     return list(worst.values())
 
 
+def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
+    """Return what stood still, but for what is wide where findings have others as their cause."""
+    return [x for x in shadow.lost.still.values() if not findings or x.dtype.itemsize < 4]
+
+
 def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
     """Yield a finding for each line that was to change numbers, and left many of them as they were."""
     worst: dict[Any, Still] = {}  # of several steps
@@ -277,7 +282,9 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
     for (dtype, file, line), kinds in lines.items():
         same = [one for each in kinds.values() for one in each]
         names = {kind for kind, _ in kinds}
-        todo = advice.KEEP_AVERAGES if names == {"average"} else advice.KEEP_MASTERS
+        todo = advice.WITH_MASTERS if has_amp else advice.KEEP_MASTERS
+        if names == {"average"}:
+            todo = advice.KEEP_AVERAGES
         if dtype.itemsize > 2:
             todo = advice.LARGER_CHANGES
         if names == {"buffer"}:

@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from amp import distributed
-from amp.diagnosis.causes import findings_of
+from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.findings import Finding, Report, exact
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
@@ -59,6 +59,8 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
             yield report
     finally:
         found = findings_of(trace)
+        weights = [x for x in still_in(trace, found) if x.owned.kind == "weight"]
+        found += stands_still(weights, bool(attached))
         report.findings, report.ops = found, len(trace.ops)
     if found and found[0].reached:
         loose = [one.owner.properties for one in attached if not is_checked([one])]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.diagnosis.attaching import described, models_in_memory, optimizers_of
-from amp.diagnosis.causes import findings_of, stands_still
+from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, grouped
 from amp.diagnosis.looks import Looks
@@ -256,8 +256,7 @@ class Watch(Looks, Observer):
         if shadow.bad_weights:  # all later steps are consequences
             self._due, self._is_ruined = [], True
         self._seen += found
-        still = shadow.lost.still.values()  # of what is wide it is a consequence of other findings
-        self._still += [x for x in still if not every or x.dtype.itemsize < 4]
+        self._still += still_in(shadow, every)
         self.report.ops += len(shadow.ops)
         self._without_twin += shadow.without_twin
 

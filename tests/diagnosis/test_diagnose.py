@@ -440,3 +440,33 @@ def test_names_of_causes_are_stable() -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a torch.nn.Module or a list of them, and got list"):
         amp.diagnose([[nn.Linear(1, 1)]]).__enter__()  # type: ignore[list-item]
+
+
+def test_weights_that_stand_still_without_masters_are_named() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with amp.Session("O3", verbosity=0) as session:
+        model, optimizer = session.initialize(model, optimizer)
+        with amp.diagnose(model, optimizer) as report:
+            loss = model(torch.ones(4, 8)).float().sum()
+            with session.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    assert report.cause == "still"
+    assert "weight" in report.findings[0].what
+    assert "master_weights: true" in report.findings[0].advice
+
+
+@pytest.mark.parametrize(("rate", "cause"), [(1e-5, "still"), (0.5, None)])
+def test_a_step_by_hand_is_watched_too(rate: float, cause: str | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).bfloat16()
+    with amp.diagnose(model) as report:
+        model(torch.ones(4, 8).bfloat16()).float().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= rate * parameter.grad  # the line
+    assert report.cause == cause
+    source = Path(__file__).read_text().splitlines()
+    assert all(source[x.line - 1].endswith("# the line") for x in report.findings)
