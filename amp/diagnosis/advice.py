@@ -123,3 +123,12 @@ def after_unscaling(properties: Properties | None) -> str:
         "Clip gradients after the scale_loss block, over amp.master_params(optimizer); with a "
         "GradScaler after scaler.unscale_(optimizer)."
     )
+
+
+def unscaled_penalty(properties: Properties | None) -> str:
+    """Return how to compute a penalty of gradients."""
+    loss = "scaler.scale(loss)" if properties is None else "the scaled loss"
+    return (
+        f"Call torch.autograd.grad on the loss itself, and not on {loss}; or divide its results by\n"
+        "the loss scale before the penalty is computed."
+    )

@@ -24,6 +24,7 @@ from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
+from amp.diagnosis.penalties import takes_scaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op, ancestors
 from amp.diagnosis.shadow import Shadow
@@ -71,9 +72,21 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
+    if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
+        found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
     if not found:
         found += [(0, x) for x in [*_vanished(shadow), *_noisy(shadow)]]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
+
+
+def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
+    """Return the finding of a loss that is computed of scaled gradients."""
+    op = takes_scaled(shadow.ops, shadow.gradients.losses)
+    if op is None:
+        return None
+    by = exact(max(shadow.gradients.scales))
+    what = f"the loss is computed of gradients that are still scaled by {by}, as in a penalty"
+    return op.number, _finding(op, "order", what, advice.unscaled_penalty(shadow.properties))
 
 
 def _noisy(shadow: Shadow) -> Iterator[Finding]:
@@ -153,7 +166,8 @@ def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
 def _of_range(shadow: Shadow, op: Op) -> Finding:
     assert op.gives is not None
     value, limit = op.value, torch.finfo(op.gives).max
-    ends, scale = f"{dtype_name(op.gives)} ends at {_number(limit)}", op.loss_scale
+    ends = f"{dtype_name(op.gives)} ends at {_number(limit)}"
+    scale = shadow.gradients.unscaled_by if op.loss_scale == 1.0 else op.loss_scale
     is_backward = op.phase == "backward"
     is_scaled = is_backward and any(x.phase == op.phase for x in ancestors(shadow.ops, op.parents))
     if is_scaled and value is not None and value / scale <= limit < value:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amp.diagnosis.memories import Memories, own_part
 from amp.diagnosis.places import Place, is_called_by_amp
-from amp.diagnosis.records import Gradient, Op
+from amp.diagnosis.records import Gradient
 from amp.diagnosis.twins import difference, floats_in, is_finite, is_float
 
 
@@ -27,6 +27,7 @@ class Gradients:
         losses: the numbers of the ops that made the losses.
         scale: the loss scale of the last backward.
         scales: those of all backwards.
+        unscaled_by: the scale that a gradient scaler has taken away, which is not known before; or 1.
     """
 
     def __init__(self, memories: Memories, open_scale: Callable[[], Tensor | None]) -> None:
@@ -34,6 +35,7 @@ class Gradients:
         self.in_place: dict[str, Place] = {}
         self.bad_loss, self.losses = 0, list[int]()
         self.scale, self.scales = 1.0, set[float]()
+        self.unscaled_by = 1.0
         self._memories, self._open_scale = memories, open_scale
 
     @property
@@ -43,10 +45,14 @@ class Gradients:
 
     def note_loss(self, loss: Tensor) -> None:
         """Note the loss that a backward starts from."""
+        self.note_scale()
+        self.note_results(loss)
+
+    def note_scale(self) -> None:
+        """Note the loss scale of a backward that begins."""
         scale = self._open_scale()
         self.scale = 1.0 if scale is None else float(scale)
         self.scales.add(self.scale)
-        self.note_results(loss)
 
     def note_results(self, results: Any) -> None:
         """Note losses, or the results of a forward that no backward follows."""
@@ -71,15 +77,12 @@ class Gradients:
             off = difference(grad, exact)
             self.known[name] = Gradient(memory.made, False, off, size, float(gone))
 
-    def note_unscale(self, grads: Iterable[Tensor], inv_scale: Any, ops: Iterable[Op]) -> None:
-        """Note gradients that a gradient scaler unscales: they, and the ops before, were scaled."""
+    def note_unscale(self, grads: Iterable[Tensor], inv_scale: Any) -> None:
+        """Note gradients that a gradient scaler unscales."""
         if float(inv_scale) in (0.0, 1.0):
             return
-        self.scale = 1 / float(inv_scale)
+        self.scale = self.unscaled_by = 1 / float(inv_scale)
         self.scales = self.scales - {1.0} | {self.scale}
-        for op in ops:
-            if op.phase == "backward" and op.loss_scale == 1.0:
-                op.loss_scale = self.scale
         for memory in map(self._memories.__getitem__, grads):
             if memory.written is not None:
                 self.in_place.setdefault(memory.gradient, memory.written)

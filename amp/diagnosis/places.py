@@ -165,6 +165,8 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            self._shadow.gradient_begins()
         if func is Tensor.backward:
             self._shadow.backward_begins(args[0])
             gradient = kwargs.pop("gradient")  # torch passes all by their names

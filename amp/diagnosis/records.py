@@ -82,7 +82,7 @@ class Op:
         place: where it was called; for a backward op, where its forward op was called.
         phase: `forward`, `backward`, `recompute` or `step`.
         func: the op.
-        loss_scale: the loss scale of its backward; 1 in a forward.
+        loss_scale: the loss scale of its backward, as far as that was known; 1 in a forward.
         argument: if it is a level's cast of an argument of the model, the name of the argument.
         args: its arguments, with a `Value` for each floating tensor; None if they were not kept.
         kwargs: likewise.

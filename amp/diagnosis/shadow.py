@@ -173,13 +173,17 @@ class Shadow(Observer):
         """Note the tensor that a backward starts from."""
         self._unseen(self.gradients.note_loss, loss)
 
+    def gradient_begins(self) -> None:
+        """Note the loss scale of a call of `torch.autograd.grad`."""
+        self._unseen(self.gradients.note_scale)
+
     def note_output(self, output: Any) -> None:
         """Note the output of a forward that no backward follows."""
         self._unseen(self.gradients.note_results, output)
 
     def unscaling(self, grads: Sequence[Tensor], inv_scale: Tensor) -> None:
         """Note gradients that an `amp.GradScaler` unscales."""
-        self._unseen(self.gradients.note_unscale, grads, inv_scale, self.ops.values())
+        self._unseen(self.gradients.note_unscale, grads, inv_scale)
 
     def step_ends(self, attached: Any) -> None:
         """Take for exact what kernels of this library wrote, which no mode sees."""
@@ -254,7 +258,7 @@ class Shadow(Observer):
             for value in values.values():
                 self.lost.note_integers(origin(self.ops, value.made) or op, value, result)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
-            self.gradients.note_unscale(args[0], args[2], self.ops.values())
+            self.gradients.note_unscale(args[0], args[2])
         elif written and op.phase != "backward":
             self.gradients.note_write(written, op.place)
         for x in outputs:

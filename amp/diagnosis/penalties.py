@@ -1,0 +1,62 @@
+"""Finding losses that are computed of scaled gradients, such as gradient penalties.
+
+A scaled gradient has the degree 1 in the scale, its square 2, and a ratio of two gradients 0. A result
+whose degree is 1 and which is multiplied by something else counts as unscaled from there on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch.utils._pytree import tree_leaves
+
+from amp.diagnosis.memories import Value
+from amp.diagnosis.records import Op
+
+
+class _Scaled(NamedTuple):
+    """What an op makes of scaled gradients.
+
+    Attributes:
+        degree: in the scale; NaN for a sum of several.
+        taker: the first op of a forward that takes them; None in a backward.
+    """
+
+    degree: float
+    taker: Op | None
+
+
+def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int]) -> Op | None:
+    """Return the op of a forward through which a loss depends on scaled gradients, or None."""
+    scaled: dict[int, _Scaled] = {}
+    for number, op in ops.items():
+        of = [scaled[x] for x in op.parents if x in scaled]
+        if op.phase == "backward" and op.loss_scale != 1.0:
+            scaled[number] = _Scaled(1.0, None)
+        elif op.phase == "forward" and of and (degree := _degree(op, scaled)):
+            scaled[number] = _Scaled(degree, next((x.taker for x in of if x.taker), op))
+    return next((scaled[x].taker for x in losses if x in scaled and scaled[x].taker), None)
+
+
+def _degree(op: Op, scaled: Mapping[int, _Scaled]) -> float:
+    """Return the degree of the result of an op; 0 if it is unscaled."""
+    if op.args is None:  # of a list of tensors
+        return (
+            0.0 if "foreach" in op.aten else next(scaled[x].degree for x in op.parents if x in scaled)
+        )
+    given = [x for x in tree_leaves((op.args, op.kwargs)) if x is not None]
+    made = [x.made if isinstance(x, Value) else 0 for x in given]
+    degrees = [scaled[x].degree if x in scaled else 0.0 for x in made]
+    degree, name = next(filter(None, degrees), 0.0), op.aten.rstrip("_")
+    if name in ("mul", "div"):
+        total = degrees[0] + (degrees[1] if name == "mul" else -degrees[1])
+        return 0.0 if total == 1.0 else total
+    if name == "pow":
+        return degree * given[1] if isinstance(given[1], (int, float)) else math.nan
+    if name in ("add", "sub", "rsub"):
+        others = [x for x, of in zip(given[:2], degrees, strict=False) if of != degree]
+        is_shifted = any(not isinstance(x, (int, float)) or x != 0 for x in others)
+        return math.nan if is_shifted else degree
+    return {"sqrt": degree / 2, "reciprocal": -degree, "square": 2 * degree}.get(name, degree)
