@@ -19,6 +19,14 @@ ANOTHER_WAY = (
     "Compute it in another way, as by log_softmax or logsigmoid: FP32 loses it too. A constant has to\n"
     "be larger, as in clamp(1e-6, 1 - 1e-6)."
 )
+IN_ONE_CALL = {
+    ("_softmax", "log"): "torch.log_softmax",
+    ("sigmoid", "log"): "F.logsigmoid or F.binary_cross_entropy_with_logits",
+    ("exp", "log"): "torch.logsumexp or F.softplus",
+    ("exp", "sub"): "torch.expm1",
+    ("add", "log"): "torch.log1p",
+}
+"""What computes two ops in one call, of which the first loses what the second needs."""
 EARLIER = (
     "An earlier step has ruined it: look at the steps before, as by reamp doctor --at 1,2,3. Running\n"
     "statistics belong in float32, and .half() and .bfloat16() cast them too."
@@ -81,28 +89,32 @@ def keep_wide(
     at = f" at {short_path(place.file)}:{place.line}" if place.file else ""
     line = f"x.float(){at}, then .to(x.dtype) where the numbers fit"
     is_cast = place.op.rpartition(".")[2] in ("to", "float", "half", "bfloat16", "type")
+    category = _category(place.op)
+    is_cast_back = category in ("native", "half", "recurrent")
     has_range = overflowed is torch.float16
     if properties is None:
         either = ", or train in bfloat16, which has the range of float32" if has_range else ""
         level, name = "O4" if has_range else "O1", without_number(place.module)
         by_rule = f"\nWith amp: rules=[{{'module': '{name}', 'cast': 'float32'}}]" if name else ""
         by_level = f"\nWith amp: opt_level='{level}' runs such functions in float32."
-        return (
-            f"Compute it in float32: {line}; if autocast is on, in torch.autocast(..., enabled=False)"
-            f"{either}.{by_level if _runs_wide(place.op) else by_rule}"
-        )
+        if is_cast_back:
+            line = f"where autocast is on, inside of torch.autocast(..., enabled=False), {line}"
+        by_amp = by_level if category == "float" else by_rule
+        return f"Compute it in float32: {line}{either}.{by_amp}"
     rule, level = rule_for(place.module), with_range(properties)
     keep = f"Keep it in FP32:\nrules: [{rule}]\nor compute" if rule else "Compute"
     if is_cast and has_range and level:
         return f"Make the numbers smaller, or take {level}: bfloat16 has the range of FP32."
+    if is_cast_back and properties.patch_torch_functions:
+        line = f"amp.disable_casts() and {line}"
     either = f"\nor take {level}: bfloat16 has the range of FP32" if has_range and level else ""
     return f"{keep} it with {line}{either}."
 
 
-def _runs_wide(op: str) -> bool:
-    """Whether levels that cast by op run a function in FP32."""
+def _category(op: str) -> str | None:
+    """Return how levels that cast by op, and torch.autocast, treat a function; None leaves it alone."""
     name = f"torch.{op}" if op.startswith("Tensor.") else op
-    return any(x.op == name and x.category == "float" for x in load_policy(torch.float16).rules)
+    return next((x.category for x in load_policy(torch.float16).rules if x.op == name), None)
 
 
 def scale_loss(properties: Properties | None) -> str:

@@ -41,6 +41,8 @@ SOME, MOSTLY = 0.3, 0.5
 FAR, WORSE, OFF = 0.05, 10, 0.2
 """A result is far off above the first, if its inputs were off by a tenth of it at most; it matters if
 it reaches a gradient that is off by more than the last."""
+PASSED = 3
+"""So many ops may be between two that one function computes."""
 MANY = 16
 """So many results of a line, each made from the one before, may add up what they round away."""
 VANISHING = 1e-3
@@ -124,7 +126,7 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
         what = f"the result has {'a NaN' if op.has_nan else 'an inf'}, and the op cannot run in FP64"
         return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
     if op.rows_of_minus_inf or is_nan_of_inf or op.is_bad_exactly:
-        return _of_mathematics(op)
+        return _of_mathematics(shadow, op)
     if op.value is None or not torch.finfo(op.gives).max < op.value < math.inf:
         loss = lost_before(shadow, op)
         small = [x for x in shadow.lost.scalars if not x.is_large]
@@ -136,7 +138,19 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
     return _of_range(shadow, op)
 
 
-def _of_mathematics(op: Op) -> Finding:
+def _in_one_call(shadow: Shadow, op: Op) -> str:
+    """Return the function that computes an op together with one shortly before it, or an empty text."""
+    numbers: Iterable[int] = op.parents
+    for _ in range(PASSED):
+        before = [shadow.ops[x] for x in numbers if x in shadow.ops]
+        for each in before:
+            if function := advice.IN_ONE_CALL.get((each.aten, op.aten.rstrip("_"))):
+                return f"Take {function}, which rounds nothing on the way."
+        numbers = [x for each in before for x in each.parents]
+    return ""
+
+
+def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
     unmask = "Do not mask whole rows, or set these rows to 0 afterwards"
     if op.rows_of_minus_inf:
         what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision"
@@ -150,6 +164,8 @@ def _of_mathematics(op: Op) -> Finding:
             "Look at the numbers that go in: a logarithm of 0, a division by 0, a root or power where "
             "the gradient is infinite. No precision cures it."
         )
+    if one_call := _in_one_call(shadow, op):
+        todo = f"{one_call} Or:\n{todo}"
     return _finding(op, "mathematics", what, todo)
 
 
@@ -211,6 +227,8 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
     else:  # a subtraction in float32 finds no digits that its input has lost
         lost_at = made if made is not None and made.place.file else at
         todo = advice.keep_wide(lost_at.place, shadow.properties)
+    if one_call := _in_one_call(shadow, op):
+        todo = f"{one_call} Or:\n{todo}"
     return replace(_finding(at, loss.cause, what, todo), value=loss.before)
 
 

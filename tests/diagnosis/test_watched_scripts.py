@@ -238,3 +238,60 @@ def test_statistics_that_overflow_in_float16_need_no_word_of_amp() -> None:
     assert "1.running_var is not finite" in found.what
     assert "--at 1,2,3" in found.advice
     assert "protect_buffers" not in found.advice
+
+
+@pytest.mark.parametrize("op", [torch.matmul, torch.mul], ids=lambda op: op.__name__)
+def test_only_of_what_autocast_casts_back_the_cure_leaves_autocast(op: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        with torch.autocast("cpu", torch.float16):
+            y = model(100 * torch.ones(16, 16))
+            z = op(5 * y, 5 * y)
+        z.float().mean().backward()
+        optimizer.step()
+    (found,) = named(watch, "range")
+    assert found.op.endswith(op.__name__)
+    assert ("enabled=False" in found.advice) == (op is torch.matmul)
+
+
+@pytest.mark.parametrize("op", [torch.matmul, torch.mul], ids=lambda op: op.__name__)
+def test_only_of_what_o1_casts_the_cure_disables_casts(op: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with amp.Session("O1", verbosity=0, loss_scale=1.0) as session:
+        model, optimizer = session.initialize(model, optimizer)
+        with amp.diagnose(model, optimizer) as report:
+            y = model(100 * torch.ones(16, 16))
+            z = op(5 * y.half(), 5 * y.half())
+            with session.scale_loss(z.float().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+    found = report.findings[0]
+    assert found.cause == "range"
+    assert found.op.endswith(op.__name__)
+    assert ("disable_casts" in found.advice) == (op is torch.matmul)
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (lambda y: torch.softmax(200 * y, -1)[:, 0].log(), "log_softmax"),
+        (lambda y: (1 - torch.sigmoid(100 * y)).log(), "logsigmoid"),
+        (lambda y: (1e-4 * y).exp() - 1, "expm1"),
+        (lambda y: (1 + 1e-4 * y.abs()).log(), "log1p"),
+        (lambda y: (1e-4 * y).float().exp() - 1, None),
+    ],
+    ids=["softmax", "sigmoid", "exp", "log", "float32"],
+)
+def test_what_one_call_computes_is_advised(of: Any, said: str | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8).bfloat16()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        y = model(4 * torch.randn(32, 16).bfloat16())
+        of(y).float().abs().mean().backward()
+        optimizer.step()
+    advice = [x.advice for x in watch.report.findings if x.cause not in ("still", "loss dtype")]
+    assert [said in x for x in advice[:1]] == ([True] if said else [])
