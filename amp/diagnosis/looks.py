@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,21 +21,41 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.training.attachment import AttachedOptimizer
 
 
+@dataclass(eq=False)
+class Rounded:
+    """A buffer that a cast has rounded.
+
+    Attributes:
+        module: its module.
+        name: its name there.
+        tensor: the buffer, as it is after the cast.
+        exact: what it was before.
+        version: how often torch had counted a write to it then.
+        finding: what is said of it.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    tensor: Tensor
+    exact: Tensor
+    version: int
+    finding: Finding
+
+
 class Looks(Training):
     """Follows a training, and notes what can be seen without a shadow.
 
     Attributes:
         has_scaler: whether the script has a gradient scaler of torch's.
         scaled_by: the scale that a gradient scaler has given the gradients, which they still have.
-        rounded: tensors that a cast has rounded, each with what it was before.
+        rounded: buffers that a cast has rounded.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.has_scaler = self._is_half = False
         self.scaled_by: Tensor | None = None
-        self.rounded: list[tuple[Tensor, Tensor]] = []
-        self._buffers: list[tuple[weakref.ref[nn.Module], str, Finding]] = []
+        self.rounded: list[Rounded] = []
         self._noted: dict[tuple[str, str], Finding] = {}  # by cause and advice
         self._not_updated: set[int] = set()  # the ids of optimizers that a scaler has stepped
 
@@ -48,12 +68,13 @@ class Looks(Training):
         """Return what was seen of the buffers of models, and all else."""
         paths = {id(each): name for model in models for name, each in model.named_modules()}
         buffers = [
-            replace(found, module=paths[id(module)])
-            for holder, buffer, found in self._buffers
-            if (module := holder()) is not None
+            replace(one.finding, module=paths[id(module)])
+            for one in self.rounded
+            if (module := one.module()) is not None
             and id(module) in paths
-            # The script may have set it anew after the cast.
-            and getattr(module._buffers.get(buffer), "dtype", None) in LOW_PRECISION
+            # If the script has set it anew, or writes to it, its first numbers do not matter.
+            and module._buffers.get(one.name) is one.tensor
+            and one.tensor._version == one.version
         ]
         return buffers, sorted(self._noted.values(), key=lambda x: x.phase)
 
@@ -131,16 +152,21 @@ class Looks(Training):
         """Look for buffers that a cast has rounded."""
         for name, old in before.items():
             new = module._buffers.get(name)
-            if new is None or new.dtype not in LOW_PRECISION or old.dtype.itemsize <= 2:
+            if new is None or new.dtype not in LOW_PRECISION:
+                continue
+            for one in self.rounded:
+                if one.tensor is old:  # it has moved to another device
+                    one.tensor, one.exact, one.version = new, one.exact.to(new.device), new._version
+            if old.dtype.itemsize <= 2:
                 continue
             there = old.to(new.device)
             off = (new.to(old.dtype) - there).abs()
             if bool(off.any()):
-                self.rounded.append((new, there))
                 most = float((off / there.abs().clamp_min(torch.finfo(torch.float32).tiny)).max())
                 what = f"a cast to {dtype_name(new.dtype)} has rounded the buffer '{name}' of "
                 what += f"{type(module).__name__}, by up to {most:.2%}"
                 todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in "
                 file, line = user_line(in_packages=False)
                 found = Finding("buffer", what, f"{todo}the forward.", file=file, line=line)
-                self._buffers.append((weakref.ref(module), name, found))
+                one = Rounded(weakref.ref(module), name, new, there, new._version, found)
+                self.rounded.append(one)

@@ -166,8 +166,8 @@ class Watch(Looks, Observer):
         self._stepped.clear()
         self._is_empty = True
         self._name_states(shadow, others)
-        for rounded, whole in self.rounded:
-            shadow.known(rounded, whole)
+        for rounded in self.rounded:
+            shadow.known(rounded.tensor, rounded.exact)
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
 
     def _scale(self) -> Any:

@@ -443,19 +443,24 @@ def test_of_two_roundings_before_a_difference_of_0_the_larger_one_is_named() -> 
     assert f"test_watch.py:{lost_at}," in found[0].advice
 
 
-@pytest.mark.parametrize("is_set_again", [False, True])
-def test_a_buffer_that_was_set_again_after_a_cast_is_right(is_set_again: bool) -> None:
+@pytest.mark.parametrize("then", ["nothing", "moved", "set again", "written"])
+def test_a_buffer_that_a_cast_has_rounded_matters_as_long_as_it_is_as_it_was(then: str) -> None:
     with amp.watch(at=[1]) as watch:
         model = nn.Sequential(nn.Linear(16, 4))
         model.register_buffer("frequency", torch.linspace(0, 1, 7))
         frequency = model.frequency
         model.bfloat16()
-        if is_set_again:
+        if then == "moved":
+            model._apply(torch.clone)  # as .to of another device
+        if then == "set again":
             model.frequency = frequency
         optimizer = torch.optim.SGD(model.parameters(), 10.0)
         for _ in steps(optimizer):
             F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
-    assert ("buffer" in [x.cause for x in watch.report.findings]) is not is_set_again
+            if then == "written":
+                model.frequency.fill_(1.0)
+    is_found = "buffer" in [x.cause for x in watch.report.findings]
+    assert is_found == (then in ("nothing", "moved"))
 
 
 @pytest.mark.parametrize("bad", [0, 2, 3])
