@@ -17,7 +17,15 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from amp.casting.cast_hooks import CastInputs, CastOutput, ModelInputs, check_names, matches
+from amp.casting.cast_hooks import (
+    CastInputs,
+    CastOutput,
+    ModelInputs,
+    can_ruin,
+    check_names,
+    matches,
+    ruined_by_cast,
+)
 from amp.casting.hints import ModelOutput
 from amp.casting.module_rules import ruled_modules
 from amp.casting.scripting import NotScriptable
@@ -153,7 +161,9 @@ class CastModel(Strategy):
                     "before amp.initialize."
                 )
 
-        ShardPolicies(model, self.properties, dtypes_to_be(model, self.properties))
+        dtypes = dtypes_to_be(model, self.properties)
+        ShardPolicies(model, self.properties, dtypes)
+        _warn_of_buffers(model, dtypes)
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Cast the parameters, buffers and gradients of the model in place, and register hooks.
@@ -227,6 +237,21 @@ class CastModel(Strategy):
                     yield module.register_forward_hook(CastOutput(ruled.get(layer, dtype)))
         if outputs is not None:
             yield model.register_forward_hook(ModelOutput(outputs), prepend=True, always_call=True)
+
+
+def _warn_of_buffers(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """Warn of buffers whose integers or masks a cast ruins. The host waits for the device."""
+    for name, buffer in model.named_buffers():
+        dtype = dtypes.get(buffer, buffer.dtype)
+        if is_sharded(buffer) or not can_ruin(buffer, dtype):
+            continue
+        if found := ruined_by_cast(buffer, dtype):
+            module = name.rpartition(".")[0]
+            rule = f", or keep its module in FP32: rules: [{{module: {module}, cast: float32}}]"
+            warn(
+                f"the buffer '{name}' is cast to {dtype_name(dtype)}, and holds {found}. Hold integers "
+                f"as torch.long and masks as bools{rule if module else ''}"
+            )
 
 
 def _cast_back(reference: weakref.ref[nn.Module], had: Mapping[str, torch.dtype]) -> None:

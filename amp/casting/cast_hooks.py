@@ -109,32 +109,44 @@ class ModelInputs(CastInputs):
         # Under vmap or jacrev it has no values to look at, and torch.jit.trace would record the look.
         if is_functorch_wrapped_tensor(x) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
-        is_wide = x.dtype in (torch.float32, torch.float64) and x.layout is torch.strided
-        if is_wide and self.dtype in EXACT_INTEGERS and x.numel() and not x.is_meta:
+        if can_ruin(x, self.dtype):
             seen.add(x.shape)
             if name not in self._warned:
                 self._warn_if_changed(name, x)
 
-    @without_grad
     def _warn_if_changed(self, name: str, x: Tensor) -> None:
-        limit, dtype = EXACT_INTEGERS[self.dtype], dtype_name(self.dtype)
-        found = ""
-        with _disable_current_modes():  # modes that watch the model should not see these ops
-            cast = x.to(self.dtype)
-            low, largest = float(x.amin()), float(x.abs().amax())
-            if -torch.inf < low < -torch.finfo(self.dtype).max:
-                found = f"{low:g}, which becomes -inf: a row that is masked entirely gives NaN"
-            elif limit < largest <= EXACT_IN_FP32 and bool(
-                (x == x.round()).all() and (x != cast).any()
-            ):
-                found = f"integers up to {largest:g}, and {dtype} rounds those above {limit}"
-        if found:
+        if found := ruined_by_cast(x, self.dtype):
             self._warned.add(name)
+            dtype = dtype_name(self.dtype)
             warn(
                 f"the argument '{name}' of the model is cast to {dtype}, and holds {found}. Give "
                 "integers as torch.long and masks as bools, or leave the argument alone: "
                 f"{properties.excepting([name], self.which)} in a profile"
             )
+
+
+def can_ruin(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast of a tensor may ruin integers or masks, as far as is known without its values."""
+    is_wide = x.dtype in (torch.float32, torch.float64) and x.layout is torch.strided
+    return is_wide and dtype in EXACT_INTEGERS and x.numel() > 0 and not x.is_meta
+
+
+@without_grad
+def ruined_by_cast(x: Tensor, dtype: torch.dtype) -> str:
+    """Return which integers or masks a cast ruins, as part of a sentence; or an empty text.
+
+    The host waits for the device.
+    """
+    limit = EXACT_INTEGERS[dtype]
+    with _disable_current_modes():  # modes that watch the model should not see these ops
+        cast = x.to(dtype)
+        low, largest = float(x.amin()), float(x.abs().amax())
+        if -torch.inf < low < -torch.finfo(dtype).max:
+            return f"{low:g}, which becomes -inf: a row that is masked entirely gives NaN"
+        is_large = limit < largest <= EXACT_IN_FP32
+        if is_large and bool((x == x.round()).all() and (x != cast).any()):
+            return f"integers up to {largest:g}, and {dtype_name(dtype)} rounds those above {limit}"
+    return ""
 
 
 def matches(which: properties.CastInputs, name: str) -> bool:

@@ -57,7 +57,7 @@ def keep_buffers(names: Iterable[str], has_amp: bool) -> str:
     rules = dict.fromkeys(filter(None, [rule_for(name.rpartition(".")[0]) for name in names]))
     if not rules:
         return "Put it into a module of its own, which a rule can keep in FP32."
-    return f"Keep it in FP32, which masters do for weights alone:\nrules: [{', '.join(rules)}]"
+    return f"Keep its module in FP32, since masters are of weights alone:\nrules: [{', '.join(rules)}]"
 
 
 def properties_of(models: Iterable[nn.Module]) -> Properties | None:

@@ -128,9 +128,9 @@ class Training:
         return original(tensors, *args, **kwargs)
 
     def _apply(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = {name: buffer for name, buffer in module._buffers.items() if is_float(buffer)}
+        before = floating_buffers(module)
         result = original(module, *args, **kwargs)
-        self.module_cast(module, before)  # type: ignore[arg-type]
+        self.module_cast(module, before)
         return result
 
     def _scaler_call(self, name: str, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +155,11 @@ def replace_in(stack: ExitStack, holder: Any, name: str, function: Callable[...,
 
     setattr(holder, name, call)
     stack.callback(setattr, holder, name, original)
+
+
+def floating_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own floating buffers."""
+    return {name: x for name, x in module._buffers.items() if x is not None and is_float(x)}
 
 
 _CANNOT = {

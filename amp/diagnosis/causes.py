@@ -220,7 +220,11 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
     what = f"{_became(loss.before, loss.after)} in {dtype_name(real)}{_THEN[loss.cause]}{shows}"
     in_float32 = torch.tensor(loss.before, dtype=torch.float64).float().item()
     is_lost_too = in_float32 == loss.after or abs(in_float32) < LEAST
-    if argument := _ARGUMENT.match(at.argument):
+    owned = loss.value.memory.owned
+    if made is None and owned.kind == "buffer":
+        what = f"the buffer {owned.name} was cast, and {what}"
+        todo = advice.keep_buffers([owned.name], shadow.properties is not None)
+    elif argument := _ARGUMENT.match(at.argument):
         todo = f"Leave {at.argument} alone:\n{_excepting(shadow, argument[1])}"
     elif real not in LOW_PRECISION or is_lost_too:
         todo = advice.ANOTHER_WAY
@@ -350,6 +354,8 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
         dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max
         what = f"the {owned.kind} {owned.name} is {_number(source.value)} in FP32"
         todo = advice.keep_wide(op.place, shadow.properties, op.takes[0])
+        if owned.kind == "buffer":
+            todo = advice.keep_buffers([owned.name], shadow.properties is not None)
         found = _finding(op, "range", f"{what}; {dtype} ends at {limit:g}", todo)
         return replace(found, value=source.value)
     if owned.kind not in ("weight", "buffer"):

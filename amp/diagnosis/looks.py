@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training
 from amp.diagnosis.findings import Finding, exact
@@ -31,7 +32,7 @@ class Rounded:
         tensor: the buffer, as it is after the cast.
         exact: what it was before.
         version: how often torch had counted a write to it then.
-        finding: what is said of it.
+        finding: what is said of it; None if nothing is said before it does harm.
     """
 
     module: weakref.ref[nn.Module]
@@ -39,7 +40,14 @@ class Rounded:
     tensor: Tensor
     exact: Tensor
     version: int
-    finding: Finding
+    finding: Finding | None
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the script has neither set it anew nor written to it: only then its loss matters."""
+        module = self.module()
+        is_there = module is not None and module._buffers.get(self.name) is self.tensor
+        return is_there and self.tensor._version == self.version
 
 
 class Looks(Training):
@@ -68,13 +76,9 @@ class Looks(Training):
         """Return what was seen of the buffers of models, and all else."""
         paths = {id(each): name for model in models for name, each in model.named_modules()}
         buffers = [
-            replace(one.finding, module=paths[id(module)])
+            replace(one.finding, module=paths[id(one.module())])
             for one in self.rounded
-            if (module := one.module()) is not None
-            and id(module) in paths
-            # If the script has set it anew, or writes to it, its first numbers do not matter.
-            and module._buffers.get(one.name) is one.tensor
-            and one.tensor._version == one.version
+            if one.finding is not None and one.is_as_it_was and id(one.module()) in paths
         ]
         return buffers, sorted(self._noted.values(), key=lambda x: x.phase)
 
@@ -148,8 +152,10 @@ class Looks(Training):
         elif name == "update":
             self._not_updated.clear()
 
-    def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
-        """Look for buffers that a cast has rounded."""
+    def module_cast(
+        self, module: nn.Module, before: dict[str, Tensor], path: str | None = None
+    ) -> None:
+        """Look for buffers that a cast has rounded; `path` names a module that amp has cast."""
         for name, old in before.items():
             new = module._buffers.get(name)
             if new is None or new.dtype not in LOW_PRECISION:
@@ -157,16 +163,30 @@ class Looks(Training):
             for one in self.rounded:
                 if one.tensor is old:  # it has moved to another device
                     one.tensor, one.exact, one.version = new, one.exact.to(new.device), new._version
-            if old.dtype.itemsize <= 2:
-                continue
             there = old.to(new.device)
-            off = (new.to(old.dtype) - there).abs()
-            if bool(off.any()):
-                most = float((off / there.abs().clamp_min(torch.finfo(torch.float32).tiny)).max())
-                what = f"a cast to {dtype_name(new.dtype)} has rounded the buffer '{name}' of "
-                what += f"{type(module).__name__}, by up to {most:.2%}"
-                todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in "
-                file, line = user_line(in_packages=False)
-                found = Finding("buffer", what, f"{todo}the forward.", file=file, line=line)
+            if old.dtype.itemsize > 2 and bool((new.to(old.dtype) != there).any()):
+                by_script = _of_rounding(module, name, there, new) if path is None else None
+                found = by_script or ruined_buffer(f"{path}.{name}".lstrip("."), there, new.dtype)
                 one = Rounded(weakref.ref(module), name, new, there, new._version, found)
                 self.rounded.append(one)
+
+
+def _of_rounding(module: nn.Module, name: str, before: Tensor, after: Tensor) -> Finding:
+    """Return the finding of a buffer that a script has cast."""
+    off = (after.to(before.dtype) - before).abs()
+    most = float((off / before.abs().clamp_min(torch.finfo(torch.float32).tiny)).max())
+    what = f"a cast to {dtype_name(after.dtype)} has rounded the buffer '{name}' of "
+    what += f"{type(module).__name__}, by up to {most:.2%}"
+    todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in the forward."
+    file, line = user_line(in_packages=False)
+    return Finding("buffer", what, todo, file=file, line=line)
+
+
+def ruined_buffer(name: str, before: Tensor, dtype: torch.dtype) -> Finding | None:
+    """Return the finding of a buffer whose integers or masks a cast of amp's has ruined, if it has."""
+    ruined = ruined_by_cast(before, dtype) if can_ruin(before, dtype) else ""
+    if not ruined:
+        return None
+    what = f"the buffer '{name}' was cast to {dtype_name(dtype)}, and holds {ruined}"
+    todo = f"Hold integers as torch.long and masks as bools. Or:\n{advice.keep_buffers([name], True)}"
+    return Finding("cast", what, todo, module=name.rpartition(".")[0])

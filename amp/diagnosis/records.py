@@ -47,7 +47,8 @@ class Source(NamedTuple):
     Attributes:
         owned: what it is.
         at: the index of its first element that is not finite.
-        value: for a weight with a finite FP32 master, the largest magnitude of the master.
+        value: for a weight with a finite FP32 master, or a buffer that was finite before a cast, the
+            largest magnitude there.
     """
 
     owned: Owned

@@ -325,8 +325,8 @@ class Shadow(Observer):
 
 def _source_of(value: Value) -> Source:
     """Return the record of a value that was inf or NaN before the step."""
-    owned, most = value.memory.owned, math.inf
-    if owned.kind in ("weight", "buffer") and owned.tensor is not None:
+    owned, most = value.memory.owned, largest(value.exact)
+    if owned.kind in ("weight", "buffer") and owned.tensor is not None and not math.isfinite(most):
         most = largest_in_master(owned.tensor)
     index = tuple((~value.real.isfinite()).nonzero()[0].tolist())
     return Source(owned, index, most if math.isfinite(most) else None)

@@ -19,10 +19,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp.diagnosis.attaching import described, models_in_memory, optimizers_of
+from amp.diagnosis.attaching import described, floating_buffers, models_in_memory, optimizers_of
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.diagnose import open_scale, prefixed
-from amp.diagnosis.findings import Finding, Report, grouped
+from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
 from amp.diagnosis.looks import Looks
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import own_part
@@ -78,6 +78,7 @@ class Watch(Looks, Observer):
         self._names: dict[str, None] = {}  # the classes of the optimizers
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
         self._is_ruined = False
+        self._before: list[tuple[str, nn.Module, dict[str, Tensor]]] = []  # that amp may cast
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -111,8 +112,11 @@ class Watch(Looks, Observer):
         self._restart()
 
     def initialize_begins(self, session: Any, models: Sequence[nn.Module]) -> None:
-        """Do not watch amp's casts of weights, which have masters."""
+        """Do not watch amp's casts of weights, which have masters; keep buffers as they are now."""
         self._cancel()
+        for path, module in (each for model in models for each in model.named_modules()):
+            own = {name: x.detach() for name, x in floating_buffers(module).items()}
+            self._before.append((path, module, own))
 
     def initialize_ends(
         self, session: Any, models: Sequence[nn.Module], optimizers: Sequence[Any]
@@ -120,6 +124,9 @@ class Watch(Looks, Observer):
         """Begin the first window anew."""
         for optimizer in filter(None, optimizers):
             self.follow(optimizer)
+        for path, module, buffers in self._before:
+            self.module_cast(module, buffers, path)
+        self._before = []
         self._is_dynamic |= any(scaler.config.dynamic for scaler in session.scalers)
         self._restart()
 
@@ -167,7 +174,8 @@ class Watch(Looks, Observer):
         self._is_empty = True
         self._name_states(shadow, others)
         for rounded in self.rounded:
-            shadow.known(rounded.tensor, rounded.exact)
+            if rounded.is_as_it_was:
+                shadow.known(rounded.tensor, rounded.exact)
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
 
     def _scale(self) -> Any:
@@ -198,7 +206,7 @@ class Watch(Looks, Observer):
         losses = self._unseen_loss() if is_last else []
         before, after = ([], losses) if self._seen else (losses, [])  # it may be a consequence
         found = [*before, *buffers, *grouped(self._seen), *still, *after, *others]
-        self.report.findings = self._with_growth(found) if is_last else found
+        self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
 
     def backward_begins(self, losses: list[Tensor]) -> None:
         """Note how large losses are, and the first that is not finite in a step without a shadow.

@@ -16,7 +16,8 @@ from torch import nn
 from amp import active
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models, unwrapped
-from amp.diagnosis.findings import Finding, said_of
+from amp.diagnosis.findings import Finding, one_a_rule, said_of
+from amp.diagnosis.looks import ruined_buffer
 from amp.diagnosis.shadow import Shadow
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
@@ -108,7 +109,12 @@ def check(
     """
     with a_forward(model, batch, opt_level, overrides, "amp.check") as (session, replay):
         subject, shadow = replay.models[""], Shadow(replay.models)
-        found = list(hazards.before_initialize([model])) if subject is not unwrapped(model) else []
+        found: list[Finding] = []
+        if subject is not unwrapped(model):  # it is a copy that amp has cast
+            found += hazards.before_initialize([model])
+            for name, before, after in hazards.cast_buffers(unwrapped(model), subject):
+                shadow.known(after, before)
+                found += filter(None, [ruined_buffer(name, before, after.dtype)])
         is_checked = bool(session.properties.loss_scaling.check)
         found += hazards.of_properties(session.properties, subject, is_checked)
         try:
@@ -122,7 +128,7 @@ def check(
             found.append(hazards.of_failure(shadow, str(error), type(error).__name__))
         else:
             found += hazards.merged(findings_of(shadow), shadow)
-    checkup = checkup_of(shadow, str(session.properties.opt_level or "this profile"), found)
+    checkup = checkup_of(shadow, str(session.properties.opt_level or "this profile"), one_a_rule(found))
     checkup.remarks[:0] = hazards.unseen(session.properties)
     return checkup
 

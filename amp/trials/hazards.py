@@ -20,6 +20,7 @@ from amp.diagnosis.lost import LostScalar
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, CONSTANTS
 from amp.diagnosis.shadow import Shadow
+from amp.diagnosis.twins import is_float
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.profiles.fp8_recipe import FP4
 from amp.profiles.properties import Properties
@@ -38,6 +39,14 @@ def before_initialize(models: Iterable[nn.Module]) -> Iterator[Finding]:
         what = f"'{name}' is {dtype_name(tensor.dtype)} before amp.initialize: the digits that masters "
         todo = "Leave out .half() and .bfloat16(): amp.initialize casts the model itself."
         yield Finding("cast before initialize", f"{what}would keep are rounded away", todo)
+
+
+def cast_buffers(model: nn.Module, cast: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the names of buffers that a copy of a model has in another dtype, and what both have."""
+    for name, before in model.named_buffers():
+        after = cast.get_buffer(name)
+        if is_float(before) and after.dtype is not before.dtype:
+            yield name, before, after
 
 
 def of_unseen_writes(attached: AttachedOptimizer) -> Iterator[Finding]:

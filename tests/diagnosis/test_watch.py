@@ -458,7 +458,7 @@ def test_a_buffer_that_a_cast_has_rounded_matters_as_long_as_it_is_as_it_was(the
         for _ in steps(optimizer):
             F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
             if then == "written":
-                model.frequency.fill_(1.0)
+                model.get_buffer("frequency").fill_(1.0)
     is_found = "buffer" in [x.cause for x in watch.report.findings]
     assert is_found == (then in ("nothing", "moved"))
 
