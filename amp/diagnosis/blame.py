@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from amp.diagnosis.memories import Value, results_from
+from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.records import MOVES, Op, ancestors
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import CANNOT_RUN, difference, has_twin
@@ -79,10 +78,6 @@ def _version(value: Value) -> _Version:
     return value.memory.key, value.made
 
 
-def _inputs(op: Op) -> list[Value]:
-    return [x for x in tree_leaves((op.args, op.kwargs)) if isinstance(x, Value)]
-
-
 class _Walk:
     """A walk from an op whose result is wrong."""
 
@@ -94,7 +89,7 @@ class _Walk:
         """The ops that the result comes from and that can run again, in order, with what they read."""
         found = ancestors(self._shadow.ops, [self._op.number])
         kept = [x for x in found if x.args is not None and has_twin(x.func)]
-        return [(x, set(map(_version, _inputs(x)))) for x in kept]
+        return [(x, set(map(_version, inputs_of(x)))) for x in kept]
 
     @functools.cached_property
     def _exact(self) -> list[Tensor]:
@@ -108,7 +103,7 @@ class _Walk:
 
     def _worst(self, at: Op, other: Callable[[Value], Tensor]) -> Value | None:
         """Return the input of an op that ruins the result most with other values, if any does."""
-        harms = [(self._harm(x, other(x)), x) for x in _inputs(at)]
+        harms = [(self._harm(x, other(x)), x) for x in inputs_of(at)]
         most, worst = max(harms, key=lambda each: each[0], default=(0.0, None))
         return worst if self._is_ruin(most) else None
 

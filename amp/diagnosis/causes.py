@@ -83,10 +83,11 @@ def findings_of(shadow: Shadow) -> list[Finding]:
 
 def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
     """Return the finding of a loss that is computed of scaled gradients."""
-    op = takes_scaled(shadow.ops, shadow.gradients.losses)
+    scale = max(shadow.gradients.scales, default=1.0)
+    op = takes_scaled(shadow.ops, shadow.gradients.losses, scale)
     if op is None:
         return None
-    by = exact(max(shadow.gradients.scales))
+    by = exact(scale)
     what = f"the loss is computed of gradients that are still scaled by {by}, as in a penalty"
     return op.number, _finding(op, "order", what, advice.unscaled_penalty(shadow.properties))
 

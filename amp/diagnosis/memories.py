@@ -166,6 +166,11 @@ class Memories:
             self._bytes -= freed
 
 
+def inputs_of(op: Op) -> list[Value]:
+    """Return the floating inputs of an op; none if they were not kept."""
+    return [x for x in tree_leaves((op.args, op.kwargs)) if isinstance(x, Value)]
+
+
 def results_from(op: Op, of: Callable[..., Tensor]) -> list[Tensor]:
     """Return the results of an op, of which its inputs were kept, on other values in FP64.
 

@@ -1,19 +1,23 @@
 """Finding losses that are computed of scaled gradients, such as gradient penalties.
 
 A scaled gradient has the degree 1 in the scale, its square 2, and a ratio of two gradients 0. A result
-whose degree is 1 and which is multiplied by something else counts as unscaled from there on.
+of degree 1 is unscaled by a factor of 1 / scale, or of less, since it may hold a learning rate too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis.memories import Value
 from amp.diagnosis.records import Op
+from amp.diagnosis.twins import largest
+
+EPS = 1e-3
+"""A number that is added to keep a divisor from 0 is at most so large."""
 
 
 class _Scaled(NamedTuple):
@@ -28,19 +32,19 @@ class _Scaled(NamedTuple):
     taker: Op | None
 
 
-def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int]) -> Op | None:
+def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> Op | None:
     """Return the op of a forward through which a loss depends on scaled gradients, or None."""
     scaled: dict[int, _Scaled] = {}
     for number, op in ops.items():
         of = [scaled[x] for x in op.parents if x in scaled]
         if op.phase == "backward" and op.loss_scale != 1.0:
             scaled[number] = _Scaled(1.0, None)
-        elif op.phase == "forward" and of and (degree := _degree(op, scaled)):
+        elif op.phase == "forward" and of and (degree := _degree(op, scaled, scale)):
             scaled[number] = _Scaled(degree, next((x.taker for x in of if x.taker), op))
     return next((scaled[x].taker for x in losses if x in scaled and scaled[x].taker), None)
 
 
-def _degree(op: Op, scaled: Mapping[int, _Scaled]) -> float:
+def _degree(op: Op, scaled: Mapping[int, _Scaled], scale: float) -> float:
     """Return the degree of the result of an op; 0 if it is unscaled."""
     if op.args is None:  # of a list of tensors
         return (
@@ -52,11 +56,20 @@ def _degree(op: Op, scaled: Mapping[int, _Scaled]) -> float:
     degree, name = next(filter(None, degrees), 0.0), op.aten.rstrip("_")
     if name in ("mul", "div"):
         total = degrees[0] + (degrees[1] if name == "mul" else -degrees[1])
-        return 0.0 if total == 1.0 else total
+        factor = next((_size(x) for x, of in zip(given[:2], degrees, strict=False) if not of), 1.0)
+        factor = 1 / factor if name == "div" and factor else factor
+        return 0.0 if total == 1.0 and factor <= 1.001 / scale else total
     if name == "pow":
         return degree * given[1] if isinstance(given[1], (int, float)) else math.nan
     if name in ("add", "sub", "rsub"):
         others = [x for x, of in zip(given[:2], degrees, strict=False) if of != degree]
-        is_shifted = any(not isinstance(x, (int, float)) or x != 0 for x in others)
+        is_shifted = any(not isinstance(x, (int, float)) or abs(x) > EPS for x in others)
         return math.nan if is_shifted else degree
     return {"sqrt": degree / 2, "reciprocal": -degree, "square": 2 * degree}.get(name, degree)
+
+
+def _size(x: Any) -> float:
+    """Return the largest magnitude of a factor, and 1 of what is neither a number nor floating."""
+    if isinstance(x, Value):
+        return largest(x.real)
+    return abs(x) if isinstance(x, (int, float)) else 1.0

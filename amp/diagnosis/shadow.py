@@ -31,9 +31,9 @@ from amp.diagnosis.advice import properties_of
 from amp.diagnosis.gradients import Gradients
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
-from amp.diagnosis.memories import Memories, Value, largest_from_inputs
+from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs
 from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
-from amp.diagnosis.records import CASTS, COUNTS, UNWRITTEN, Op, Owned, Source, origin
+from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source, origin
 from amp.diagnosis.twins import (
     difference,
     floats_in,
@@ -46,6 +46,9 @@ from amp.diagnosis.twins import (
 )
 from amp.masters.master_values import largest_in_master
 from amp.observers import Observer, observing
+
+PASSED = 4
+"""So many ops may be between what a tensor holds and what is copied to it in its place."""
 
 
 class Shadow(Observer):
@@ -265,7 +268,8 @@ class Shadow(Observer):
             self._memories[x].made = op.number
         for x in fresh:
             self._memories[x].is_new = True
-        if not isinstance(args[0] if args else None, (list, tuple)) or op.is_bad:
+        is_of_list = isinstance(args[0] if args else None, (list, tuple))  # as an optimizer's step
+        if not is_of_list or op.aten in MOVES or op.is_bad:
             self._memories.keep(op, args, kwargs, values, outputs)
         if op.is_root and not op.is_constant:
             op.value = largest_from_inputs(op)
@@ -276,9 +280,8 @@ class Shadow(Observer):
         """Note numbers that an op has lost."""
         for x in written:
             value, memory = values.get(id(x)), self._memories[x]
-            is_wider = max(each.itemsize for each in op.takes) > x.element_size()
-            if value is None or (op.aten.endswith("copy_") and is_wider):
-                continue  # what is copied is kept with more digits
+            if value is None or (op.aten.endswith("copy_") and self._is_kept_wider(value, values)):
+                continue
             if memory.gradient and "add" in op.aten:  # only sums of gradients may stand still
                 owned = Owned("gradient", memory.gradient)
                 self.lost.note_still(op, owned, value, x, self._memories.twin(x))
@@ -293,6 +296,18 @@ class Shadow(Observer):
                 self.lost.note_cast(op, owned.name, outputs[0], self._memories.twin(outputs[0]))
         if op.aten in COUNTS and outputs and op.phase == "forward":
             self.lost.note_count(op, outputs[0], self._memories.twin(outputs[0]))
+
+    def _is_kept_wider(self, target: Value, values: dict[int, Value]) -> bool:
+        """Whether a tensor is copied from a wider one, which was not made of it just before."""
+        todo = [x for x in values.values() if x is not target]
+        if all(x.real.element_size() <= target.real.element_size() for x in todo):
+            return False
+        for _ in range(PASSED if len(todo) == 1 else 0):  # lists are copied from what is kept
+            made = [self.ops[x] for x in {x.made for x in todo if x.made}]
+            todo = [x for op in made if op.phase != "backward" for x in inputs_of(op)]
+            if any(x.memory is target.memory for x in todo):
+                return False
+        return True
 
     def _note_bad(self, op: Op, values: dict[int, Value], outputs: list[Tensor]) -> None:
         """Note results that are inf or NaN."""

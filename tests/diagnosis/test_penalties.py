@@ -47,8 +47,32 @@ def of_a_direction(loss: Tensor, x: Tensor, model: nn.Module) -> Tensor:
     return (grad / grad.norm()).square().mean()
 
 
+def of_an_inner_step(loss: Tensor, x: Tensor, model: nn.Module) -> Tensor:
+    return _of_an_inner_step(loss, x, model, 0.01)
+
+
+def of_an_unscaled_inner_step(loss: Tensor, x: Tensor, model: nn.Module) -> Tensor:
+    return _of_an_inner_step(loss, x, model, 0.01 / SCALE)
+
+
+def _of_an_inner_step(loss: Tensor, x: Tensor, model: nn.Module, rate: float) -> Tensor:
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+    moved = {name: p - rate * grad for (name, p), grad in zip(named.items(), grads, strict=True)}
+    return torch.func.functional_call(model, moved, (x,)).square().mean()
+
+
+def of_the_sharpest_point(loss: Tensor, x: Tensor, model: nn.Module) -> Tensor:
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    by = 0.05 / (norm + 1e-12)
+    moved = {name: p + grad * by for (name, p), grad in zip(named.items(), grads, strict=True)}
+    return torch.func.functional_call(model, moved, (x,)).square().mean()
+
+
 def scripts_line(penalty: Penalty) -> range:
-    lines, first = inspect.getsourcelines(penalty)
+    lines, first = inspect.getsourcelines(_HELPERS.get(penalty, penalty))
     return range(first + 2, first + len(lines))
 
 
@@ -59,8 +83,12 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
     return model, optimizer, torch.randn(64, 16, requires_grad=True), torch.randn(64, 1)
 
 
-WRONG: list[Penalty] = [of_norms, of_squares, of_one_vector]
-RIGHT: list[Penalty] = [unscaled_first, unscaled_last, of_a_direction]
+_HELPERS: dict[Penalty, Callable[..., Tensor]] = {of_an_inner_step: _of_an_inner_step}
+WRONG: list[Penalty] = [of_norms, of_squares, of_one_vector, of_an_inner_step]
+RIGHT: list[Penalty] = [
+    *(unscaled_first, unscaled_last, of_a_direction, of_an_unscaled_inner_step),
+    of_the_sharpest_point,
+]
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from typing import Any
 
 import pytest
@@ -295,3 +296,42 @@ def test_what_one_call_computes_is_advised(of: Any, said: str | None) -> None:
         optimizer.step()
     advice = [x.advice for x in watch.report.findings if x.cause not in ("still", "loss dtype")]
     assert [str(said) in x for x in advice[:1]] == ([True] if said else [])
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_rounding_before_tensors_are_joined_is_found(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    x, counts = torch.randn(500, 8), torch.randint(0, 4, (500,))
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            total = counts.to(dtype).cumsum(0)
+            summed_at = here(1)
+            share = torch.cat([total[:1].float(), total.float()]).diff() / 3
+            F.binary_cross_entropy_with_logits(model(x)[:, 0], share).backward()
+    found = [x for x in watch.report.findings if x.cause == "cast"]
+    assert [x.line for x in found] == ([summed_at] if dtype is BF16 else [])
+
+
+@pytest.mark.parametrize("kind", ["average", "copy of masters"])
+def test_a_copy_in_16_bits_stands_still_unless_a_wider_one_is_kept(kind: str) -> None:
+    model, masters = net(), net()
+    small = net().bfloat16()
+    with amp.watch(at=[2]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        for _ in steps(optimizer):
+            F.cross_entropy(model(X), Y).backward()
+            with torch.no_grad():
+                for x, master, p in zip(
+                    small.parameters(), masters.parameters(), model.parameters(), strict=True
+                ):
+                    master.lerp_(p, 1e-3)
+                    x.copy_(0.999 * x + 0.001 * p if kind == "average" else master)
+    found = [x for x in named(watch, "still") if x.gives == "bfloat16"]
+    assert bool(found) == (kind == "average")
+    assert all("averages" in x.what and "x.copy_" in line_of(x) for x in found)
+
+
+def line_of(finding: Finding) -> str:
+    return linecache.getline(finding.file, finding.line)
