@@ -303,8 +303,21 @@ def _added_up(shadow: Shadow, ops: Iterable[Op], reached: tuple[str, ...]) -> li
 
 
 def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
-    """Return what stood still, but for what is wide where findings have others as their cause."""
-    return [x for x in shadow.lost.still.values() if not findings or x.dtype.itemsize < 4]
+    """Return what stood still in 16 bits, and in more if nothing else was found.
+
+    Wide weights count if half of all stand still: a bias before a batch norm has a gradient of 0, but
+    for rounding. Their decay does not: it is often smaller than the last digit, which does no harm.
+    """
+    still = list(shadow.lost.still.values())
+    narrow = [x for x in still if x.dtype.itemsize < 4]
+    if findings:
+        return narrow
+    wide = [x for x in still if x.dtype.itemsize >= 4 and not x.is_decay]
+    weights = [x for x in wide if x.owned.kind == "weight"]
+    trained = sum(p.numel() for name, p in shadow.named_parameters() if name in shadow.gradients.known)
+    if sum(x.share * x.numbers for x in weights) > MOSTLY * trained:
+        return narrow + wide
+    return narrow + [x for x in wide if x.owned.kind != "weight"]
 
 
 def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:

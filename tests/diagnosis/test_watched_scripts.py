@@ -335,3 +335,17 @@ def test_a_copy_in_16_bits_stands_still_unless_a_wider_one_is_kept(kind: str) ->
 
 def line_of(finding: Finding) -> str:
     return linecache.getline(finding.file, finding.line)
+
+
+@pytest.mark.parametrize("kind", ["bias before a batch norm", "small decay"])
+def test_wide_weights_whose_change_does_not_matter_may_stand_still(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    with amp.watch(at=[2]) as watch:
+        if kind == "small decay":
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=1e-2)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        for _ in steps(optimizer):
+            F.cross_entropy(model(X), Y).backward()
+    assert watch.report.is_healthy, str(watch.report)
