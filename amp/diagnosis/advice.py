@@ -37,6 +37,7 @@ LESS_NOISE = (
     "fp4: {forward: high} in the profile. Else average over a larger batch, leave the layers out by\n"
     "skip, or set grad_weight: high."
 )
+KEEP_WIDE = "Make these numbers in float32, as by dtype=torch.float32."
 KEEP_MASTERS = (
     "Keep what training changes in float32: load the model in float32, and use torch.autocast; or\n"
     "amp.initialize(model, optimizer, opt_level='O5'), which keeps float32 masters."
@@ -77,7 +78,10 @@ def with_range(properties: Properties | None) -> str:
 
 
 def keep_wide(
-    place: Place, properties: Properties | None, overflowed: torch.dtype | None = None
+    place: Place,
+    properties: Properties | None,
+    overflowed: torch.dtype | None = None,
+    until: Place | None = None,
 ) -> str:
     """Return how to compute in FP32 what a place computes.
 
@@ -85,9 +89,13 @@ def keep_wide(
         place: where it is computed.
         properties: those of the session, or None for a script without one.
         overflowed: the dtype that a number was too large for, if that is the cause.
+        until: where digits are needed that were lost, if that is the cause.
     """
     at = f" at {short_path(place.file)}:{place.line}" if place.file else ""
     line = f"x.float(){at}, then .to(x.dtype) where the numbers fit"
+    if until is not None:
+        stays = f"line {until.line}" if until.file else "what needs its digits"
+        line = f"x.float(){at}, and keep float32 until after {stays}"
     is_cast = place.op.rpartition(".")[2] in ("to", "float", "half", "bfloat16", "type")
     category = _category(place.op)
     is_cast_back = category in ("native", "half", "recurrent")

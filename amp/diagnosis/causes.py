@@ -38,6 +38,8 @@ LEAST = 2.0**-150
 """Smaller numbers are 0 in FP32."""
 SOME, MOSTLY = 0.3, 0.5
 """What share of numbers in 16 bits, and in more, may stand still."""
+NOTHING = 1e-12
+"""A smaller gradient moves no weight: optimizers divide by an eps of 1e-8."""
 FAR, WORSE, OFF = 0.05, 10, 0.2
 """A result is far off above the first, if its inputs were off by a tenth of it at most; it matters if
 it reaches a gradient that is off by more than the last."""
@@ -231,7 +233,7 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
         todo = advice.ANOTHER_WAY
     else:  # a subtraction in float32 finds no digits that its input has lost
         lost_at = made if made is not None and made.place.file else at
-        todo = advice.keep_wide(lost_at.place, shadow.properties)
+        todo = advice.keep_wide(lost_at.place, shadow.properties, until=op.place)
     if one_call := _in_one_call(shadow, op):
         todo = f"{one_call} Or:\n{todo}"
     return replace(_finding(at, loss.cause, what, todo), value=loss.before)
@@ -259,6 +261,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     good = {name: grad for name, grad in shadow.gradients.known.items() if not grad.is_bad}
     sizes = sorted(grad.size for grad in good.values())
     least = VANISHING * max(sizes[len(sizes) // 2], sizes[-1] / 10) if sizes else 0.0
+    least = max(least, NOTHING * max(shadow.gradients.scales, default=1.0))
     ruined = {x: grad.made for x, grad in good.items() if grad.off > OFF and grad.size > least}
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     found: dict[Any, tuple[int, Finding]] = {}
@@ -335,6 +338,8 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
         todo = advice.WITH_MASTERS if has_amp else advice.KEEP_MASTERS
         if names == {"average"}:
             todo = advice.KEEP_AVERAGES
+        elif names == {"tensor"}:
+            todo = advice.KEEP_WIDE
         if dtype.itemsize > 2:
             todo = advice.LARGER_CHANGES
         if names == {"buffer"}:

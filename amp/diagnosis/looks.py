@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -20,6 +21,9 @@ from amp.diagnosis.findings import Finding, exact
 from amp.diagnosis.places import user_line
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.training.attachment import AttachedOptimizer
+
+COMPENSATION = re.compile("kahan|compensation")
+"""In the names of optimizer state that has what the weights have lost."""
 
 
 @dataclass(eq=False)
@@ -130,7 +134,8 @@ class Looks(Training):
         held = Counter[tuple[str, torch.dtype]]()
         for state in optimizer.state.values() if not self.attached else ():
             for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and value.dtype in LOW_PRECISION:
+                is_half = isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+                if is_half and not COMPENSATION.search(name):
                     held[name, value.dtype] += 1
         if held:
             names = " and ".join(f"'{name}'" for name, _ in held)

@@ -46,10 +46,10 @@ def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> 
 
 def _degree(op: Op, scaled: Mapping[int, _Scaled], scale: float) -> float:
     """Return the degree of the result of an op; 0 if it is unscaled."""
-    if op.args is None:  # of a list of tensors
-        return (
-            0.0 if "foreach" in op.aten else next(scaled[x].degree for x in op.parents if x in scaled)
-        )
+    if "foreach" in op.aten:  # as a gradient scaler unscales
+        return 0.0
+    if op.args is None:
+        return next(scaled[x].degree for x in op.parents if x in scaled)
     given = [x for x in tree_leaves((op.args, op.kwargs)) if x is not None]
     made = [x.made if isinstance(x, Value) else 0 for x in given]
     degrees = [scaled[x].degree if x in scaled else 0.0 for x in made]

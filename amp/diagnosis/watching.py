@@ -23,7 +23,7 @@ from amp.diagnosis.attaching import described, floating_buffers, models_in_memor
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
-from amp.diagnosis.looks import Looks
+from amp.diagnosis.looks import COMPENSATION, Looks
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import own_part
 from amp.diagnosis.places import has_modes
@@ -204,8 +204,14 @@ class Watch(Looks, Observer):
         buffers, others = self.looks(self._models)
         still = stands_still(self._still, bool(self.attached))
         losses = self._unseen_loss() if is_last else []
-        before, after = ([], losses) if self._seen else (losses, [])  # it may be a consequence
-        found = [*before, *buffers, *grouped(self._seen), *still, *after, *others]
+        seen = grouped(self._seen)
+        first, last = [], [*losses, *others]
+        if not seen:  # else the loss may be a consequence
+            first, last = losses, others
+        elif seen[0].cause == "weights":  # an earlier step has ruined them
+            first = [*(x for x in others if x.cause == "order"), *losses]
+            last = [x for x in others if x not in first]
+        found = [*first, *buffers, *seen, *still, *last]
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
 
     def backward_begins(self, losses: list[Tensor]) -> None:
@@ -264,9 +270,18 @@ class Watch(Looks, Observer):
         if shadow.bad_weights:  # all later steps are consequences
             self._due, self._is_ruined = [], True
         self._seen += found
-        self._still += still_in(shadow, every)
+        lasting = [x for x in self._still if x.dtype.itemsize < 4]  # wide numbers may move later
+        self._still = lasting + [x for x in still_in(shadow, every) if not self._is_compensated(x)]
         self.report.ops += len(shadow.ops)
         self._without_twin += shadow.without_twin
+
+    def _is_compensated(self, still: Still) -> bool:
+        """Whether an optimizer keeps what a weight has lost, as in Kahan's sums."""
+        if still.owned.kind == "moment":
+            return COMPENSATION.search(still.owned.name) is not None
+        x = still.owned.tensor
+        states = [each.state[x] for each in self.optimizers if x is not None and x in each.state]
+        return any(COMPENSATION.search(name) for state in states for name in state)
 
     def _name_states(self, shadow: Shadow, others: list[nn.Module]) -> None:
         """Name the state of optimizers, and models that no optimizer has."""
