@@ -118,6 +118,27 @@ def watched(level: str, positions: Tensor, **overrides: Any) -> list[Finding]:
     return watch.report.findings
 
 
+@pytest.mark.parametrize("is_in_fp32", [False, True])
+def test_a_diagnosis_compares_buffers_with_what_they_were(is_in_fp32: bool) -> None:
+    model = Net(POSITIONS + 0.3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with amp.Session("O5", verbosity=0, rules=IN_FP32 if is_in_fp32 else []) as session:
+        model, optimizer = session.initialize(model, optimizer)
+
+        def step() -> None:
+            with session.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+        with amp.diagnose(model, optimizer) as report:
+            step()
+        assert report.is_healthy == is_in_fp32
+        if not is_in_fp32:
+            assert "the buffer waves.positions was cast" in report.findings[0].what
+            found = amp.doctor(step, model, optimizer)
+            assert found.cure is not None
+            assert found.cure.modules == ("waves",)
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_watch_names_integers_that_initialize_has_rounded(level: str) -> None:
     (found,) = watched(level, POSITIONS)

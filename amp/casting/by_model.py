@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp.casting.cast_hooks import (
     CastInputs,
@@ -128,6 +130,11 @@ class CastModel(Strategy):
 
     _has_warned = False
 
+    def __init__(self, properties: Properties) -> None:
+        super().__init__(properties)
+        # Buffers that were cast: what they were, and how often torch had counted writes to them then.
+        self._cast: Any = WeakTensorKeyDictionary()
+
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
         """Whether a profile casts the model, or its outputs."""
@@ -177,8 +184,10 @@ class CastModel(Strategy):
         undo.callback(_cast_back, weakref.ref(model), had)
         for tensor, dtype in dtypes.items():
             if tensor.dtype is not dtype and not policies.keeps(tensor):
-                undo.before[tensor] = Contents(tensor.data, tensor.grad)
+                before = undo.before[tensor] = Contents(tensor.data, tensor.grad)
                 Contents.cast(tensor, dtype).put_into(tensor)
+                if not isinstance(tensor, nn.Parameter) and dtype in LOW_PRECISION:
+                    self._cast[tensor] = before.data, tensor._version
         policies.apply()
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:
@@ -187,6 +196,11 @@ class CastModel(Strategy):
             undo.callback(handle.remove)
         vars(model)["__prepare_scriptable__"] = NotScriptable(type(model).__name__)
         undo.callback(vars(model).pop, "__prepare_scriptable__", None)
+
+    def before_cast(self, buffer: Tensor) -> Tensor | None:
+        """Return what a buffer was before the cast to 16 bits, if nothing has written to it since."""
+        data, version = self._cast.get(buffer, (None, None))
+        return data if version == buffer._version else None
 
     def check_loss(self, loss: Tensor) -> None:
         """Warn once about a 16-bit loss, if outputs of models are FP32."""

@@ -128,7 +128,8 @@ class Training:
         return original(tensors, *args, **kwargs)
 
     def _apply(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = floating_buffers(module)
+        buffers = module._buffers.items()
+        before = {name: x for name, x in buffers if x is not None and is_float(x)}
         result = original(module, *args, **kwargs)
         self.module_cast(module, before)
         return result
@@ -155,11 +156,6 @@ def replace_in(stack: ExitStack, holder: Any, name: str, function: Callable[...,
 
     setattr(holder, name, call)
     stack.callback(setattr, holder, name, original)
-
-
-def floating_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own floating buffers."""
-    return {name: x for name, x in module._buffers.items() if x is not None and is_float(x)}
 
 
 _CANNOT = {

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.casting.fp4_noise import ENOUGH
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, lost_before
@@ -76,11 +77,22 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
+    found += [(-1, x) for x in _ruined_buffers(shadow)]
     if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
         found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
     if not found:
         found += [(0, x) for x in [*_vanished(shadow), *_noisy(shadow)]]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
+
+
+def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:
+    """Yield a finding for each buffer whose integers or masks a cast of amp's has ruined."""
+    for name, (before, dtype) in shadow.cast_buffers.items():
+        if ruined := ruined_by_cast(before, dtype) if can_ruin(before, dtype) else "":
+            what = f"the buffer '{name}' was cast to {dtype_name(dtype)}, and holds {ruined}"
+            keep = advice.keep_buffers([name], True)
+            todo = f"Hold integers as torch.long and masks as bools. Or:\n{keep}"
+            yield Finding("cast", what, todo, module=name.rpartition(".")[0])
 
 
 def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
@@ -203,7 +215,8 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
         )
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
     if value is not None and not math.isfinite(value):
-        shown = "is not finite, and is with inputs that were never rounded"
+        what = "the result is not finite, and is with inputs that were never rounded"
+        return _finding(op, "rounding", what, advice.keep_wide(op.place, shadow.properties))
     subject = f"{op.argument} was cast, and the result" if op.argument else "the result"
     if op.gives is not torch.float16 or (value is not None and value > torch.finfo(torch.float32).max):
         todo = advice.SMALLER
@@ -309,13 +322,14 @@ def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
     """Return what stood still in 16 bits, and in more if nothing else was found.
 
     Wide weights count if half of all stand still: a bias before a batch norm has a gradient of 0, but
-    for rounding. Their decay does not: it is often smaller than the last digit, which does no harm.
+    for rounding. Their decay does not: it is often smaller than the last digit, which does no harm. Nor
+    do wide buffers, which may have converged.
     """
     still = list(shadow.lost.still.values())
     narrow = [x for x in still if x.dtype.itemsize < 4]
     if findings:
         return narrow
-    wide = [x for x in still if x.dtype.itemsize >= 4 and not x.is_decay]
+    wide = [x for x in still if x.dtype.itemsize >= 4 and not x.is_decay and x.owned.kind != "buffer"]
     weights = [x for x in wide if x.owned.kind == "weight"]
     trained = sum(p.numel() for name, p in shadow.named_parameters() if name in shadow.gradients.known)
     if sum(x.share * x.numbers for x in weights) > MOSTLY * trained:

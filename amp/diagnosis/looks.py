@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training
 from amp.diagnosis.findings import Finding, exact
@@ -36,7 +35,7 @@ class Rounded:
         tensor: the buffer, as it is after the cast.
         exact: what it was before.
         version: how often torch had counted a write to it then.
-        finding: what is said of it; None if nothing is said before it does harm.
+        finding: what is said of it.
     """
 
     module: weakref.ref[nn.Module]
@@ -44,7 +43,7 @@ class Rounded:
     tensor: Tensor
     exact: Tensor
     version: int
-    finding: Finding | None
+    finding: Finding
 
     @property
     def is_as_it_was(self) -> bool:
@@ -82,7 +81,7 @@ class Looks(Training):
         buffers = [
             replace(one.finding, module=paths[id(one.module())])
             for one in self.rounded
-            if one.finding is not None and one.is_as_it_was and id(one.module()) in paths
+            if one.is_as_it_was and id(one.module()) in paths
         ]
         return buffers, sorted(self._noted.values(), key=lambda x: x.phase)
 
@@ -157,10 +156,8 @@ class Looks(Training):
         elif name == "update":
             self._not_updated.clear()
 
-    def module_cast(
-        self, module: nn.Module, before: dict[str, Tensor], path: str | None = None
-    ) -> None:
-        """Look for buffers that a cast has rounded; `path` names a module that amp has cast."""
+    def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
+        """Look for buffers that a cast has rounded."""
         for name, old in before.items():
             new = module._buffers.get(name)
             if new is None or new.dtype not in LOW_PRECISION:
@@ -170,8 +167,7 @@ class Looks(Training):
                     one.tensor, one.exact, one.version = new, one.exact.to(new.device), new._version
             there = old.to(new.device)
             if old.dtype.itemsize > 2 and bool((new.to(old.dtype) != there).any()):
-                by_script = _of_rounding(module, name, there, new) if path is None else None
-                found = by_script or ruined_buffer(f"{path}.{name}".lstrip("."), there, new.dtype)
+                found = _of_rounding(module, name, there, new)
                 one = Rounded(weakref.ref(module), name, new, there, new._version, found)
                 self.rounded.append(one)
 
@@ -185,13 +181,3 @@ def _of_rounding(module: nn.Module, name: str, before: Tensor, after: Tensor) ->
     todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in the forward."
     file, line = user_line(in_packages=False)
     return Finding("buffer", what, todo, file=file, line=line)
-
-
-def ruined_buffer(name: str, before: Tensor, dtype: torch.dtype) -> Finding | None:
-    """Return the finding of a buffer whose integers or masks a cast of amp's has ruined, if it has."""
-    ruined = ruined_by_cast(before, dtype) if can_ruin(before, dtype) else ""
-    if not ruined:
-        return None
-    what = f"the buffer '{name}' was cast to {dtype_name(dtype)}, and holds {ruined}"
-    todo = f"Hold integers as torch.long and masks as bools. Or:\n{advice.keep_buffers([name], True)}"
-    return Finding("cast", what, todo, module=name.rpartition(".")[0])

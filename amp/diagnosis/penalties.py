@@ -25,7 +25,8 @@ class _Scaled(NamedTuple):
 
     Attributes:
         degree: in the scale; NaN for a sum of several.
-        taker: the first op of a forward that takes them; None in a backward.
+        taker: the first op of a forward that takes them; the op itself in a backward, and None for a
+            loss that is scaled.
     """
 
     degree: float
@@ -38,10 +39,20 @@ def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> 
     for number, op in ops.items():
         of = [scaled[x] for x in op.parents if x in scaled]
         if op.phase == "backward" and op.loss_scale != 1.0:
+            scaled[number] = _Scaled(1.0, op)
+        elif op.phase == "forward" and not of and _scales(op, scale):
             scaled[number] = _Scaled(1.0, None)
         elif op.phase == "forward" and of and (degree := _degree(op, scaled, scale)):
-            scaled[number] = _Scaled(degree, next((x.taker for x in of if x.taker), op))
-    return next((scaled[x].taker for x in losses if x in scaled and scaled[x].taker), None)
+            takers = [x.taker for x in of if x.taker is not None]
+            first = next((x for x in takers if x.phase == "forward"), op)
+            scaled[number] = _Scaled(degree, first if takers else None)
+    wrong = [scaled[x] for x in losses if x in scaled and scaled[x].degree != 1.0]
+    return next((x.taker for x in wrong if x.taker is not None and x.taker.phase == "forward"), None)
+
+
+def _scales(op: Op, scale: float) -> bool:
+    """Whether an op multiplies a loss by the loss scale."""
+    return op.aten == "mul" and scale in map(_size, op.args or ())
 
 
 def _degree(op: Op, scaled: Mapping[int, _Scaled], scale: float) -> float:

@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+from amp import active
+from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
 from amp.casting.fp4_noise import Noise
 from amp.diagnosis.advice import properties_of
@@ -66,6 +68,7 @@ class Shadow(Observer):
         gradients: what was seen of losses and gradients.
         bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
         failed: where the first op that raised was called, or None.
+        cast_buffers: buffers that amp has cast: what they were, and the dtype that they have.
         noise: the gradients of layers in FP4, and their noise.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
@@ -82,6 +85,7 @@ class Shadow(Observer):
         self.lost, self.ledger = Lost(), Ledger(self._memories)
         self.gradients = Gradients(self._memories, open_scale)
         self.bad_weights: dict[str, int] = {}
+        self.cast_buffers: dict[str, tuple[Tensor, torch.dtype]] = {}
         self.noise = Noise()
         self.without_twin = 0
         self.failed: Place | None = None
@@ -102,6 +106,9 @@ class Shadow(Observer):
             for prefix, model in self.models.items():
                 for name, buffer in model.named_buffers():
                     self.own("buffer", prefix + name, buffer)
+                    if (before := before_cast(model, buffer)) is not None:
+                        self.known(buffer, before)
+                        self.cast_buffers[prefix + name] = before, buffer.dtype
             for name, module in modules_of(self.models).items():
                 if "_amp_fp8" in vars(module):
                     stack.callback(self.ledger.follow_fp8(name, module).remove)
@@ -336,6 +343,14 @@ class Shadow(Observer):
             op.bad_parents.append(made)
         elif not op.is_collective:
             op.sources.append(_source_of(value))
+
+
+def before_cast(model: nn.Module, buffer: Tensor) -> Tensor | None:
+    """Return what a buffer was before a session has cast it, or None."""
+    session = active.session_of(model)
+    casts = [x for x in session.strategies if isinstance(x, CastModel)] if session is not None else []
+    before = casts[0].before_cast(buffer) if casts else None
+    return before if before is None else before.to(buffer.device)
 
 
 def _source_of(value: Value) -> Source:

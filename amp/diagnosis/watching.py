@@ -19,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp.diagnosis.attaching import described, floating_buffers, models_in_memory, optimizers_of
+from amp.diagnosis.attaching import described, models_in_memory, optimizers_of
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
@@ -78,7 +78,6 @@ class Watch(Looks, Observer):
         self._names: dict[str, None] = {}  # the classes of the optimizers
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
         self._is_ruined = False
-        self._before: list[tuple[str, nn.Module, dict[str, Tensor]]] = []  # that amp may cast
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -112,11 +111,8 @@ class Watch(Looks, Observer):
         self._restart()
 
     def initialize_begins(self, session: Any, models: Sequence[nn.Module]) -> None:
-        """Do not watch amp's casts of weights, which have masters; keep buffers as they are now."""
+        """Do not watch amp's casts of weights, which have masters."""
         self._cancel()
-        for path, module in (each for model in models for each in model.named_modules()):
-            own = {name: x.detach() for name, x in floating_buffers(module).items()}
-            self._before.append((path, module, own))
 
     def initialize_ends(
         self, session: Any, models: Sequence[nn.Module], optimizers: Sequence[Any]
@@ -124,9 +120,6 @@ class Watch(Looks, Observer):
         """Begin the first window anew."""
         for optimizer in filter(None, optimizers):
             self.follow(optimizer)
-        for path, module, buffers in self._before:
-            self.module_cast(module, buffers, path)
-        self._before = []
         self._is_dynamic |= any(scaler.config.dynamic for scaler in session.scalers)
         self._restart()
 

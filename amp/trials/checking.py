@@ -17,7 +17,6 @@ from amp import active
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models, unwrapped
 from amp.diagnosis.findings import Finding, one_a_rule, said_of
-from amp.diagnosis.looks import ruined_buffer
 from amp.diagnosis.shadow import Shadow
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
@@ -109,12 +108,7 @@ def check(
     """
     with a_forward(model, batch, opt_level, overrides, "amp.check") as (session, replay):
         subject, shadow = replay.models[""], Shadow(replay.models)
-        found: list[Finding] = []
-        if subject is not unwrapped(model):  # it is a copy that amp has cast
-            found += hazards.before_initialize([model])
-            for name, before, after in hazards.cast_buffers(unwrapped(model), subject):
-                shadow.known(after, before)
-                found += filter(None, [ruined_buffer(name, before, after.dtype)])
+        found = list(hazards.before_initialize([model])) if subject is not unwrapped(model) else []
         is_checked = bool(session.properties.loss_scaling.check)
         found += hazards.of_properties(session.properties, subject, is_checked)
         try:

@@ -159,6 +159,16 @@ class _Search:
             return "it is in the optimizer's step, which a replay leaves out"
         if self._first.cause == "underflow" and not self._first.op:  # of all gradients
             return self._by_higher_scale()
+        try:
+            return self._by_modules()
+        except Exception:
+            if not self._modules:
+                raise
+            self._modules = []  # with which the step fails, as where dtypes meet
+            return self._by_level(self._first)
+
+    def _by_modules(self) -> Cure | str:
+        """Return the cure with as few modules in FP32 and as high a scale as possible."""
         lowest = min(self._scale, 1.0)
         while found := self._left(lowest):
             if not self._extend(found[0]):

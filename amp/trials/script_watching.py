@@ -110,7 +110,8 @@ class ScriptWatch(Watch):
             kind, _, message = error.partition(": ")
             found.insert(0, hazards.of_failure(last, message, kind))
         level = str(self._session.properties.opt_level or "this profile")
-        return checkup_of(shadow, level, list(dict.fromkeys([*self._found, *found])))
+        every = dict.fromkeys([*self._found, *found])
+        return checkup_of(shadow, level, sorted(every, key=lambda x: x.cause == "unchecked"))
 
 
 class CallExplainer(ScriptWatch):

@@ -136,3 +136,33 @@ def test_an_overflow_that_a_penalty_of_scaled_gradients_makes_is_its_consequence
                 (scaled_loss + 2.0**16 * of_norms(scaled_loss, x, model)).backward()
             optimizer.step()
     assert [x.cause for x in report.findings] == ["order"]
+
+
+def test_a_penalty_that_grows_with_the_scale_may_be_added_to_the_scaled_loss() -> None:
+    model, optimizer, x, y = parts()
+    with amp.Session("O2", verbosity=0, loss_scale=SCALE) as session:
+        model, optimizer = session.initialize(model, optimizer)
+        with amp.diagnose(model, optimizer) as report:
+            loss = (model(x).float() - y).square().mean()
+            with session.scale_loss(loss, optimizer) as scaled_loss:
+                (grad,) = torch.autograd.grad(scaled_loss, x, create_graph=True)
+                (scaled_loss + 0.1 * grad.norm(dim=1).mean()).backward()
+    assert "order" not in [x.cause for x in report.findings]
+
+
+def test_optimizers_that_share_a_gradient_scaler_take_no_penalty() -> None:
+    """Of a GAN: its second loss goes through weights whose gradients were unscaled and stepped on."""
+    first, one, x, _ = parts()
+    second = nn.Linear(16, 16)
+    other = torch.optim.SGD(second.parameters(), 1e-2)
+    with amp.watch(at=[1, 2]) as watch:
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for _ in range(2):
+            for optimizer, sign in ((one, 1.0), (other, -1.0)):
+                with torch.autocast("cpu", torch.float16):
+                    loss = sign * first(second(x)).float().mean()
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+            scaler.update()
+    assert "order" not in [x.cause for x in watch.report.findings]
