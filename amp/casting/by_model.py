@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -43,6 +44,7 @@ from amp.casting.strategy import Strategy
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, warn
+from amp.kernels.grad_mode import without_grad
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -186,7 +188,7 @@ class CastModel(Strategy):
             if tensor.dtype is not dtype and not policies.keeps(tensor):
                 before = undo.before[tensor] = Contents(tensor.data, tensor.grad)
                 Contents.cast(tensor, dtype).put_into(tensor)
-                if not isinstance(tensor, nn.Parameter) and dtype in LOW_PRECISION:
+                if not isinstance(tensor, nn.Parameter) and _has_changed(before.data, tensor):
                     self._cast[tensor] = before.data, tensor._version
         policies.apply()
         for module in model.modules():
@@ -251,6 +253,15 @@ class CastModel(Strategy):
                     yield module.register_forward_hook(CastOutput(ruled.get(layer, dtype)))
         if outputs is not None:
             yield model.register_forward_hook(ModelOutput(outputs), prepend=True, always_call=True)
+
+
+@without_grad
+def _has_changed(before: Tensor, buffer: Tensor) -> bool:
+    """Whether a cast to 16 bits has changed a buffer. The host waits for the device."""
+    if is_sharded(buffer) or not can_ruin(before, buffer.dtype):
+        return False
+    with _disable_current_modes():  # modes that watch the model should not see these ops
+        return bool((buffer.to(before.dtype) != before).any())
 
 
 def _warn_of_buffers(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
