@@ -87,7 +87,8 @@ def findings_of(shadow: Shadow) -> list[Finding]:
 
 def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:
     """Yield a finding for each buffer whose integers or masks a cast of amp's has ruined."""
-    for name, (before, dtype) in shadow.cast_buffers.items():
+    for name, (buffer, before) in shadow.cast_buffers.items():
+        dtype = buffer.dtype
         if ruined := ruined_by_cast(before, dtype) if can_ruin(before, dtype) else "":
             what = f"the buffer '{name}' was cast to {dtype_name(dtype)}, and holds {ruined}"
             keep = advice.keep_buffers([name], True)

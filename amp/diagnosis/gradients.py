@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,16 +43,12 @@ class Gradients:
         """For each parameter whose gradient is not finite, the number of the op that made it so."""
         return {name: grad.made for name, grad in self.known.items() if grad.is_bad}
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Note the loss that a backward starts from."""
-        self.note_scale()
-        self.note_results(loss)
-
-    def note_scale(self) -> None:
-        """Note the loss scale of a backward that begins."""
+    def note_losses(self, losses: Sequence[Tensor]) -> None:
+        """Note the losses that a backward starts from; none for `torch.autograd.grad`."""
         scale = self._open_scale()
         self.scale = 1.0 if scale is None else float(scale)
         self.scales.add(self.scale)
+        self.note_results(losses)
 
     def note_results(self, results: Any) -> None:
         """Note losses, or the results of a forward that no backward follows."""

@@ -166,9 +166,9 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
-            self._shadow.gradient_begins()
+            self._shadow.backward_begins([])
         if func is Tensor.backward:
-            self._shadow.backward_begins(args[0])
+            self._shadow.backward_begins(args[:1])
             gradient = kwargs.pop("gradient")  # torch passes all by their names
             with self:  # so that calls in recomputed forwards are seen too
                 return torch.autograd.backward(args[0], gradient, **kwargs)

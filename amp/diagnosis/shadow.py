@@ -68,7 +68,7 @@ class Shadow(Observer):
         gradients: what was seen of losses and gradients.
         bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
         failed: where the first op that raised was called, or None.
-        cast_buffers: buffers that amp has cast: what they were, and the dtype that they have.
+        cast_buffers: buffers that amp has cast, by name, and what they were.
         noise: the gradients of layers in FP4, and their noise.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
@@ -85,7 +85,7 @@ class Shadow(Observer):
         self.lost, self.ledger = Lost(), Ledger(self._memories)
         self.gradients = Gradients(self._memories, open_scale)
         self.bad_weights: dict[str, int] = {}
-        self.cast_buffers: dict[str, tuple[Tensor, torch.dtype]] = {}
+        self.cast_buffers = cast_buffers_of(models)
         self.noise = Noise()
         self.without_twin = 0
         self.failed: Place | None = None
@@ -106,9 +106,8 @@ class Shadow(Observer):
             for prefix, model in self.models.items():
                 for name, buffer in model.named_buffers():
                     self.own("buffer", prefix + name, buffer)
-                    if (before := before_cast(model, buffer)) is not None:
-                        self.known(buffer, before)
-                        self.cast_buffers[prefix + name] = before, buffer.dtype
+            for buffer, before in self.cast_buffers.values():
+                self.known(buffer, before)
             for name, module in modules_of(self.models).items():
                 if "_amp_fp8" in vars(module):
                     stack.callback(self.ledger.follow_fp8(name, module).remove)
@@ -125,8 +124,8 @@ class Shadow(Observer):
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
-        bad = {name: self._memories[x].bad for name, x in self.named_parameters()}
-        self.bad_weights = {name: made for name, made in bad.items() if made}
+        bad = ((name, self._memories[x].bad) for name, x in self.named_parameters())
+        self.bad_weights = {name: made for name, made in bad if made}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the models with their names."""
@@ -179,13 +178,9 @@ class Shadow(Observer):
         if self.ledger.is_open:
             self.ledger.call_ends(self._places.of_call(function), function, args, kwargs, result)
 
-    def backward_begins(self, loss: Tensor) -> None:
-        """Note the tensor that a backward starts from."""
-        self._unseen(self.gradients.note_loss, loss)
-
-    def gradient_begins(self) -> None:
-        """Note the loss scale of a call of `torch.autograd.grad`."""
-        self._unseen(self.gradients.note_scale)
+    def backward_begins(self, losses: Sequence[Tensor]) -> None:
+        """Note the loss scale, and the tensors that a backward starts from."""
+        self._unseen(self.gradients.note_losses, losses)
 
     def note_output(self, output: Any) -> None:
         """Note the output of a forward that no backward follows."""
@@ -275,8 +270,7 @@ class Shadow(Observer):
             self._memories[x].made = op.number
         for x in fresh:
             self._memories[x].is_new = True
-        is_of_list = isinstance(args[0] if args else None, (list, tuple))  # as an optimizer's step
-        if not is_of_list or op.aten in MOVES or op.is_bad:
+        if op.aten in MOVES or op.is_bad or not isinstance(args[0] if args else None, (list, tuple)):
             self._memories.keep(op, args, kwargs, values, outputs)
         if op.is_root and not op.is_constant:
             op.value = largest_from_inputs(op)
@@ -287,7 +281,7 @@ class Shadow(Observer):
         """Note numbers that an op has lost."""
         for x in written:
             value, memory = values.get(id(x)), self._memories[x]
-            if value is None or (op.aten.endswith("copy_") and self._is_kept_wider(value, values)):
+            if value is None or (op.aten.endswith("copy_") and _is_kept_wider(self.ops, value, values)):
                 continue
             if memory.gradient and "add" in op.aten:  # only sums of gradients may stand still
                 owned = Owned("gradient", memory.gradient)
@@ -303,18 +297,6 @@ class Shadow(Observer):
                 self.lost.note_cast(op, owned.name, outputs[0], self._memories.twin(outputs[0]))
         if op.aten in COUNTS and outputs and op.phase == "forward":
             self.lost.note_count(op, outputs[0], self._memories.twin(outputs[0]))
-
-    def _is_kept_wider(self, target: Value, values: dict[int, Value]) -> bool:
-        """Whether a tensor is copied from a wider one, which was not made of it just before."""
-        todo = [x for x in values.values() if x is not target]
-        if all(x.real.element_size() <= target.real.element_size() for x in todo):
-            return False
-        for _ in range(PASSED if len(todo) == 1 else 0):  # lists are copied from what is kept
-            made = [self.ops[x] for x in {x.made for x in todo if x.made}]
-            todo = [x for op in made if op.phase != "backward" for x in inputs_of(op)]
-            if any(x.memory is target.memory for x in todo):
-                return False
-        return True
 
     def _note_bad(self, op: Op, values: dict[int, Value], outputs: list[Tensor]) -> None:
         """Note results that are inf or NaN."""
@@ -336,8 +318,7 @@ class Shadow(Observer):
             self._memories[x].bad = op.number
 
     def _note_bad_input(self, op: Op, value: Value) -> None:
-        made = value.memory.bad
-        if not made and value.made and self.ops[value.made].is_collective:
+        if not (made := value.memory.bad) and value.made and self.ops[value.made].is_collective:
             made = value.made  # it has come from another rank
         if made:
             op.bad_parents.append(made)
@@ -345,12 +326,30 @@ class Shadow(Observer):
             op.sources.append(_source_of(value))
 
 
-def before_cast(model: nn.Module, buffer: Tensor) -> Tensor | None:
-    """Return what a buffer was before a session has cast it, or None."""
-    session = active.session_of(model)
-    casts = [x for x in session.strategies if isinstance(x, CastModel)] if session is not None else []
-    before = casts[0].before_cast(buffer) if casts else None
-    return before if before is None else before.to(buffer.device)
+def _is_kept_wider(ops: Mapping[int, Op], target: Value, values: dict[int, Value]) -> bool:
+    """Whether a tensor is copied from a wider one, which was not made of it just before."""
+    todo = [x for x in values.values() if x is not target]
+    if all(x.real.element_size() <= target.real.element_size() for x in todo):
+        return False
+    for _ in range(PASSED if len(todo) == 1 else 0):  # lists are copied from what is kept
+        made = [ops[x] for x in {x.made for x in todo if x.made}]
+        todo = [x for op in made if op.phase != "backward" for x in inputs_of(op)]
+        if any(x.memory is target.memory for x in todo):
+            return False
+    return True
+
+
+def cast_buffers_of(models: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the buffers that sessions have cast, by name, and what they were before."""
+    found = {}
+    for prefix, model in models.items():
+        session = active.session_of(model)
+        strategies = session.strategies if session is not None else []
+        for cast in (x for x in strategies if isinstance(x, CastModel)):
+            for name, buffer in model.named_buffers():
+                if (before := cast.before_cast(buffer)) is not None:
+                    found[prefix + name] = buffer, before.to(buffer.device)
+    return found
 
 
 def _source_of(value: Value) -> Source:

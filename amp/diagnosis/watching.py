@@ -264,17 +264,11 @@ class Watch(Looks, Observer):
             self._due, self._is_ruined = [], True
         self._seen += found
         lasting = [x for x in self._still if x.dtype.itemsize < 4]  # wide numbers may move later
-        self._still = lasting + [x for x in still_in(shadow, every) if not self._is_compensated(x)]
+        self._still = lasting + [
+            x for x in still_in(shadow, every) if not _is_compensated(x, self.optimizers)
+        ]
         self.report.ops += len(shadow.ops)
         self._without_twin += shadow.without_twin
-
-    def _is_compensated(self, still: Still) -> bool:
-        """Whether an optimizer keeps what a weight has lost, as in Kahan's sums."""
-        if still.owned.kind == "moment":
-            return COMPENSATION.search(still.owned.name) is not None
-        x = still.owned.tensor
-        states = [each.state[x] for each in self.optimizers if x is not None and x in each.state]
-        return any(COMPENSATION.search(name) for state in states for name in state)
 
     def _name_states(self, shadow: Shadow, others: list[nn.Module]) -> None:
         """Name the state of optimizers, and models that no optimizer has."""
@@ -313,6 +307,15 @@ class Watch(Looks, Observer):
         if self._shadow is not None:
             self._stepped[id(optimizer)] += 1
         self._names[type(optimizer).__name__] = None
+
+
+def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:
+    """Whether an optimizer keeps what a weight has lost, as in Kahan's sums."""
+    if still.owned.kind == "moment":
+        return COMPENSATION.search(still.owned.name) is not None
+    x = still.owned.tensor
+    states = [each.state[x] for each in optimizers if x is not None and x in each.state]
+    return any(COMPENSATION.search(name) for state in states for name in state)
 
 
 def watch(at: Sequence[int] = AT) -> Watch:
