@@ -263,10 +263,10 @@ class Watch(Looks, Observer):
         if shadow.bad_weights:  # all later steps are consequences
             self._due, self._is_ruined = [], True
         self._seen += found
-        lasting = [x for x in self._still if x.dtype.itemsize < 4]  # wide numbers may move later
-        self._still = lasting + [
-            x for x in still_in(shadow, every) if not _is_compensated(x, self.optimizers)
-        ]
+        if any(op.phase == "step" for op in shadow.ops.values()):  # wide numbers may move now
+            self._still = [x for x in self._still if x.dtype.itemsize < 4]
+        still = still_in(shadow, every)
+        self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
         self.report.ops += len(shadow.ops)
         self._without_twin += shadow.without_twin
 
