@@ -81,7 +81,8 @@ def initialize(
     They stay the same objects: models are cast in place, and methods of optimizers are wrapped. Call
     it when models are on their device and not yet in `DistributedDataParallel`. A second call makes
     another session. From then on its casts apply, and the optimizers of the first session go on
-    working. The host does not wait for the device.
+    working. The host waits for the device only where buffers are cast to 16 bits: it looks for integers
+    and masks that the cast ruins.
 
     Args:
         models: a module, a list of modules, or None.
