@@ -217,7 +217,10 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
     if value is not None and not math.isfinite(value):
         what = "the result is not finite, and is with inputs that were never rounded"
-        return _finding(op, "rounding", what, advice.keep_wide(op.place, shadow.properties))
+        todo = advice.keep_wide(op.place, shadow.properties)
+        if op.gives not in LOW_PRECISION:
+            todo = "Compute what it takes in float32 too: digits are lost there."
+        return _finding(op, "rounding", what, todo)
     subject = f"{op.argument} was cast, and the result" if op.argument else "the result"
     if op.gives is not torch.float16 or (value is not None and value > torch.finfo(torch.float32).max):
         todo = advice.SMALLER

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.utils._pytree import tree_leaves
 
-from amp.diagnosis.memories import Value
+from amp.diagnosis.memories import Value, inputs_of
 from amp.diagnosis.records import Op
 from amp.diagnosis.twins import largest
 
@@ -35,6 +35,8 @@ class _Scaled(NamedTuple):
 
 def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> Op | None:
     """Return the op of a forward through which a loss depends on scaled gradients, or None."""
+    if scale == 1.0:
+        return None
     scaled: dict[int, _Scaled] = {}
     for number, op in ops.items():
         of = [scaled[x] for x in op.parents if x in scaled]
@@ -52,7 +54,8 @@ def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> 
 
 def _scales(op: Op, scale: float) -> bool:
     """Whether an op multiplies a loss by the loss scale."""
-    return op.aten == "mul" and scale in map(_size, op.args or ())
+    factors = [x for x in inputs_of(op) if x.real.numel() == 1] if op.aten == "mul" else []
+    return any(_size(x) == scale for x in factors)
 
 
 def _degree(op: Op, scaled: Mapping[int, _Scaled], scale: float) -> float:

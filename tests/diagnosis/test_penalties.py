@@ -112,42 +112,34 @@ def test_a_penalty_under_a_gradient_scaler(penalty: Penalty, is_scaled: bool) ->
         assert "scaled by 1024" in one.what
 
 
-@pytest.mark.parametrize("penalty", [of_norms, unscaled_first], ids=lambda penalty: penalty.__name__)
-def test_a_penalty_inside_of_scale_loss(penalty: Penalty) -> None:
+def causes_at_o2(scale: float, added: Callable[[Tensor, Tensor, nn.Module], Tensor]) -> list[str]:
+    """Return the causes that are found where a penalty is added to the scaled loss."""
     model, optimizer, x, y = parts()
-    with amp.Session("O2", verbosity=0, loss_scale=SCALE) as session:
+    with amp.Session("O2", verbosity=0, loss_scale=scale) as session:
         model, optimizer = session.initialize(model, optimizer)
         with amp.diagnose(model, optimizer) as report:
             loss = (model(x).float() - y).square().mean()
             with session.scale_loss(loss, optimizer) as scaled_loss:
-                (scaled_loss + penalty(scaled_loss, x, model)).backward()
+                (scaled_loss + added(scaled_loss, x, model)).backward()
             optimizer.step()
-    causes = [x.cause for x in report.findings if x.cause != "unchecked"]
-    assert causes == ["order"] * (penalty in WRONG)
+    return [x.cause for x in report.findings if x.cause != "unchecked"]
+
+
+@pytest.mark.parametrize("penalty", [of_norms, unscaled_first], ids=lambda penalty: penalty.__name__)
+def test_a_penalty_inside_of_scale_loss(penalty: Penalty) -> None:
+    assert causes_at_o2(SCALE, penalty) == ["order"] * (penalty in WRONG)
 
 
 def test_an_overflow_that_a_penalty_of_scaled_gradients_makes_is_its_consequence() -> None:
-    model, optimizer, x, y = parts()
-    with amp.Session("O2", verbosity=0, loss_scale=2.0**16) as session:
-        model, optimizer = session.initialize(model, optimizer)
-        with amp.diagnose(model, optimizer) as report:
-            loss = (model(x).float() - y).square().mean()
-            with session.scale_loss(loss, optimizer) as scaled_loss:
-                (scaled_loss + 2.0**16 * of_norms(scaled_loss, x, model)).backward()
-            optimizer.step()
-    assert [x.cause for x in report.findings] == ["order"]
+    assert causes_at_o2(2.0**16, lambda *given: 2.0**16 * of_norms(*given)) == ["order"]
 
 
 def test_a_penalty_that_grows_with_the_scale_may_be_added_to_the_scaled_loss() -> None:
-    model, optimizer, x, y = parts()
-    with amp.Session("O2", verbosity=0, loss_scale=SCALE) as session:
-        model, optimizer = session.initialize(model, optimizer)
-        with amp.diagnose(model, optimizer) as report:
-            loss = (model(x).float() - y).square().mean()
-            with session.scale_loss(loss, optimizer) as scaled_loss:
-                (grad,) = torch.autograd.grad(scaled_loss, x, create_graph=True)
-                (scaled_loss + 0.1 * grad.norm(dim=1).mean()).backward()
-    assert "order" not in [x.cause for x in report.findings]
+    def grows(loss: Tensor, x: Tensor, model: nn.Module) -> Tensor:
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return 0.1 * grad.norm(dim=1).mean()
+
+    assert "order" not in causes_at_o2(SCALE, grows)
 
 
 def test_optimizers_that_share_a_gradient_scaler_take_no_penalty() -> None:

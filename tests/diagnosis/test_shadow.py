@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
 from amp.diagnosis.findings import Finding
@@ -261,3 +263,20 @@ def test_a_mask_that_leaves_every_row_something_is_nothing_to_say(kind: str, lev
     found, said = stepped(model, level, mean_square, **scale)
     assert found == []
     assert said.report.is_healthy
+
+
+def test_torch_itself_derives_prod_otherwise_under_a_mode() -> None:
+    """As docs/diagnosis.md says of the results of a watched step."""
+
+    class Empty(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    grads = []
+    for mode in (contextlib.nullcontext(), Empty()):  # type: ignore[no-untyped-call]
+        x = torch.full((2,), 300.0, dtype=torch.float16, requires_grad=True)
+        with mode:
+            (1 / (x.prod() + 1)).backward()
+        assert x.grad is not None
+        grads.append(bool(x.grad.isfinite().all()))
+    assert grads == [False, True]
