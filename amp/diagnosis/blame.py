@@ -121,7 +121,7 @@ class _Walk:
             if worst is None:
                 break
             value, taken = worst, made
-        return _classified(value, made, taken)
+        return classified(value, made, taken)
 
     def _is_ruin(self, harm: float) -> bool:
         return math.isinf(harm) if self._op.is_bad else harm > self._op.error / 3
@@ -164,7 +164,7 @@ def _overlaid(exact: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return flat.as_strided(exact.size(), exact.stride(), exact.storage_offset())
 
 
-def _classified(value: Value, made: Op | None, taken: Op) -> Loss:
+def classified(value: Value, made: Op | None, taken: Op) -> Loss:
     """Return what the format does to a value."""
     exact, rounded = value.exact, value.rounded
     changed = rounded != exact

@@ -22,12 +22,12 @@ import torch
 from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.casting.fp4_noise import ENOUGH
 from amp.diagnosis import advice
-from amp.diagnosis.blame import Loss, lost_before
+from amp.diagnosis.blame import Loss, classified, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.penalties import takes_scaled
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import CASTS, Op, ancestors
+from amp.diagnosis.records import CASTS, Op, ancestors, origin
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import has_twin
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -81,7 +81,7 @@ def findings_of(shadow: Shadow) -> list[Finding]:
     if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
         found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
     if not found:
-        found += [(0, x) for x in [*_vanished(shadow), *_noisy(shadow)]]
+        found += [*_chosen_wrongly(shadow), *((0, x) for x in [*_vanished(shadow), *_noisy(shadow)])]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
 
 
@@ -301,6 +301,17 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     return (in_half or list(found.values()) or _added_up(shadow, behind, tuple(ruined)))[:3]
 
 
+def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
+    """Yield a finding for each line that chooses other elements than exact numbers lead to."""
+    for choice in {x.op.place: x for x in shadow.lost.choices}.values():
+        op, value = choice.op, choice.value
+        made = origin(shadow.ops, value.made)
+        loss = lost_before(shadow, made) if made is not None else None
+        one = _of_loss(shadow, op, loss or classified(value, made, op))
+        what = f"{one.what}, which chooses clearly worse elements in {choice.share:.0%} of the cases"
+        yield op.number, replace(one, what=what)
+
+
 def _added_up(shadow: Shadow, ops: Iterable[Op], reached: tuple[str, ...]) -> list[tuple[int, Finding]]:
     """Return findings of lines that read their own results, each a little further off than the last."""
     begun: dict[int, tuple[Op, Counter[str]]] = {}  # by op: the first that leads to it, and how many
@@ -401,8 +412,8 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
             op, "data", what, "Look at the batch, and skip or mend it. No precision cures it."
         )
     if owned.kind == "weight":
-        todo = "It was ruined before this step: go back to a checkpoint, and diagnose the step that "
-        todo += "ruins it."
+        todo = "It was so before this step: look at how it is initialized or loaded, and diagnose the "
+        todo += "earlier steps."
     elif shadow.properties is None:
         todo = advice.EARLIER
     else:

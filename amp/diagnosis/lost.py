@@ -11,12 +11,14 @@ from torch import Tensor
 from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.memories import Value
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import floats_in, largest
+from amp.diagnosis.records import CHOICES, Op, Owned
+from amp.diagnosis.twins import dimension_of, floats_in, largest, last_of
 from amp.dtypes import LOW_PRECISION
 
 FAR = 0.2
-"""How far off a count is named: most uses bear less."""
+"""How far off a count is named, and what share of choices: most uses bear less."""
+CLEARLY = 0.1
+"""By so much of what numbers differ among themselves a chosen one is worse."""
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 
@@ -87,18 +89,34 @@ class Still(NamedTuple):
         return self.owned.kind == "weight" and "mul_" in self.op.aten
 
 
+class Choice(NamedTuple):
+    """A choice of elements, as by `argmin`, of which many would be others if no number were rounded.
+
+    Attributes:
+        op: the op that has chosen.
+        value: what it has chosen from.
+        share: the share of choices that are clearly worse than the exact ones.
+    """
+
+    op: Op
+    value: Value
+    share: float
+
+
 class Lost:
     """Numbers that ops have lost.
 
     Attributes:
         scalars: Python numbers that became 0 or inf.
         casts: casts that changed integers or masks.
+        choices: choices of other elements than exact numbers lead to.
         still: tensors that an op was to change, and did not, by memory and op.
     """
 
     def __init__(self) -> None:
         self.scalars: list[LostScalar] = []
         self.casts: list[LossyCast] = []
+        self.choices: list[Choice] = []
         self.still: dict[tuple[int, str], Still] = {}
 
     def note_still(self, op: Op, owned: Owned, before: Value, x: Tensor, exact: Tensor) -> None:
@@ -151,6 +169,24 @@ class Lost:
         """Note whole numbers that are far off, as of ones that were added up in 16 bits."""
         if y.dtype in LOW_PRECISION and bool((x == x.round()).all()):
             self._note_changed(op, x, y, (y.to(x.dtype) - x).abs() > FAR * x.abs())
+
+    def note_choice(
+        self, op: Op, values: list[Value], args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Note a choice of elements that exactly are far from those to choose."""
+        is_one = op.aten in CHOICES and op.phase == "forward" and not op.func._schema.is_mutable
+        x, chosen = values[0].exact if values else None, last_of(result)
+        if not is_one or x is None or not x.dim() or chosen.dtype is not torch.long:
+            return
+        dim, best = dimension_of(op.aten, args, kwargs), last_of(op.func(x, *args[1:], **kwargs))
+        if dim is None:  # of all elements
+            x, dim = x.flatten(), 0
+        if chosen.dim() < x.dim():
+            chosen, best = chosen.unsqueeze(dim), best.unsqueeze(dim)
+        off = (x.gather(dim, chosen) - x.gather(dim, best)).abs()
+        share = float((off > CLEARLY * x.std(dim, keepdim=True)).double().mean())  # none if not finite
+        if share > FAR:
+            self.choices.append(Choice(op, values[0], share))
 
     def _note_changed(self, op: Op, x: Tensor, y: Tensor, changed: Tensor) -> None:
         if op.gives is not None and bool((changed & y.isfinite()).any()):

@@ -259,9 +259,9 @@ class Shadow(Observer):
             op.largest = max(map(largest, exact), default=0.0)
             self._note_bad(op, values, outputs)
         self._note_lost(op, values, outputs, written)
-        if op.aten in CASTS and not outputs:
-            for value in values.values():
-                self.lost.note_integers(origin(self.ops, value.made) or op, value, result)
+        for value in values.values() if op.aten in CASTS and not outputs else ():
+            self.lost.note_integers(origin(self.ops, value.made) or op, value, result)
+        self.lost.note_choice(op, list(values.values()), args, kwargs, result)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
             self.gradients.note_unscale(args[0], args[2])
         elif written and op.phase != "backward":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -143,7 +144,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**found.to_json(), "error": error}, indent=2))
     else:
-        printer = Printer()
+        printer, rank = Printer(), os.environ.get("RANK")
+        if rank is not None:  # each process of torchrun reports
+            printer.line(f"rank {rank}:")
         for text in filter(None, [getattr(found, "about", ""), str(found)]):
             printer.line(text)
         if error:

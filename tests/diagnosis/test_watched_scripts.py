@@ -349,3 +349,55 @@ def test_wide_weights_whose_change_does_not_matter_may_stand_still(kind: str) ->
         for _ in steps(optimizer):
             F.cross_entropy(model(X), Y).backward()
     assert watch.report.is_healthy, str(watch.report)
+
+
+CODES = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)) + 64
+CHOICES: dict[str, Any] = {
+    "argmin": lambda d: d.argmin(1),
+    "of all": lambda d: torch.stack([row.argmin() for row in d]),
+    "min": lambda d: d.min(dim=1).indices,
+    "max": lambda d: (-d).max(dim=1).indices,
+    "topk": lambda d: d.topk(3, largest=False).indices[:, 0],
+    "sort": lambda d: d.sort(-1).indices[:, 0],
+    "max of columns": lambda d: (-d.t()).max(0)[1],
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float64])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_by_rounded_distances(choice: str, dtype: torch.dtype) -> None:
+    """The gradients of what was chosen are right, and the codes are wrong."""
+    model, lines = net(), []
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            z, codes = CODES.roll(1, 1).to(dtype), CODES.to(dtype)
+            squares = (z * z).sum(1, keepdim=True)
+            d = squares - 2 * z @ codes.T + (codes * codes).sum(1)
+            lines += [here(2), here(1)]
+            chosen = CHOICES[choice](d)
+            y = model(X) + CODES[chosen].mean()
+            F.cross_entropy(y, Y).backward()
+    found = watch.report.findings
+    assert bool(found) is (dtype is BF16)
+    for one in found[:1]:
+        assert one.cause in ("cancellation", "rounding")
+        assert one.line in lines
+        assert "chooses clearly worse elements in" in one.what
+        assert "keep float32 until after line" in one.advice
+
+
+def test_choices_among_equals_and_into_given_tensors_are_no_finding() -> None:
+    """Near equals change places, and an op that writes to a tensor of the script does so once."""
+    torch.manual_seed(0)
+    model, values, indices = net(), torch.zeros(64, dtype=BF16), torch.zeros(64, dtype=torch.long)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            y = model(X)
+            near = torch.randn(64, 8).bfloat16() * 1.001
+            torch.max(near, 1, out=(values, indices))
+            assert torch.equal(near.argmax(1), indices)
+            F.cross_entropy(y, near.round().topk(1).indices[:, 0] % 4).backward()
+    assert watch.report.is_healthy
+    assert torch.equal(values, near.amax(1))

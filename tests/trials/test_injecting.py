@@ -173,8 +173,9 @@ def test_the_commands(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [line.split()[0] for line in shown.splitlines()[3:6]] == ["O0", "as", "O5"]
     assert "as is: 8" in shown
     assert "% of the weights stand still in a step" in shown
+    monkeypatch.setenv("RANK", "1")  # as torchrun does, which starts a doctor for each rank
     shown = command(capsys, "doctor", "train.py", "--level", "O5", status=0)
-    assert shown.startswith("healthy: nothing found at O5\n")
+    assert shown.startswith("rank 1:\nhealthy: nothing found at O5\n")
     shown = command(capsys, "explain", "linear", "--script", "train.py", status=0)
     assert "torch.nn.functional.linear  bfloat16 -> bfloat16  train.py:10" in shown
     assert "no level is in force" in shown
