@@ -77,7 +77,7 @@ class Watch(Looks, Observer):
         self._parts: list[str] = []  # of the line that says what is watched
         self._names: dict[str, None] = {}  # the classes of the optimizers
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
-        self._is_ruined = False
+        self._is_ruined = self._is_explained = False
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -228,7 +228,7 @@ class Watch(Looks, Observer):
         first, most = self._sizes.get(loss.device, (nothing, nothing))
         first = torch.maximum(first, size) if self._backwards <= FIRST else first
         self._sizes[loss.device] = first, torch.maximum(most, size)
-        if self._shadow is None:
+        if self._shadow is None and not self._is_explained:
             known = self._bad_loss.get(loss.device, nothing.long())
             is_known = (known > 0) | loss.isfinite()
             self._bad_loss[loss.device] = torch.where(is_known, known, self.steps + 1)
@@ -262,6 +262,7 @@ class Watch(Looks, Observer):
             self._due.insert(0, self.steps + 1)  # the loss scale was being searched
         if shadow.bad_weights:  # all later steps are consequences
             self._due, self._is_ruined = [], True
+        self._is_explained |= bool(found and (shadow.gradients.bad_loss or shadow.bad_weights))
         self._seen += found
         if any(op.phase == "step" for op in shadow.ops.values()):  # wide numbers may move now
             self._still = [x for x in self._still if x.dtype.itemsize < 4]
