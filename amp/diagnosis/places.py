@@ -6,6 +6,7 @@ a forward op runs right after its node is made.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -175,6 +176,7 @@ class _Calls(TorchFunctionMode):
         return self._places.call(func, args, kwargs)
 
 
+@functools.lru_cache  # looking names up would take a tenth of a watched step
 def _name_of(function: Any) -> str:
     name = resolve_name(function) or getattr(function, "__name__", "")
     return str(name).replace("torch.Tensor.", "Tensor.")
@@ -187,6 +189,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@functools.cache
 def _is_users(file: str) -> bool:
     if file.startswith(_PYTHON) and _PACKAGES not in file:
         return False
@@ -198,9 +201,13 @@ def user_line(in_packages: bool = True) -> tuple[str, int]:
 
     Without `in_packages` frameworks are passed over too, if a script has called them.
     """
-    users = [(x.f_code.co_filename, x.f_lineno) for x in _frames() if _is_users(x.f_code.co_filename)]
-    own = [each for each in users if in_packages or _PACKAGES not in each[0]]
-    return next(iter(own or users), ("", 0))
+    innermost = None
+    for frame in _frames():
+        if _is_users(file := frame.f_code.co_filename):
+            if in_packages or _PACKAGES not in file:
+                return file, frame.f_lineno
+            innermost = innermost or (file, frame.f_lineno)
+    return innermost or ("", 0)
 
 
 def has_modes() -> bool:
