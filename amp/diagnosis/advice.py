@@ -16,7 +16,7 @@ from amp.profiles.properties import Properties
 
 SMALLER = "Make its inputs smaller, as by subtracting their maximum: FP32 does not hold it either."
 ANOTHER_WAY = (
-    "Compute it in another way, as by log_softmax or logsigmoid, or by a difference that is squared\n"
+    "Compute it in another way, as by logsumexp or logsigmoid, or by a difference that is squared\n"
     "instead of squares that are subtracted: FP32 loses it too. A constant has to be larger, as in\n"
     "clamp(1e-6, 1 - 1e-6)."
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.records import MOVES, Op, ancestors
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, difference, has_twin
+from amp.diagnosis.twins import CANNOT_RUN, as_real, difference, has_twin
 
 LONGEST = 64
 """How many ops a walk passes at most."""
@@ -130,7 +130,7 @@ class _Walk:
         """Return how far the result is off if a value is replaced where it is read; inf for NaN."""
         if torch.equal(replaced, value.exact):
             return 0.0
-        changed = {_version(value): [(value.exact, replaced)]}
+        changed = {_version(value): [(as_real(value.exact), as_real(replaced))]}
         found: list[Tensor] = []
         try:
             for op, read in self._before:
@@ -138,7 +138,7 @@ class _Walk:
                     found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
                     for (key, placed), y in zip(op.outputs, found, strict=True):
                         earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
-                        changed[key, op.number] = [*earlier, (placed, y)]
+                        changed[key, op.number] = [*earlier, (placed, as_real(y))]
         except CANNOT_RUN:
             return 0.0
         if all(made != self._op.number for _, made in changed):
@@ -153,20 +153,22 @@ def _overlaid(exact: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return an exact value of which parts of its memory, each given by a view, have other numbers."""
     if not parts:
         return exact
-    length = exact.untyped_storage().nbytes() // exact.element_size()
-    flat = exact.as_strided((length,), (1,), 0).clone()
+    shown = as_real(exact)
+    length = shown.untyped_storage().nbytes() // shown.element_size()
+    flat = shown.as_strided((length,), (1,), 0).clone()
     for placed, numbers in parts:
         view = flat.as_strided(placed.size(), placed.stride(), placed.storage_offset())
         for dim, stride in enumerate(placed.stride()):
             if stride == 0:  # as of an expanded tensor, whose elements lie in one place
                 view, numbers = view.narrow(dim, 0, 1), numbers.narrow(dim, 0, 1)
         view.copy_(numbers)
-    return flat.as_strided(exact.size(), exact.stride(), exact.storage_offset())
+    result = flat.as_strided(shown.size(), shown.stride(), shown.storage_offset())
+    return torch.view_as_complex(result) if exact.is_complex() else result
 
 
 def classified(value: Value, made: Op | None, taken: Op) -> Loss:
     """Return what the format does to a value."""
-    exact, rounded = value.exact, value.rounded
+    exact, rounded = as_real(value.exact), as_real(value.rounded)
     changed = rounded != exact
     is_gone = changed & (rounded == 0)
     is_near_another = "sub" in taken.aten and bool((changed & ~is_gone).any())  # as 0.999 near 1

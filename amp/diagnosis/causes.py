@@ -25,6 +25,7 @@ from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, classified, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
+from amp.diagnosis.memories import inputs_of
 from amp.diagnosis.penalties import takes_scaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op, ancestors, origin
@@ -126,7 +127,14 @@ def _causes(shadow: Shadow) -> list[Op]:
     roots = [op for op in bad if not op.bad_parents and not (op.is_constant and op.is_minus_inf)]
     if any(op.is_collective for op in roots):  # it is another rank's
         return [op for op in roots if not op.is_collective]
-    return roots or [op for op in bad if op.has_nan][:1]
+    of_masks = [op for op in bad if shadow.gradients.bad_loss and _reduces(op)]  # as a mean over them
+    return roots or [op for op in bad if op.has_nan][:1] or of_masks[:1]
+
+
+def _reduces(op: Op) -> bool:
+    """Whether the result of an op has fewer elements than what it takes."""
+    sizes = [x.real.numel() for x in inputs_of(op)]
+    return bool(op.outputs) and op.outputs[0][1].numel() < max(sizes, default=0)
 
 
 def _explain(shadow: Shadow, op: Op) -> Finding:
@@ -156,13 +164,13 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
 
 def _in_one_call(shadow: Shadow, op: Op) -> str:
     """Return the function that computes an op together with one shortly before it, or an empty text."""
-    numbers: Iterable[int] = op.parents
+    before = op
     for _ in range(PASSED):
-        before = [shadow.ops[x] for x in numbers if x in shadow.ops]
-        for each in before:
-            if function := advice.IN_ONE_CALL.get((each.aten, op.aten.rstrip("_"))):
-                return f"Take {function}, which rounds nothing on the way."
-        numbers = [x for each in before for x in each.parents]
+        if len(before.parents) != 1:  # as the sum of several
+            break
+        before = shadow.ops[before.parents[0]]
+        if function := advice.IN_ONE_CALL.get((before.aten, op.aten.rstrip("_"))):
+            return f"Take {function}, which rounds nothing on the way."
     return ""
 
 
@@ -174,6 +182,9 @@ def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
     elif op.has_nan and op.bad_parents:
         what = "it is inf - inf or 0 times inf, in FP64 too"
         todo = f"{unmask}; subtract the maximum before an exponential. No rule cures it."
+    elif op.bad_parents:
+        what = "it takes an -inf that was written, as by a mask, and the loss is not finite"
+        todo = "Leave what is masked out of means, sums and labels. No precision cures it."
     else:
         what = f"the result is {op.largest} in FP64 too"
         todo = (

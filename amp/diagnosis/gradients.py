@@ -69,7 +69,7 @@ class Gradients:
         elif name not in self.bad:
             exact = self._memories.twin(grad)
             gone = ((grad == 0) & (exact != 0)).count_nonzero() / exact.count_nonzero().clamp_min(1)
-            size = float(exact.square().mean().sqrt())
+            size = float(exact.abs().square().mean().sqrt())
             off = difference(grad, exact)
             self.known[name] = Gradient(memory.made, False, off, size, float(gone))
 

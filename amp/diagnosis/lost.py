@@ -161,7 +161,7 @@ class Lost:
         """Note integers that a tensor of integers takes from numbers which were rounded before."""
         x = value.exact
         is_integer = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex())
-        if is_integer and y.dtype is not torch.bool and y.shape == x.shape:
+        if is_integer and y.dtype is not torch.bool and y.shape == x.shape and not x.is_complex():
             is_lost = (x == x.round()) & (x != value.rounded) & (x.to(y.dtype) != y)
             self._note_changed(made, x, value.real, is_lost)
 

@@ -1,8 +1,8 @@
 """The memory of tensors that a shadow has seen: its twin, what it is, and which op wrote to it last.
 
-A twin is memory in FP64 beside the memory of a tensor, with as many elements. So a view of the tensor
+A twin is memory in FP64 beside the memory of a tensor, with as many numbers. So a view of the tensor
 has the same view of the twin, and what is written through one view is seen through the others. Memory
-that was there before the watch is widened when it is first read.
+that was there before the watch is widened when it is first read. A complex number is two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import CANNOT_RUN, fresh_in, has_twin, is_float, largest, run_wide, written_by
+from amp.diagnosis.twins import (
+    CANNOT_RUN,
+    as_real,
+    fresh_in,
+    has_twin,
+    is_float,
+    largest,
+    run_wide,
+    written_by,
+)
 
 _WeakReference: Any = StorageWeakRef
 KEPT = 2**31
@@ -105,11 +114,15 @@ class Memories:
 
     def twin(self, x: Tensor) -> Tensor:
         """Return the twin of a tensor, a view of the twin of its memory."""
+        if x.is_conj():
+            return self.twin(x.conj()).conj()
         memory, x = self[x], own_part(x)
-        length = _length(x)
+        parts = as_real(x.detach())
+        length = _length(parts)
         if memory.twin is None or memory.twin.numel() != length:
-            memory.twin = x.detach().as_strided((length,), (1,), 0).to(torch.float64, copy=True)
-        return memory.twin.as_strided(x.size(), x.stride(), x.storage_offset())
+            memory.twin = parts.as_strided((length,), (1,), 0).to(torch.float64, copy=True)
+        twin = memory.twin.as_strided(parts.size(), parts.stride(), parts.storage_offset())
+        return torch.view_as_complex(twin) if x.is_complex() else twin
 
     def put(self, x: Tensor, exact: Tensor) -> None:
         """Set the twin of a tensor."""
@@ -157,7 +170,7 @@ class Memories:
     ) -> None:
         """Keep what an op has read, and where its results are, while there is room for it."""
         op.args, op.kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
-        op.outputs = tuple([(self[x].key, _placed_as(x)) for x in outputs])
+        op.outputs = tuple([(self[x].key, _placed_as(as_real(x))) for x in outputs])
         self._kept.append((op, sum(x.real.nbytes + x.exact.nbytes for x in values.values())))
         self._bytes += self._kept[-1][1]
         while self._bytes > KEPT:
@@ -193,7 +206,7 @@ def largest_from_inputs(op: Op) -> float | None:
         be run again.
     """
     try:
-        results = results_from(op, lambda x: x.real.double()) if has_twin(op.func) else []
+        results = results_from(op, lambda x: x.real.to(x.exact.dtype)) if has_twin(op.func) else []
     except CANNOT_RUN:
         return None
     return max(map(largest, results), key=lambda x: (math.isnan(x), x), default=None)

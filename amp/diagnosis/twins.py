@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _FLOATS |= {torch.float8_e4m3fn, torch.float8_e5m2}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _OPAQUE = {"_amp_update_scale_", "set_", "resize_", "_local_scalar_dense", "lift_fresh"}
 _WITH_INDICES = {"topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode"}
 """Ops that return values along a dimension, and their indices."""
@@ -25,15 +26,21 @@ CANNOT_RUN = (RuntimeError, TypeError, NotImplementedError)
 
 
 def is_float(x: Any) -> bool:
-    """Whether something is a dense floating tensor with values."""
+    """Whether something is a dense tensor of floating or complex numbers with values."""
     if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
         return False
-    return x.layout is torch.strided and not x.is_meta and x.is_floating_point() and x.numel() > 0
+    is_dense = x.layout is torch.strided and not x.is_meta and x.numel() > 0
+    return is_dense and (x.is_floating_point() or x.is_complex())
 
 
 def floats_in(value: Any) -> list[Tensor]:
-    """Return the dense floating tensors with values, in nested arguments or results."""
+    """Return the dense floating and complex tensors with values, in nested arguments or results."""
     return [x for x in tree_leaves(value) if is_float(x)]
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Return a view of a complex tensor with its real and imaginary parts, and others as they are."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def largest(x: Tensor) -> float:
@@ -105,11 +112,14 @@ def last_of(result: Any) -> Any:
 
 
 def _widened(x: Any) -> Any:
-    return torch.float64 if isinstance(x, torch.dtype) and x in _FLOATS else x
+    if not isinstance(x, torch.dtype):
+        return x
+    return torch.float64 if x in _FLOATS else torch.complex128 if x in _COMPLEX else x
 
 
 def _unshared(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) and not x.is_floating_point() else x
+    is_twin = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
+    return x if is_twin else x.clone()
 
 
 _NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}

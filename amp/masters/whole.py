@@ -276,7 +276,7 @@ class MasterWeights:
         has_none = parameter.is_meta or has_no_memory(local(parameter))
         if has_none or not self.are_whole or self.traces.of(master) != trace_of(parameter):
             return False
-        return not torch.equal(local(master).to(parameter.dtype), local(parameter))
+        return not torch.allclose(local(master).to(parameter.dtype), local(parameter), 0.0, 0.0, True)
 
     def _take_over(self, master: Tensor, parameter: Tensor) -> None:
         """Copy values of a parameter that differ from the rounded master into the master."""

@@ -401,3 +401,33 @@ def test_choices_among_equals_and_into_given_tensors_are_no_finding() -> None:
             F.cross_entropy(y, near.round().topk(1).indices[:, 0] % 4).backward()
     assert watch.report.is_healthy
     assert torch.equal(values, near.amax(1))
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_loss_of_what_a_mask_has_set_to_minus_infinity(mean: bool) -> None:
+    """As of label smoothing over a padded vocabulary; the gradients are finite."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            y = model(X).log_softmax(-1)
+            y = torch.cat([y, torch.full((64, 2), -torch.inf)], 1)
+            chosen = y.mean(-1) if mean else y.gather(-1, Y[:, None])
+            taken_at = here(1)
+            (-chosen.mean()).backward()
+    found = [(x.cause, x.line) for x in watch.report.findings]
+    assert found == ([("mathematics", taken_at)] if mean else [])
+
+
+def test_one_call_for_two_ops_is_not_advised_for_a_sum_of_several() -> None:
+    """The logarithm of a mixture is no log_softmax of its weights."""
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer):
+            y = model(X)
+            density = y.softmax(-1) * torch.exp(-10 * (y - 5).square())
+            (-density.sum(-1).log().mean()).backward()
+    (found,) = named(watch, "underflow")
+    assert "log_softmax, which" not in found.advice
+    assert "logsumexp" in found.advice
