@@ -26,6 +26,7 @@ IN_ONE_CALL = {
     ("exp", "log"): "torch.logsumexp or F.softplus",
     ("exp", "sub"): "torch.expm1",
     ("add", "log"): "torch.log1p",
+    ("_linalg_det", "log"): "torch.linalg.slogdet",
 }
 """What computes two ops in one call, of which the first loses what the second needs."""
 EARLIER = (
@@ -44,7 +45,8 @@ KEEP_MASTERS = (
     "amp.initialize(model, optimizer, opt_level='O5'), which keeps float32 masters."
 )
 WITH_MASTERS = (
-    "Keep FP32 masters: master_weights: true, as at O2 and O5. What is no weight belongs in float32."
+    "Keep FP32 masters: master_weights: true, as at O2 and O5; where they are, write to those of\n"
+    "amp.master_params(optimizer). What is no weight belongs in float32."
 )
 LARGER_CHANGES = (
     "The changes are smaller than half of the last digit: take a larger learning rate or decay, or\n"
@@ -123,7 +125,9 @@ def keep_wide(
 def _category(op: str) -> str | None:
     """Return how levels that cast by op, and torch.autocast, treat a function; None leaves it alone."""
     name = f"torch.{op}" if op.startswith("Tensor.") else op
-    return next((x.category for x in load_policy(torch.float16).rules if x.op == name), None)
+    rules = load_policy(torch.float16).rules
+    # A function that amp has patched is known by its last name.
+    return next((x.category for x in rules if name in (x.op, x.op.rpartition(".")[2])), None)
 
 
 def scale_loss(properties: Properties | None) -> str:
@@ -133,6 +137,8 @@ def scale_loss(properties: Properties | None) -> str:
             "Scale the loss: torch.amp.GradScaler, with float32 weights and autocast; or use bfloat16."
         )
     level = with_range(properties)
+    if properties.loss_scaling.dynamic:
+        return "Call backward() of the loss that `with amp.scale_loss(loss, optimizer)` gives."
     return "Take loss_scale='dynamic'" + (f", or {level}." if level else ".")
 
 

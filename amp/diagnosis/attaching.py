@@ -58,6 +58,7 @@ class Training:
             replace_in(stack, Optimizer, "__init__", self._make_optimizer)
             replace_in(stack, torch.autograd, "backward", self._backward)
             replace_in(stack, nn.Module, "_apply", self._apply)
+            replace_in(stack, torch, "clear_autocast_cache", self._clear_cache)
             for name in ("scale", "unscale_", "step", "update"):
                 replace_in(
                     stack, torch.amp.GradScaler, name, functools.partial(self._scaler_call, name)
@@ -83,8 +84,8 @@ class Training:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer was made."""
 
-    def root_called(self, model: nn.Module) -> None:
-        """A module is called from outside of any module."""
+    def root_called(self, model: nn.Module, args: Any) -> None:
+        """A module is called from outside of any module, with these positional arguments."""
 
     def backward_begins(self, losses: list[Tensor]) -> None:
         """A backward is about to begin."""
@@ -98,6 +99,9 @@ class Training:
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """A gradient scaler's `scale`, `unscale_`, `step` or `update` has returned."""
 
+    def autocast_left(self) -> None:
+        """The outermost autocast block has ended, and its cache is empty."""
+
     def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
         """A module's tensors were replaced; `before` has its own floating buffers."""
 
@@ -106,7 +110,7 @@ class Training:
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._thread.depth += 1
         if self._thread.depth == 1 and torch._C._current_graph_task_id() == -1:
-            self.root_called(module)
+            self.root_called(module, args)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._thread.depth = max(self._thread.depth - 1, 0)
@@ -126,6 +130,10 @@ class Training:
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         self.backward_begins([tensors] if isinstance(tensors, Tensor) else list(tensors))
         return original(tensors, *args, **kwargs)
+
+    def _clear_cache(self, original: Any) -> None:
+        original()
+        self.autocast_left()
 
     def _apply(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         buffers = module._buffers.items()

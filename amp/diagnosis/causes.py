@@ -26,7 +26,7 @@ from amp.diagnosis.blame import Loss, classified, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.memories import inputs_of
-from amp.diagnosis.penalties import takes_scaled
+from amp.diagnosis.penalties import takes_scaled, unscaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op, ancestors, origin
 from amp.diagnosis.shadow import Shadow
@@ -34,7 +34,6 @@ from amp.diagnosis.twins import has_twin
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.profiles.properties import excepting
 
-_HALVES = set(map(dtype_name, LOW_PRECISION))
 _ARGUMENT = re.compile(r"argument '(\w+)'")
 LEAST = 2.0**-150
 """Smaller numbers are 0 in FP32."""
@@ -78,7 +77,7 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
-    found += [(-1, x) for x in _ruined_buffers(shadow)]
+    found += [*_of_unscaled_loss(shadow), *((-1, x) for x in _ruined_buffers(shadow))]
     if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
         found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
     if not found:
@@ -106,6 +105,17 @@ def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
     by = exact(scale)
     what = f"the loss is computed of gradients that are still scaled by {by}, as in a penalty"
     return op.number, _finding(op, "order", what, advice.unscaled_penalty(shadow.properties))
+
+
+def _of_unscaled_loss(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
+    """Yield a finding for a loss that torch's gradient scaler unscales, and has not scaled."""
+    scale, grads = max(shadow.gradients.scales, default=1.0), shadow.gradients.known.values()
+    if shadow.properties is None:
+        op = unscaled(shadow.ops, shadow.gradients.losses, grads, scale)
+        if op is not None:
+            what = "backward() starts from a loss that is not scaled, beside one that is: the scaler "
+            what += f"divides its gradients by {exact(scale)} with the others"
+            yield op.number, _finding(op, "order", what, "Call scaler.scale(loss).backward() for each.")
 
 
 def _noisy(shadow: Shadow) -> Iterator[Finding]:
@@ -200,7 +210,7 @@ def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
     at = _where(lost.place)
     what = f"{lost.value!r} is 0 in float16 ({at}), and does not keep the result from infinity"
     keep = advice.keep_wide(op.place, shadow.properties)
-    todo = f"Take an eps of at least {2.0**-14:.1e}. Or:\n{keep}"
+    todo = f"Take at least {2.0**-14:.1e} in the place of {lost.value!r}. Or:\n{keep}"
     if op.phase == "step":
         todo = "Give the optimizer eps=1e-4, or float32 parameters or masters."
     return _finding(op, "eps", what, todo)
@@ -238,7 +248,7 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
     else:
         todo = advice.keep_wide(op.place, shadow.properties, op.gives)
     if is_scaled:
-        todo = f"Make the loss smaller: a mean instead of a sum. Or:\n{todo}"
+        todo = f"Make the loss or its scale smaller: a mean instead of a sum. Or:\n{todo}"
     return _finding(op, "range", f"{subject} {shown}; {ends}", todo)
 
 
@@ -255,8 +265,10 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
     if made is None and owned.kind == "buffer":
         what = f"the buffer {owned.name} was cast, and {what}"
         todo = advice.keep_buffers([owned.name], shadow.properties is not None)
-    elif argument := _ARGUMENT.match(at.argument):
-        todo = f"Leave {at.argument} alone:\n{_excepting(shadow, argument[1])}"
+    elif argument := _ARGUMENT.match(made.argument if made is not None else at.argument):
+        todo = f"Leave {argument[0]} alone:\n{_excepting(shadow, argument[1])}"
+    elif made is not None and real is torch.float32 and torch.float64 in made.takes:
+        todo = f"Keep float64 until after line {op.place.line}."
     elif real not in LOW_PRECISION or is_lost_too:
         todo = advice.ANOTHER_WAY
     else:  # a subtraction in float32 finds no digits that its input has lost
@@ -293,6 +305,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     ruined = {x: grad.made for x, grad in good.items() if grad.off > OFF and grad.size > least}
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     found: dict[Any, tuple[int, Finding]] = {}
+    in_half: list[tuple[int, Finding]] = []
     known: list[Loss] = []  # of which other ops are consequences
     behind = ancestors(shadow.ops, [*ruined.values(), *losses])
     for op in behind:
@@ -307,8 +320,8 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         is_known = loss.cause == "cast" and shadow.lost.casts  # which are found anyhow
         if not is_vanished and not is_known:
             one = replace(_of_loss(shadow, op, loss), reached=tuple(ruined))
-            found.setdefault((one.cause, one.module, one.line), (op.number, one))
-    in_half = [each for each in found.values() if each[1].gives in _HALVES]
+            first = found.setdefault((one.cause, one.module, one.line), (op.number, one))
+            in_half += [first] * (loss.value.real.dtype in LOW_PRECISION and first not in in_half)
     return (in_half or list(found.values()) or _added_up(shadow, behind, tuple(ruined)))[:3]
 
 
@@ -319,7 +332,7 @@ def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
         made = origin(shadow.ops, value.made)
         loss = lost_before(shadow, made) if made is not None else None
         one = _of_loss(shadow, op, loss or classified(value, made, op))
-        what = f"{one.what}, which chooses clearly worse elements in {choice.share:.0%} of the cases"
+        what = f"{one.what}, which chooses wrongly in {choice.share:.0%} of the cases"
         yield op.number, replace(one, what=what)
 
 
@@ -483,12 +496,14 @@ def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
 def _vanished(shadow: Shadow) -> list[Finding]:
     sizes = {name: grad for name, grad in shadow.gradients.known.items() if grad.size > 0}
     lost = [name for name, grad in sizes.items() if grad.gone > 0.5]
-    if len(lost) * 2 <= len(sizes):
+    if not lost or len(lost) * 2 < len(sizes):
         return []
     scale = max(shadow.gradients.scales, default=1.0)
     at = "without a loss scale" if scale == 1.0 else f"with the loss scale of {exact(scale)}"
     what = f"more than half of the gradient is 0 in {len(lost)} of {len(sizes)} parameters"
     todo = advice.scale_loss(shadow.properties)
+    if scale != 1.0 and shadow.properties is None:
+        todo = "Take a larger loss scale, as by GradScaler(init_scale=65536); or use bfloat16."
     what = f"{what}, and is not in FP64, {at}"
     return [Finding("underflow", what, todo, "backward", reached=tuple(lost))]
 

@@ -69,6 +69,7 @@ class Looks(Training):
         self.rounded: list[Rounded] = []
         self._noted: dict[tuple[str, str], Finding] = {}  # by cause and advice
         self._not_updated: set[int] = set()  # the ids of optimizers that a scaler has stepped
+        self._is_stale = False  # whether weights have changed since autocast's cache was empty
 
     @property
     def attached(self) -> list[AttachedOptimizer]:
@@ -83,18 +84,25 @@ class Looks(Training):
             for one in self.rounded
             if one.is_as_it_was and id(one.module()) in paths
         ]
-        return buffers, sorted(self._noted.values(), key=lambda x: x.phase)
+        # A scaler may have been used only after this was noted, as in a GAN.
+        noted = [x for x in self._noted.values() if x.cause != "loss scale" or not self.has_scaler]
+        return buffers, sorted(noted, key=lambda x: x.phase)
 
     def _note(self, cause: str, phase: str, what: str, todo: str) -> None:
         if (cause, todo) not in self._noted:
             file, line = user_line(in_packages=False)
             self._noted[cause, todo] = Finding(cause, what, todo, phase, file=file, line=line)
 
-    def root_called(self, model: nn.Module) -> None:
+    def root_called(self, model: nn.Module, args: Any) -> None:
         """Look whether autocast computes in float16."""
         device = next((x.device.type for x in model.parameters()), "cpu")
         if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
             self._is_half |= torch.get_autocast_dtype(device) is torch.float16
+            if self._is_stale:
+                what = "a forward runs in the autocast block in which optimizer.step() has run before: "
+                what += "it takes the weights of before the step, whose casts autocast keeps"
+                todo = "Leave the autocast block in each step, or pass cache_enabled=False to it."
+                self._note("order", "forward", what, todo)
 
     def backward_begins(self, losses: list[Tensor]) -> None:
         """Look at the dtype of what the backward starts from, and at autocast."""
@@ -121,7 +129,10 @@ class Looks(Training):
             what = f"optimizer.step() takes gradients that are scaled by {exact(scale)}"
             todo = "Call scaler.step(optimizer) in its place, and scaler.update() after it."
             self._note("order", "step", what, todo)
-        params = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        devices = {p.device.type for p in params if p.dtype is torch.float32}
+        has_cache = torch.is_autocast_cache_enabled() and not self.attached
+        self._is_stale |= has_cache and any(map(torch.is_autocast_enabled, devices))
         dtypes = {p.grad.dtype for p in params if p.grad is not None}
         is_half = torch.float16 in dtypes or (self._is_half and bool(dtypes))
         if is_half and not self.has_scaler and not self.attached:
@@ -137,11 +148,17 @@ class Looks(Training):
                 if is_half and not COMPENSATION.search(name):
                     held[name, value.dtype] += 1
         if held:
+            is_half = any(p.dtype in LOW_PRECISION for x in optimizer.param_groups for p in x["params"])
             names = " and ".join(f"'{name}'" for name, _ in held)
             (_, dtype), count = held.most_common(1)[0]
             what = f"{type(optimizer).__name__} holds {names} of {count} parameters in "
             what += f"{dtype_name(dtype)}, where small changes of a running mean are lost"
-            self._note("state", "step", what, advice.KEEP_MASTERS)
+            todo = advice.KEEP_MASTERS if is_half else "Keep the optimizer's state in float32."
+            self._note("state", "step", what, todo)
+
+    def autocast_left(self) -> None:
+        """Note that no cast of weights is kept."""
+        self._is_stale = False
 
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Look at the order of a scaler's calls."""
@@ -179,5 +196,7 @@ def _of_rounding(module: nn.Module, name: str, before: Tensor, after: Tensor) ->
     what = f"a cast to {dtype_name(after.dtype)} has rounded the buffer '{name}' of "
     what += f"{type(module).__name__}, by up to {most:.2%}"
     todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in the forward."
+    if not before.dim():
+        todo = "Make it a Python number: one float32 number leaves ops with 16-bit tensors in 16 bits."
     file, line = user_line(in_packages=False)
     return Finding("buffer", what, todo, file=file, line=line)

@@ -11,8 +11,8 @@ from torch import Tensor
 from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.memories import Value
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import CHOICES, Op, Owned
-from amp.diagnosis.twins import dimension_of, floats_in, largest, last_of
+from amp.diagnosis.records import CHOICES, PLACINGS, Op, Owned
+from amp.diagnosis.twins import difference, dimension_of, floats_in, largest, last_of
 from amp.dtypes import LOW_PRECISION
 
 FAR = 0.2
@@ -90,12 +90,12 @@ class Still(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A choice of elements, as by `argmin`, of which many would be others if no number were rounded.
+    """A choice, as by `argmin` or `bucketize`, that were another one if no number were rounded.
 
     Attributes:
         op: the op that has chosen.
         value: what it has chosen from.
-        share: the share of choices that are clearly worse than the exact ones.
+        share: the share of choices that are clearly worse than the exact ones, or of other places.
     """
 
     op: Op
@@ -120,8 +120,14 @@ class Lost:
         self.still: dict[tuple[int, str], Still] = {}
 
     def note_still(self, op: Op, owned: Owned, before: Value, x: Tensor, exact: Tensor) -> None:
-        """Note a tensor that a write has left as it was, where its twin has moved."""
-        stays = x.isfinite() & (x == before.real) & (exact != before.exact)  # inf + 1 is inf
+        """Note a tensor that a write has left as it was, where its twin has moved.
+
+        In float32 only changes below the last digit count: of a larger one the reason is elsewhere.
+        """
+        moved = (exact - before.exact).abs()
+        stays = x.isfinite() & (x == before.real) & (moved > 0)  # inf + 1 is inf
+        if x.dtype.itemsize > 2:
+            stays &= moved <= torch.finfo(x.dtype).eps * x.abs()
         share = float(stays.count_nonzero()) / x.numel()
         key = before.memory.key
         known = self.still.get((key, op.aten))
@@ -173,12 +179,22 @@ class Lost:
     def note_choice(
         self, op: Op, values: list[Value], args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Note a choice of elements that exactly are far from those to choose."""
-        is_one = op.aten in CHOICES and op.phase == "forward" and not op.func._schema.is_mutable
-        x, chosen = values[0].exact if values else None, last_of(result)
-        if not is_one or x is None or not x.dim() or chosen.dtype is not torch.long:
+        """Note a choice of elements that exactly are far from those to choose, or of other places."""
+        is_one = op.aten in CHOICES | PLACINGS and op.phase == "forward"
+        chosen = last_of(result)
+        if not is_one or not values or op.func._schema.is_mutable or chosen.is_floating_point():
             return
-        dim, best = dimension_of(op.aten, args, kwargs), last_of(op.func(x, *args[1:], **kwargs))
+        exact = [value.exact for value in values]
+        x, best = exact[0], last_of(op.func(*exact, *args[len(exact) :], **kwargs))
+        if op.aten in PLACINGS:
+            share = float((chosen != best).double().mean())
+            if share > FAR:
+                worst = max(values, key=lambda value: difference(value.real, value.exact))
+                self.choices.append(Choice(op, worst, share))
+            return
+        if not x.dim():
+            return
+        dim = dimension_of(op.aten, args, kwargs)
         if dim is None:  # of all elements
             x, dim = x.flatten(), 0
         if chosen.dim() < x.dim():

@@ -1,4 +1,4 @@
-"""Finding losses that are computed of scaled gradients, such as gradient penalties.
+"""Finding losses that are computed of scaled gradients, such as gradient penalties, or not scaled.
 
 A scaled gradient has the degree 1 in the scale, its square 2, and a ratio of two gradients 0. A result
 of degree 1 is unscaled by a factor of 1 / scale, or of less, since it may hold a learning rate too.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis.memories import Value, inputs_of
-from amp.diagnosis.records import Op
+from amp.diagnosis.records import Gradient, Op, ancestors
 from amp.diagnosis.twins import largest
 
 EPS = 1e-3
@@ -50,6 +50,25 @@ def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> 
             scaled[number] = _Scaled(degree, first if takers else None)
     wrong = [scaled[x] for x in losses if x in scaled and scaled[x].degree != 1.0]
     return next((x.taker for x in wrong if x.taker is not None and x.taker.phase == "forward"), None)
+
+
+def unscaled(
+    ops: Mapping[int, Op], losses: Iterable[int], grads: Iterable[Gradient], scale: float
+) -> Op | None:
+    """Return the op that made a loss which is not scaled, and shares a gradient with one that is."""
+    by_scale: dict[bool, set[int]] = {True: set(), False: set()}
+    for loss in losses if scale != 1.0 else ():
+        by_scale[any(_scales(op, scale) for op in ancestors(ops, [loss]))].add(loss)
+    if not all(by_scale.values()):
+        return None
+    begun = by_scale[True] | by_scale[False]
+    kept = {x: op for x, op in ops.items() if op.phase == "backward" or op.aten == "ones_like"}
+    kept = {x: op for x, op in kept.items() if "zero_" not in op.aten} | {x: ops[x] for x in begun}
+    for grad in grads:
+        behind = {op.number for op in ancestors(kept, [grad.made])}
+        if behind & by_scale[True] and (found := behind & by_scale[False]):
+            return ops[min(found)]
+    return None
 
 
 def _scales(op: Op, scale: float) -> bool:

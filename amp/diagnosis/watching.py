@@ -123,17 +123,17 @@ class Watch(Looks, Observer):
         self._is_dynamic |= any(scaler.config.dynamic for scaler in session.scalers)
         self._restart()
 
-    def root_called(self, model: nn.Module) -> None:
+    def root_called(self, model: nn.Module, args: Any) -> None:
         """End a window that has had its steps, or begin one that is due."""
         if peek_interpreter_stack() is not None:
             return  # vmap and grad put tensors of their own into modules
-        super().root_called(model)
+        super().root_called(model, args)
         for optimizer in optimizers_of(model) if not self.optimizers else ():
             self.follow(optimizer)
         has_all = set(map(id, self.optimizers)) <= self._stepped.keys()
         if self._stepped and (has_all or max(self._stepped.values()) == LONGEST):
             self.look(is_last=False)
-        self._begin(model)
+        self._begin(model, args)
         self._is_empty = False
 
     def watch_steps(self, at: Iterable[int]) -> None:
@@ -147,7 +147,7 @@ class Watch(Looks, Observer):
             self._cancel()
         self._begin()
 
-    def _begin(self, called: nn.Module | None = None) -> None:
+    def _begin(self, called: nn.Module | None = None, args: Any = ()) -> None:
         is_due = self._due and self.steps + 1 >= self._due[0]
         if self._shadow is not None or not is_due or has_modes():
             return
@@ -157,7 +157,8 @@ class Watch(Looks, Observer):
         around = [x for x in trained if not any(each in own for each in x.modules())]
         self._models = [*own, *around]
         if not self._models and self.optimizers and called is not None:
-            self._models = [called]  # whose weights the script copies from others
+            around = [x for x in others if any(each is called for each in x.modules())]
+            self._models = around or [called]  # whose weights the script copies from others
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]
@@ -169,6 +170,8 @@ class Watch(Looks, Observer):
         for rounded in self.rounded:
             if rounded.is_as_it_was:
                 shadow.known(rounded.tensor, rounded.exact)
+        if called is not None and called in self._models:  # its own hooks are not called any more
+            shadow.model_called(called, args, {})
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
 
     def _scale(self) -> Any:
@@ -196,7 +199,7 @@ class Watch(Looks, Observer):
             self.window_ends(shadow)
         buffers, others = self.looks(self._models)
         still = stands_still(self._still, bool(self.attached))
-        losses = self._unseen_loss() if is_last else []
+        losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
         first, last = [], [*losses, *others]
         if not seen:  # else the loss may be a consequence
@@ -243,14 +246,6 @@ class Watch(Looks, Observer):
                 todo = f"{grown}too, take a smaller learning rate. Else:\n{one.advice}"
                 findings[at[0]] = replace(one, advice=todo)
         return findings
-
-    def _unseen_loss(self) -> list[Finding]:
-        steps = [int(step) for step in self._bad_loss.values() if step > 0]
-        if not steps:
-            return []
-        what = f"the loss of step {min(steps)} is not finite, and this step was not looked at"
-        todo = f"Look at it: reamp doctor --at {min(steps)}, or amp.watch(at=[{min(steps)}])."
-        return [Finding("loss", what, todo, "backward")]
 
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
@@ -308,6 +303,18 @@ class Watch(Looks, Observer):
         if self._shadow is not None:
             self._stepped[id(optimizer)] += 1
         self._names[type(optimizer).__name__] = None
+
+
+def _of_unseen(first_steps: Iterable[Tensor]) -> list[Finding]:
+    """Return a finding of the first step, 0 for none, whose loss is not finite and has no shadow."""
+    steps = [int(step) for step in first_steps if step > 0]
+    if not steps:
+        return []
+    what = f"the loss of step {min(steps)} is not finite, and this step was not looked at"
+    # The step before may have ruined weights.
+    at = f"{min(steps) - 1},{min(steps)}" if min(steps) > 1 else "1"
+    todo = f"Look there: reamp doctor --at {at}, or amp.watch(at=[{at}])."
+    return [Finding("loss", what, todo, "backward")]
 
 
 def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:

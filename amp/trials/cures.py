@@ -227,7 +227,7 @@ class _Search:
         where = f"{finding.op}, line {finding.line}"
         is_mask = finding.value is not None and abs(finding.value) > (finding.limit or math.inf)
         if finding.cause in _DIGITS and not is_mask:
-            return f"digits are lost at {where}, and no rule or level keeps them"
+            return f"digits are lost at {where}, where no rule helps: change the line as advised"
         if not level:
             small = finding.cause in ("underflow", "eps")
             return f"the number is too {'small' if small else 'large'} for {finding.gives} ({where})"

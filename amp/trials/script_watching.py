@@ -68,9 +68,9 @@ class ScriptWatch(Watch):
             super().initialize_ends(session, models, optimizers)
             self.watch_steps(range(self.steps + 1, self._limit + 1))
 
-    def root_called(self, model: nn.Module) -> None:
+    def root_called(self, model: nn.Module, args: Any) -> None:
         """End a script without amp when the last window has ended."""
-        super().root_called(model)
+        super().root_called(model, args)
         if self.has_begun and self._session is None and not self.is_watching:
             self._complete()
 

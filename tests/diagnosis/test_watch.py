@@ -479,6 +479,7 @@ def test_a_loss_that_is_nan_between_the_steps_with_a_shadow_is_reported(bad: int
         assert [cause for cause, _ in found] == ["mathematics"]
     else:
         assert found == ([("loss", said)] if bad else [])
+        assert all(f"--at {bad - 1},{bad}, or amp.watch" in x.advice for x in watch.report.findings)
 
 
 def test_what_is_computed_in_float32_is_cast_back() -> None:

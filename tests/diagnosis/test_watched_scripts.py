@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -383,7 +384,7 @@ def test_a_choice_by_rounded_distances(choice: str, dtype: torch.dtype) -> None:
     for one in found[:1]:
         assert one.cause in ("cancellation", "rounding")
         assert one.line in lines
-        assert "chooses clearly worse elements in" in one.what
+        assert "chooses wrongly in" in one.what
         assert "keep float32 until after line" in one.advice
 
 
@@ -431,3 +432,69 @@ def test_one_call_for_two_ops_is_not_advised_for_a_sum_of_several() -> None:
     (found,) = named(watch, "underflow")
     assert "log_softmax, which" not in found.advice
     assert "logsumexp" in found.advice
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("by", ["bucketize", "searchsorted"])
+def test_places_of_rounded_numbers_among_others(by: str, dtype: torch.dtype) -> None:
+    model, table = net(), nn.Embedding(402, 4)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], 1e-2)
+        for _ in steps(optimizer):
+            edges, x = torch.linspace(0, 1000, 400), torch.linspace(1, 999, 64)
+            rounded = x.to(dtype)
+            cast_at = here(1)
+            at = (
+                torch.bucketize(rounded.float(), edges)
+                if by == "bucketize"
+                else torch.searchsorted(edges, rounded.float())
+            )
+            F.cross_entropy(model(X) + table(at), Y).backward()
+    found = [(x.line, "which chooses wrongly in" in x.what) for x in watch.report.findings]
+    assert found == ([(cast_at, True)] if dtype is BF16 else [])
+
+
+LOSING: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "det": (lambda y: torch.det(torch.eye(12) * 1e-4 * y.mean().exp()).log(), "torch.linalg.slogdet"),
+    "time": (
+        lambda y: (1.7e9 + torch.arange(64.0).double()).float().diff().mean() * y.mean(),
+        "float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("of", LOSING)
+def test_what_float32_loses_has_a_cure_of_its_own(of: str) -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer, 1):
+            LOSING[of][0](model(X)).backward()
+    assert LOSING[of][1] in watch.report.findings[0].advice
+
+
+class Scaled(nn.Module):
+    """Has its eps as a buffer, or writes the square of one."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.net, self.is_buffer = net(), is_buffer
+        if is_buffer:
+            self.register_buffer("eps", torch.tensor(1e-8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x) * 0
+        return y / (y.square() + (self.get_buffer("eps") if self.is_buffer else 1e-6**2)).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("is_buffer", "said"), [(True, "Make it a Python number"), (False, "Take at least 6.1e-05 in the")]
+)
+def test_an_eps_that_is_0_in_float16(is_buffer: bool, said: str) -> None:
+    with amp.watch(at=[1]) as watch:
+        model = Scaled(is_buffer).half()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in steps(optimizer, 1):
+            F.cross_entropy(model(X.half()).float(), Y).backward()
+    assert said in watch.report.findings[0].advice
+    assert is_buffer or "in the place of 1e-12" in watch.report.findings[0].advice
