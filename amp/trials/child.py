@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from amp.compat import run as running
 from amp.compat.run import runner
 from amp.diagnosis.attaching import Training
+from amp.errors import AmpWarning
 from amp.observers import Observer, observing
 from amp.trials.injecting import AS_IS, Injected
 from amp.trials.observing import RunObserver, Trial
@@ -46,7 +48,7 @@ def main(job: str) -> None:
     """
     given = json.loads(job)
     threading.Thread(target=_end_with, args=[given["alive"]], daemon=True).start()
-    found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "scale": None}
+    found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "scale": None, "warnings": []}
     injected: Injected | None = None
 
     def save() -> None:
@@ -65,6 +67,12 @@ def main(job: str) -> None:
         save()
         raise _EnoughError
 
+    def warned(*args: Any, **kwargs: Any) -> None:
+        if issubclass(args[1], AmpWarning):
+            found["warnings"].append(str(args[0]))
+        show_warning(*args, **kwargs)
+
+    show_warning, warnings.showwarning = warnings.showwarning, warned
     run = runner(given["arguments"])
     if given["seed"] is not None:
         seed_random_numbers(given["seed"])

@@ -142,13 +142,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if script.traceback:
         print(script.traceback, file=sys.stderr)
     if arguments.json:
-        print(json.dumps({**found.to_json(), "error": error}, indent=2))
+        print(json.dumps({**found.to_json(), "warnings": script.warnings, "error": error}, indent=2))
     else:
         printer, rank = Printer(), os.environ.get("RANK")
         if rank is not None:  # each process of torchrun reports
             printer.line(f"rank {rank}:")
         for text in filter(None, [getattr(found, "about", ""), str(found)]):
             printer.line(text)
+        for warning in script.warnings:
+            printer.line(f"amp warned: {warning}")
         if error:
             printer.line(f"the script failed: {error}")
     return 0 if found.is_healthy else 1

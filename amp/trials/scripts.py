@@ -34,6 +34,7 @@ class Script:
     Attributes:
         is_injected: whether it was found not to use amp, so that amp is injected.
         notes: remarks for the user.
+        warnings: those of amp in the last run.
         traceback: that of the error which ended the last run, or what it wrote before it ended with an
             exit status; or an empty text.
 
@@ -45,6 +46,7 @@ class Script:
         self.is_injected, self.traceback = False, ""
         self._progress = progress or Progress(is_quiet=True)
         self.notes: list[str] = []
+        self.warnings: list[str] = []
         self._arguments = list(arguments)
         path = Path(self._arguments[0])
         if self._arguments[0] != "-m" and not path.exists():
@@ -86,7 +88,7 @@ class Script:
             found = self._seen(job)
         if found["scale"] is not None and level == AS_IS:
             found = self._seen(job | {"scale": found["scale"]})
-        self.traceback = found["traceback"]
+        self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
         if not found["has_begun"] and not found["error"]:
             if found["made"]:

@@ -461,6 +461,21 @@ def test_a_script_that_casts_before_initialize(capsys: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_what_amp_warns_of_is_shown(capsys: Any, tmp_path: Path) -> None:
+    script = write(tmp_path, imports="import amp, contextlib")
+    text = (
+        Path(script)
+        .read_text()
+        .replace("amp.scale_loss(loss, optimizer)", "contextlib.nullcontext(loss)")
+    )
+    Path(script).write_text(text)
+    found = json.loads(run(capsys, script, "--json", status=0))
+    warned = "SGD.step() was called, and its gradients came from no amp.scale_loss block"
+    assert [x.startswith(warned) for x in found["warnings"]] == [True]
+    assert f"amp warned: {warned}" in run(capsys, script, status=0)
+
+
+@pytest.mark.slow
 def test_another_level(capsys: Any, tmp_path: Path) -> None:
     script = write(tmp_path, options="gain=500.0", level="O5")
     assert "range: forward torch.matmul" in run(capsys, script, "--level", "O1", status=1)
