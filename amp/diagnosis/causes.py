@@ -109,12 +109,12 @@ def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
 
 def _of_unscaled_loss(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
     """Yield a finding for a loss that torch's gradient scaler unscales, and has not scaled."""
-    scale, grads = max(shadow.gradients.scales, default=1.0), shadow.gradients.known.values()
+    seen = shadow.gradients
     if shadow.properties is None:
-        op = unscaled(shadow.ops, shadow.gradients.losses, grads, scale)
+        op = unscaled(shadow.ops, seen.losses, seen.unscaled.values(), seen.scales)
         if op is not None:
             what = "backward() starts from a loss that is not scaled, beside one that is: the scaler "
-            what += f"divides its gradients by {exact(scale)} with the others"
+            what += f"divides its gradients by {exact(seen.unscaled_by)} with the others"
             yield op.number, _finding(op, "order", what, "Call scaler.scale(loss).backward() for each.")
 
 

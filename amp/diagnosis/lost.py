@@ -12,7 +12,7 @@ from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.memories import Value
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CHOICES, PLACINGS, Op, Owned
-from amp.diagnosis.twins import difference, dimension_of, floats_in, largest, last_of
+from amp.diagnosis.twins import CANNOT_RUN, difference, dimension_of, floats_in, largest, last_of
 from amp.dtypes import LOW_PRECISION
 
 FAR = 0.2
@@ -177,19 +177,22 @@ class Lost:
             self._note_changed(op, x, y, (y.to(x.dtype) - x).abs() > FAR * x.abs())
 
     def note_choice(
-        self, op: Op, values: list[Value], args: Any, kwargs: dict[str, Any], result: Any
+        self, op: Op, values: dict[int, Value], args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
         """Note a choice of elements that exactly are far from those to choose, or of other places."""
         is_one = op.aten in CHOICES | PLACINGS and op.phase == "forward"
         chosen = last_of(result)
         if not is_one or not values or op.func._schema.is_mutable or chosen.is_floating_point():
             return
-        exact = [value.exact for value in values]
-        x, best = exact[0], last_of(op.func(*exact, *args[len(exact) :], **kwargs))
+        exact = [values[id(x)].exact if id(x) in values else x for x in args]
+        try:
+            x, best = exact[0], last_of(op.func(*exact, **kwargs))
+        except CANNOT_RUN:
+            return
         if op.aten in PLACINGS:
             share = float((chosen != best).double().mean())
             if share > FAR:
-                worst = max(values, key=lambda value: difference(value.real, value.exact))
+                worst = max(values.values(), key=lambda value: difference(value.real, value.exact))
                 self.choices.append(Choice(op, worst, share))
             return
         if not x.dim():
@@ -202,7 +205,7 @@ class Lost:
         off = (x.gather(dim, chosen) - x.gather(dim, best)).abs()
         share = float((off > CLEARLY * x.std(dim, keepdim=True)).double().mean())  # none if not finite
         if share > FAR:
-            self.choices.append(Choice(op, values[0], share))
+            self.choices.append(Choice(op, values[id(args[0])], share))
 
     def _note_changed(self, op: Op, x: Tensor, y: Tensor, changed: Tensor) -> None:
         if op.gives is not None and bool((changed & y.isfinite()).any()):

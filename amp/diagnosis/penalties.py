@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis.memories import Value, inputs_of
-from amp.diagnosis.records import Gradient, Op, ancestors
+from amp.diagnosis.records import Op, ancestors
 from amp.diagnosis.twins import largest
 
 EPS = 1e-3
@@ -53,19 +53,28 @@ def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> 
 
 
 def unscaled(
-    ops: Mapping[int, Op], losses: Iterable[int], grads: Iterable[Gradient], scale: float
+    ops: Mapping[int, Op], losses: Iterable[int], grads: Iterable[int], scales: Iterable[float]
 ) -> Op | None:
-    """Return the op that made a loss which is not scaled, and shares a gradient with one that is."""
+    """Return the op that made a loss which is not scaled, and shares a gradient with one that is.
+
+    Args:
+        ops: the ops that ran, by number.
+        losses: the numbers of those that made losses.
+        grads: the numbers of those that made gradients which a gradient scaler unscales.
+        scales: the loss scales.
+    """
     by_scale: dict[bool, set[int]] = {True: set(), False: set()}
-    for loss in losses if scale != 1.0 else ():
-        by_scale[any(_scales(op, scale) for op in ancestors(ops, [loss]))].add(loss)
+    factors = [scale for scale in scales if scale != 1.0]
+    for loss in losses:
+        before = ancestors(ops, [loss])
+        by_scale[any(_scales(op, scale) for op in before for scale in factors)].add(loss)
     if not all(by_scale.values()):
         return None
     begun = by_scale[True] | by_scale[False]
     kept = {x: op for x, op in ops.items() if op.phase == "backward" or op.aten == "ones_like"}
     kept = {x: op for x, op in kept.items() if "zero_" not in op.aten} | {x: ops[x] for x in begun}
     for grad in grads:
-        behind = {op.number for op in ancestors(kept, [grad.made])}
+        behind = {op.number for op in ancestors(kept, [grad])}
         if behind & by_scale[True] and (found := behind & by_scale[False]):
             return ops[min(found)]
     return None

@@ -261,7 +261,7 @@ class Shadow(Observer):
         self._note_lost(op, values, outputs, written)
         for value in values.values() if op.aten in CASTS and not outputs else ():
             self.lost.note_integers(origin(self.ops, value.made) or op, value, result)
-        self.lost.note_choice(op, list(values.values()), args, kwargs, result)
+        self.lost.note_choice(op, values, args, kwargs, result)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
             self.gradients.note_unscale(args[0], args[2])
         elif written and op.phase != "backward":

@@ -60,11 +60,13 @@ def test_losses_whose_gradients_are_not_mixed_need_no_scale(sets_to_none: bool) 
             assert x.grad is not None
             x = (x + 0.01 * x.grad.sign()).detach()
             optimizer.zero_grad(set_to_none=sets_to_none)
+            second.zero_grad(set_to_none=sets_to_none)
             for _ in steps(second, 1):  # before the scaler is used for the first time
                 F.softplus(other(x)).mean().backward()
             with torch.autocast("cpu", F16):
                 loss = F.cross_entropy(model(x).float(), Y)
-            scaler.scale(loss).backward()
+            # Gradients of the other model are added to its own, and are not unscaled.
+            scaler.scale(loss - F.softplus(other(model[0].weight)).mean()).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=sets_to_none)
