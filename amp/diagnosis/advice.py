@@ -52,6 +52,10 @@ LARGER_CHANGES = (
     "The changes are smaller than half of the last digit: take a larger learning rate or decay, or\n"
     "keep these numbers in float64."
 )
+LOST_BEFORE = (
+    "The changes are large enough, and were lost before: look for a cast to 16 bits, in which what\n"
+    "leads to them becomes 0."
+)
 
 
 def keep_buffers(names: Iterable[str], has_amp: bool) -> str:

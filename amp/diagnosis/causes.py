@@ -373,7 +373,7 @@ def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
     trained = sum(p.numel() for name, p in shadow.named_parameters() if name in shadow.gradients.known)
     if sum(x.share * x.numbers for x in weights) > MOSTLY * trained:
         return narrow + wide
-    return narrow + [x for x in wide if x.owned.kind != "weight"]
+    return narrow + [x for x in wide if x.owned.kind != "weight" and x.is_small]
 
 
 def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
@@ -394,7 +394,7 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
         elif names == {"tensor"}:
             todo = advice.KEEP_WIDE
         if dtype.itemsize > 2:
-            todo = advice.LARGER_CHANGES
+            todo = advice.LARGER_CHANGES if same[0].is_small else advice.LOST_BEFORE
         if names == {"buffer"}:
             todo = advice.keep_buffers([one.owned.name for one in same], has_amp)
         yield Finding(

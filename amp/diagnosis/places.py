@@ -217,6 +217,12 @@ def has_modes() -> bool:
     return bool(functions() or dispatches())
 
 
+def innermost_mode() -> Any:
+    """Return the mode that sees an op first, or None."""
+    modes: Any = _get_current_dispatch_mode_stack
+    return next(reversed(modes()), None)
+
+
 def file_of_caller() -> str:
     """Return the file that called the torch function which has just returned."""
     told_by = ("places.py", "ledger.py", "shadow.py", "overrides.py")

@@ -26,7 +26,7 @@ from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
 from amp.diagnosis.looks import COMPENSATION, Looks
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import own_part
-from amp.diagnosis.places import has_modes
+from amp.diagnosis.places import has_modes, innermost_mode
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.errors import AmpValueError, brief
@@ -66,6 +66,7 @@ class Watch(Looks, Observer):
         self._due = sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
         self._shadow: Shadow | None = None
+        self._mode: Any = None  # that of the shadow
         self._is_empty = True  # whether no forward of the window has begun
         self._stepped = Counter[int]()  # in this window, by the id of the optimizer
         self._seen: list[Finding] = []
@@ -125,8 +126,9 @@ class Watch(Looks, Observer):
 
     def root_called(self, model: nn.Module, args: Any) -> None:
         """End a window that has had its steps, or begin one that is due."""
-        if peek_interpreter_stack() is not None:
-            return  # vmap and grad put tensors of their own into modules
+        is_inside = self._shadow is not None and self._mode is not innermost_mode()
+        if peek_interpreter_stack() is not None or is_inside:
+            return  # vmap and grad put tensors of their own into modules; modes are left in order
         super().root_called(model, args)
         for optimizer in optimizers_of(model) if not self.optimizers else ():
             self.follow(optimizer)
@@ -164,6 +166,7 @@ class Watch(Looks, Observer):
         self._due = [step for step in self._due if step > self.steps + 1]
         self._shadow = shadow = Shadow(prefixed(self._models), self._scale)
         shadow.__enter__()
+        self._mode = innermost_mode()
         self._stepped.clear()
         self._is_empty = True
         self._name_states(shadow, others)
@@ -179,7 +182,7 @@ class Watch(Looks, Observer):
 
     def _drop(self) -> Shadow | None:
         """Close a window, and return its shadow."""
-        shadow, self._shadow = self._shadow, None
+        shadow, self._shadow, self._mode = self._shadow, None, None
         self._stepped.clear()
         if shadow is not None:
             shadow.__exit__(None, None, None)

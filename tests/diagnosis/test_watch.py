@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.diagnosis import advice
-from amp.diagnosis.places import Place
+from amp.diagnosis.places import Place, has_modes
 from tests.diagnosis import users_scripts
 from tests.diagnosis.users_scripts import FAULTS, MODELS, X, Y, healthy, net, steps
 
@@ -485,3 +485,25 @@ def test_a_loss_that_is_nan_between_the_steps_with_a_shadow_is_reported(bad: int
 def test_what_is_computed_in_float32_is_cast_back() -> None:
     said = advice.keep_wide(Place("f", "", "train.py", 3), None)
     assert "x.float() at train.py:3, then .to(x.dtype) where the numbers fit" in said
+
+
+def test_a_diagnosis_inside_of_a_watch() -> None:
+    """A window does not end while another one is open inside of it."""
+    model = net()
+    with amp.watch(at=[1, 2]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0
+        )
+        for _ in range(3):
+            with amp.diagnose(model, optimizer) as report:
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(X).float(), Y)
+                    with amp.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+            assert report.is_healthy
+            assert report.ops > 0
+    assert watch.report.is_healthy
+    assert not has_modes()
