@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,14 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from tests.diagnosis.users_scripts import steps
+from tests.diagnosis.users_scripts import here, steps
 
 BF16 = torch.bfloat16
-
-
-def here(offset: int = 0) -> int:
-    """Return the line of the caller, or one so many lines before it."""
-    return inspect.currentframe().f_back.f_lineno - offset  # type: ignore[union-attr]
 
 
 class Rotary(nn.Module):

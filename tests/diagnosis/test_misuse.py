@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 import pytest
@@ -12,14 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp
-from tests.diagnosis.users_scripts import X, Y, net, steps
+from tests.diagnosis.users_scripts import X, Y, here, net, steps
 
 F16, BF16 = torch.float16, torch.bfloat16
-
-
-def here(offset: int = 0) -> int:
-    """Return the line of the caller, or one so many lines before it."""
-    return inspect.currentframe().f_back.f_lineno - offset  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("keeps_gradients", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +13,9 @@ from torch import Tensor, nn
 
 import amp
 from amp.diagnosis.findings import Finding
-from tests.diagnosis.users_scripts import X, Y, net, steps
+from tests.diagnosis.users_scripts import X, Y, here, net, steps
 
 BF16 = torch.bfloat16
-
-
-def here(offset: int = 0) -> int:
-    """Return the line of the caller, or one so many lines before it."""
-    return inspect.currentframe().f_back.f_lineno - offset  # type: ignore[union-attr]
 
 
 def named(watch: Any, cause: str) -> list[Finding]:

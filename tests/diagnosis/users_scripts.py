@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(64) % 4
+
+
+def here(offset: int = 0) -> int:
+    """Return the line of the caller, or one so many lines before it."""
+    return inspect.currentframe().f_back.f_lineno - offset  # type: ignore[union-attr]
 
 
 def net() -> nn.Sequential:
