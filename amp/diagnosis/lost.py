@@ -92,7 +92,7 @@ class Still(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A choice, as by `argmin` or `bucketize`, that were another one if no number were rounded.
+    """A choice, as by `argmin` or `bucketize`, that would be another one if no number were rounded.
 
     Attributes:
         op: the op that has chosen.
