@@ -26,7 +26,7 @@ from amp.diagnosis.blame import Loss, classified, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.memories import inputs_of
-from amp.diagnosis.penalties import takes_scaled, unscaled
+from amp.diagnosis.penalties import not_scaled, takes_scaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op, ancestors, origin
 from amp.diagnosis.shadow import Shadow
@@ -111,7 +111,7 @@ def _of_unscaled_loss(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
     """Yield a finding for a loss that torch's gradient scaler unscales, and has not scaled."""
     seen = shadow.gradients
     if shadow.properties is None:
-        op = unscaled(shadow.ops, seen.losses, seen.unscaled.values(), seen.scales)
+        op = not_scaled(shadow.ops, seen.losses, seen.unscaled.values(), seen.scales)
         if op is not None:
             what = "backward() starts from a loss that is not scaled, beside one that is: the scaler "
             what += f"divides its gradients by {exact(seen.unscaled_by)} with the others"

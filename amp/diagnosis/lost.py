@@ -188,24 +188,28 @@ class Lost:
         except CANNOT_RUN:
             return
         if op.aten in PLACINGS:
-            share = float((chosen != best).double().mean())
-            if share > FAR:
-                worst = max(values.values(), key=lambda value: difference(value.real, value.exact))
-                self.choices.append(Choice(op, worst, share))
-            return
-        if not x.dim():
-            return
-        dim = dimension_of(op.aten, args, kwargs)
-        if dim is None:  # of all elements
-            x, dim = x.flatten(), 0
-        if chosen.dim() < x.dim():
-            chosen, best = chosen.unsqueeze(dim), best.unsqueeze(dim)
-        off = (x.gather(dim, chosen) - x.gather(dim, best)).abs()
-        share = float((off > CLEARLY * x.std(dim, keepdim=True)).double().mean())  # none if not finite
+            is_wrong = chosen != best
+        else:
+            is_wrong = _are_worse(x, chosen, best, dimension_of(op.aten, args, kwargs))
+        share = float(is_wrong.double().mean())
         if share > FAR:
-            self.choices.append(Choice(op, values[id(args[0])], share))
+            worst = max(values.values(), key=lambda value: difference(value.real, value.exact))
+            self.choices.append(Choice(op, worst, share))
 
     def _note_changed(self, op: Op, x: Tensor, y: Tensor, changed: Tensor) -> None:
         if op.gives is not None and bool((changed & y.isfinite()).any()):
             before, after = x[changed][-1].item(), y[changed][-1].item()
             self.casts.append(LossyCast(op, "", largest(x), before, after))
+
+
+def _are_worse(x: Tensor, chosen: Tensor, best: Tensor, dim: int | None) -> Tensor:
+    """Return which chosen elements are clearly off those to choose, by their indices along a dimension.
+
+    Where `x` is not finite, nothing is.
+    """
+    if dim is None or not x.dim():  # of all elements
+        x, dim = x.flatten(), 0
+    if chosen.dim() < x.dim():
+        chosen, best = chosen.unsqueeze(dim), best.unsqueeze(dim)
+    off = (x.gather(dim, chosen) - x.gather(dim, best)).abs()
+    return off > CLEARLY * x.std(dim, correction=0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Finding losses that are computed of scaled gradients, such as gradient penalties, or not scaled.
+"""Finding losses that are computed of scaled gradients, such as penalties, or that are not scaled.
 
 A scaled gradient has the degree 1 in the scale, its square 2, and a ratio of two gradients 0. A result
 of degree 1 is unscaled by a factor of 1 / scale, or of less, since it may hold a learning rate too.
@@ -52,7 +52,7 @@ def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> 
     return next((x.taker for x in wrong if x.taker is not None and x.taker.phase == "forward"), None)
 
 
-def unscaled(
+def not_scaled(
     ops: Mapping[int, Op], losses: Iterable[int], grads: Iterable[int], scales: Iterable[float]
 ) -> Op | None:
     """Return the op that made a loss which is not scaled, and shares a gradient with one that is.
@@ -65,7 +65,7 @@ def unscaled(
     """
     by_scale: dict[bool, set[int]] = {True: set(), False: set()}
     factors = [scale for scale in scales if scale != 1.0]
-    for loss in losses:
+    for loss in losses if factors else ():
         before = ancestors(ops, [loss])
         by_scale[any(_scales(op, scale) for op in before for scale in factors)].add(loss)
     if not all(by_scale.values()):

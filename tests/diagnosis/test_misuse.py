@@ -121,11 +121,8 @@ class Bins(nn.Module):
         self.register_buffer("bins", torch.linspace(-3, 3, 7))
 
     def loss(self, x: Tensor) -> Tensor:
-        return (
-            (self.net(x).float().mean(1, keepdim=True) - self.get_buffer("bins").float())
-            .square()
-            .mean()
-        )
+        y = self.net(x).float().mean(1, keepdim=True)
+        return (y - self.get_buffer("bins").float()).square().mean()
 
 
 def test_a_rounded_buffer_around_the_model_that_is_called() -> None:
