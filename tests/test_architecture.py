@@ -20,6 +20,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "compat",
         "fp16_utils",
         "numerics",
+        "terminal",
         "scalar_log",
         "trials",
         "about",
@@ -47,7 +48,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "state_checks",
         "torch_versions",
         "undo",
-        *("outputs", "saving"),
+        "saving",
     ),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""

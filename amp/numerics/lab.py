@@ -27,9 +27,9 @@ from amp.numerics.fp8 import SCALINGS, fp8_losses, simulate_fp8
 from amp.numerics.memory import TERMS, footprints
 from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import simulate_scaler
-from amp.numerics.text import plain
 from amp.numerics.watching import Histogram
-from amp.outputs import check_output
+from amp.terminal.output_files import check_output
+from amp.terminal.text import plain
 
 _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"

@@ -14,7 +14,7 @@ from amp.numerics.fp8 import Fp8Step, fp8_scaled
 from amp.numerics.memory import TERMS, Footprint
 from amp.numerics.scaling import GradientSurvival, ScalerStep
 from amp.numerics.watching import NOTHING, Histogram, WatchReport
-from amp.outputs import check_output
+from amp.terminal.output_files import check_output
 
 SUFFIXES = (".png", ".svg")
 

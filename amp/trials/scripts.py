@@ -18,8 +18,8 @@ import torch
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
+from amp.terminal.progress import Progress
 from amp.trials.injecting import AS_IS
-from amp.trials.progress import Progress
 
 _ROOT = Path(amp.__file__).parents[1]
 

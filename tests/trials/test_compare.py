@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import amp
 from amp.cli import main
 from amp.observers import observing
-from amp.trials import child, commands, comparing, page
+from amp.trials import child, comparing, page, script_commands
 from amp.trials.comparing import InScript, compare_runs
 from amp.trials.measuring import Error, error_of, gaps_of, vanishing_modules
 from amp.trials.memory import Activations
@@ -818,8 +818,8 @@ def test_the_exit_status_says_whether_all_is_well(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, level: str, status: int
 ) -> None:
     script = SimpleNamespace(notes=[], is_injected=False)
-    monkeypatch.setattr(commands, "Script", lambda what, progress: script)
-    monkeypatch.setattr(commands, "InScript", lambda script: planted)
+    monkeypatch.setattr(script_commands, "Script", lambda what, progress: script)
+    monkeypatch.setattr(script_commands, "InScript", lambda script: planted)
     shown = run(capsys, "x.py", "--levels", level, "--steps", "1", status=status)
     assert ("O2: the gradient of a is off by 200 %" in shown) == (status == 1)
 
