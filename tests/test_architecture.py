@@ -7,25 +7,18 @@ import re
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "commands": ("__init__", "__main__", "cli"),
     "integrations": ("integrations",),
-    "public API": (
-        "frontend",
-        "grad_scaler",
-        "compat",
-        "fp16_utils",
-        "numerics",
-        "terminal",
-        "scalar_log",
-        "trials",
-        "about",
-        "selftest",
-    ),
+    "tools": ("about", "diagnosis", "numerics", "scalar_log", "selftest", "terminal", "trials"),
+    "public API": ("frontend", "grad_scaler", "compat", "fp16_utils"),
     "session": (
         "session",
         "setup",
@@ -33,14 +26,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "arguments",
         "checkpoint",
         "dcp",
-        "diagnosis",
     ),
     "training": ("training", "masters", "optimizers"),
     "casting": ("casting",),
     "profiles": ("profiles",),
     "kernels": ("kernels", "lazy"),
     "base": (
-        *("active", "interrupts", "observers"),
+        *("active", "interrupts", "observers", "observer_makers"),
         "errors",
         "dtypes",
         "distributed",
@@ -103,6 +95,38 @@ def test_every_module_imports_only_from_its_own_layer_or_below() -> None:
         if DEPTHS.get(top, len(LAYERS)) < DEPTHS[name.partition(".")[0]]
     }
     assert not upwards
+
+
+def test_the_core_imports_no_tool() -> None:
+    """Neither at the top of a file, nor in a function or for type checkers."""
+    core = [layer for layer in LAYERS if DEPTHS[LAYERS[layer][0]] > DEPTHS["diagnosis"]]
+    assert core == ["public API", "session", "training", "casting", "profiles", "kernels", "base"]
+    names = [name for name in MODULES if name.partition(".")[0] in chain(*(LAYERS[x] for x in core))]
+    found = {(name, x) for name in names for x in imports_of(name) if _is_of_a_tool(x)}
+    assert not found
+
+
+def _is_of_a_tool(module: str) -> bool:
+    return module.partition(".")[0] in LAYERS["tools"]
+
+
+def test_a_training_loads_no_tool() -> None:
+    code = """
+import sys, torch, amp
+for level in ("O1", "O2", "O5"):
+    model = torch.nn.Linear(8, 8)
+    optimizer = amp.optimizers.FusedAdam(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    with amp.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    amp.load_state_dict(amp.state_dict())
+    amp.get_session().close()
+print(*sys.modules)
+"""
+    loaded = run_python("-c", code).stdout.split()
+    assert "amp.session" in loaded
+    assert not [x for x in loaded if x.startswith("amp.") and _is_of_a_tool(x.removeprefix("amp."))]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
