@@ -33,7 +33,7 @@ from amp.kernels import (
 )
 from amp.kernels import split as splitting
 from amp.selftest import of_steps, selftest_command
-from amp.selftest.checks import Check, SkipError, all_checks, assert_same_bits
+from amp.selftest.check_registry import Check, SkipError, all_checks, assert_same_bits
 from amp.selftest.running import results
 
 ROOT = Path(__file__).parents[1]
@@ -252,7 +252,7 @@ Every third is given, of which every other one is tried, and all of them with `A
 SCRIPT = """
 import sys
 import torch
-from amp.selftest.checks import all_checks
+from amp.selftest.check_registry import all_checks
 for name, check in all_checks().items():
     if name.startswith(sys.argv[1]):
         try:

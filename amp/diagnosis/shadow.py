@@ -30,12 +30,12 @@ from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
 from amp.casting.fp4_noise import Noise
 from amp.diagnosis.advice import properties_of
-from amp.diagnosis.gradients import Gradients
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
 from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs
 from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
 from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source, origin
+from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.twins import (
     difference,
     floats_in,
@@ -83,7 +83,7 @@ class Shadow(Observer):
         self.ops: dict[int, Op] = {}
         self._memories = Memories()
         self.lost, self.ledger = Lost(), Ledger(self._memories)
-        self.gradients = Gradients(self._memories, open_scale)
+        self.gradients = SeenGradients(self._memories, open_scale)
         self.bad_weights: dict[str, int] = {}
         self.cast_buffers = cast_buffers_of(models)
         self.noise = Noise()

@@ -17,7 +17,7 @@ from amp.errors import AmpValueError
 from amp.numerics import lab, plots
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, Format, as_format
-from amp.numerics.fp8 import fp8_losses, simulate_fp8
+from amp.numerics.fp8_simulation import fp8_losses, simulate_fp8
 from amp.numerics.memory import TERMS
 from amp.numerics.planning import (
     Transformer,

@@ -13,7 +13,7 @@ import torch
 
 from amp.arguments import check_environment
 from amp.errors import AmpValueError
-from amp.selftest.checks import all_checks
+from amp.selftest.check_registry import all_checks
 from amp.selftest.running import results
 from amp.terminal.command import Answer, argument, command
 from amp.terminal.text import Printer

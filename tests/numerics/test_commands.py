@@ -18,7 +18,7 @@ from amp.cli import main
 from amp.numerics import number_commands
 from amp.numerics.planning import Transformer
 from amp.terminal.text import Printer
-from amp.trials.memory import Activations
+from amp.trials.activation_memory import Activations
 from tests.covering import covering
 
 

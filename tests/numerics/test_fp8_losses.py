@@ -18,8 +18,8 @@ from amp.errors import AmpTypeError, AmpValueError
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.numerics import FORMATS, fp8_losses, fp8_scaled, round_to, simulate_fp8
-from amp.numerics.fp8 import SCALINGS
-from amp.numerics.watching import Histogram
+from amp.numerics.fp8_simulation import SCALINGS
+from amp.numerics.histograms import Histogram
 from amp.terminal.text import plain
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")

@@ -13,7 +13,7 @@ from amp.diagnosis.records import Gradient
 from amp.diagnosis.twins import difference, floats_in, is_finite, is_float
 
 
-class Gradients:
+class SeenGradients:
     """The losses that backwards start from, and the gradients that they accumulate.
 
     Args:
