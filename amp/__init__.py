@@ -13,6 +13,7 @@ from amp.observer_makers import MAKERS as _MAKERS
 __version__ = "0.1.0"
 
 _NAMES = {
+    "atomic_save": "save",
     "casting.regions": "disable_casts",
     "casting.registry": (
         "bfloat16_function float_function half_function promote_function "
@@ -33,7 +34,6 @@ _NAMES = {
     "profiles.loss_scaling": "LossScaling",
     "profiles.properties": "Properties",
     "profiles.rules": "Rule",
-    "saving": "save",
     "scalar_log": "scalars",
     "session": "Session",
     "trials.checking": "check",

@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "state_checks",
         "torch_versions",
         "undo",
-        "saving",
+        "atomic_save",
     ),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""
