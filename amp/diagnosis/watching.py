@@ -173,7 +173,7 @@ class TrainingWatch(Training, Observer):
         self._name_states(shadow, others)
         for rounded in self._looks.rounded:
             if rounded.is_as_it_was:
-                shadow.known(rounded.tensor, rounded.exact)
+                shadow.memories.put(rounded.tensor, rounded.exact)
         if called is not None and called in self._models:  # its own hooks are not called any more
             shadow.model_called(called, args, {})
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
@@ -278,10 +278,12 @@ class TrainingWatch(Training, Observer):
             for parameter, state in optimizer.state.items():
                 for kind, x in state.items() if isinstance(state, dict) else ():
                     if is_float(x):
-                        shadow.own("moment", f"{kind} of {names.get(id(parameter), 'a parameter')}", x)
+                        shadow.memories.own(
+                            "moment", f"{kind} of {names.get(id(parameter), 'a parameter')}", x
+                        )
         for model in others:
             for name, x in model.named_parameters():
-                shadow.own("average", name, x)
+                shadow.memories.own("average", name, x)
 
     # Events that only the cheap looks are at.
 

@@ -149,7 +149,7 @@ def test_it_is_the_history_that_trains(fmt: str, entry: int) -> None:
             x = torch.full((4, 16), scale, dtype=torch.bfloat16)
             out = model[0](x)
             with session.scale_loss(out.float().sum() * scale, optimizer) as loss:
-                factors.append(float(history.factors[entry]))
+                factors.append(float(history.factor(0, entry, x.device)))
                 loss.backward()
                 seen.append(float(history.seen[entry]))
             optimizer.step()
