@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from itertools import chain
@@ -150,6 +151,18 @@ def test_every_module_says_in_one_line_what_is_in_it() -> None:
         summary, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")
         assert summary.endswith((".", "?")), path
         assert not rest or rest.startswith("\n"), path
+
+
+def test_no_two_files_and_no_two_public_classes_have_one_name() -> None:
+    """Except a formula and its optimizer, and what apex and the frameworks call alike."""
+    kernels = {path.name for path in (ROOT / "kernels").glob("*.py")}
+    shared = kernels & {path.name for path in (ROOT / "amp" / "optimizers").glob("*.py")}
+    files = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert {name for name, count in files.items() if count > 1} <= shared | {"state_dicts.py"}
+    nodes = (node for path in FILES for node in ast.parse(path.read_text()).body)
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    twice = {name for name, count in classes.items() if count > 1 and not name.startswith("_")}
+    assert twice <= {"LossScaler", "AmpPrecision"}
 
 
 def test_the_page_names_no_file_that_is_not_there() -> None:
