@@ -8,9 +8,12 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
 import importlib
 from typing import Any
 
+from amp.observer_makers import MAKERS as _MAKERS
+
 __version__ = "0.1.0"
 
 _NAMES = {
+    "atomic_save": "save",
     "casting.regions": "disable_casts",
     "casting.registry": (
         "bfloat16_function float_function half_function promote_function "
@@ -31,7 +34,6 @@ _NAMES = {
     "profiles.loss_scaling": "LossScaling",
     "profiles.properties": "Properties",
     "profiles.rules": "Rule",
-    "saving": "save",
     "scalar_log": "scalars",
     "session": "Session",
     "trials.checking": "check",
@@ -43,6 +45,16 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def _arm(session: Any) -> Any:
+    """Return the observer of `diagnose="on_overflow"`, and import the tool only then."""
+    from amp.diagnosis.arming import Armed
+
+    return Armed(session)
+
+
+_MAKERS["on_overflow"] = _arm
 
 
 def __getattr__(name: str) -> Any:

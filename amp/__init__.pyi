@@ -1,5 +1,6 @@
 """What `amp` has, for type checkers: its names are imported when they are first asked for."""
 
+from amp.atomic_save import save as save
 from amp.casting.regions import disable_casts as disable_casts
 from amp.casting.registry import bfloat16_function as bfloat16_function
 from amp.casting.registry import float_function as float_function
@@ -31,7 +32,6 @@ from amp.profiles.levels import load_profile as load_profile
 from amp.profiles.loss_scaling import LossScaling as LossScaling
 from amp.profiles.properties import Properties as Properties
 from amp.profiles.rules import Rule as Rule
-from amp.saving import save as save
 from amp.scalar_log import scalars as scalars
 from amp.session import Session as Session
 from amp.trials.checking import check as check

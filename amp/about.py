@@ -15,10 +15,10 @@ import torch
 
 import amp
 from amp.lazy import kernels
-from amp.numerics.commands import command
-from amp.numerics.text import Printer
 from amp.profiles.keys import shown
 from amp.profiles.levels import LEVELS, aliases, compute_dtype, load_profile
+from amp.terminal.command import command
+from amp.terminal.text import Printer
 
 FRAMEWORKS = ("lightning", "pytorch-lightning", "transformers", "accelerate", "pytorch-ignite", "timm")
 PACKAGES = ("torch", "triton", "numpy", "PyYAML", "torchvision", *FRAMEWORKS)

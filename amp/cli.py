@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import amp
 from amp.compat.run import runner
 from amp.errors import AmpError, did_you_mean
+
+if TYPE_CHECKING:
+    from amp.terminal.command import Command
 
 GROUPS = {
     "scripts that train": ("run", "compare", "doctor", "explain"),
@@ -21,8 +24,6 @@ GROUPS = {
     "numbers": ("bits", "ranges", "ulp", "simulate", "simulate-fp8", "survival", "crises", "lab"),
 }
 """The commands, in the order of `--help`."""
-_TAKE_A_SCRIPT = ("compare", "doctor", "explain")
-"""The commands that leave what comes after `--` to a script."""
 _WIDTH = 80
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
         else:
-            is_for_a_script = "--" in given and given[0] in _TAKE_A_SCRIPT
+            is_for_a_script = "--" in given and _takes_a_script(given[0])
             end = given.index("--") if is_for_a_script else len(given)
             after = argparse.Namespace(for_the_script=given[end + 1 :])
             arguments = _parser().parse(given[:end], after)
@@ -59,12 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> "_Parser":
+def _commands() -> "list[Command]":
+    """Return the commands of all tools."""
     from amp import about  # slow to load, and no script waits for it
-    from amp.numerics import commands as of_numerics
-    from amp.selftest import commands as of_selftest
-    from amp.trials import commands as of_trials
+    from amp.numerics import number_commands
+    from amp.selftest import selftest_command
+    from amp.trials import script_commands
 
+    modules = (script_commands, number_commands, about, selftest_command)
+    return [command for module in modules for command in module.COMMANDS]
+
+
+def _takes_a_script(name: str | None) -> bool:
+    """Whether a command leaves what comes after `--` to a script."""
+    return any(command.name == name and command.takes_a_script for command in _commands())
+
+
+def _parser() -> "_Parser":
     parser = _Parser(prog="reamp", description="Mixed precision, chosen by one word.")
     parser.add_argument("--version", action="version", version=f"reamp {amp.__version__}")
     parser.commands = commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -73,10 +85,8 @@ def _parser() -> "_Parser":
         help="run a script that imports apex, unchanged",
         usage="reamp run [-h] [--] script.py ... | -m package.module ...",
     )
-    of_trials.add_commands(commands)
-    for command in (*of_numerics.COMMANDS, *about.COMMANDS):
+    for command in _commands():
         command.add_to(commands)
-    of_selftest.add_to(commands)
     parser.set_defaults(run=lambda _: parser.print_help())
     return parser
 
@@ -87,7 +97,7 @@ def _hint(command: str | None, given: Sequence[str], unknown: str) -> str:
         return "; levels are separated by commas, as in --levels O2,O4"
     if command == "explain" and not unknown.startswith("-"):
         return f"; a script is given as --script {unknown}"
-    return "; arguments of the script come after --" if command in _TAKE_A_SCRIPT else ""
+    return "; arguments of the script come after --" if _takes_a_script(command) else ""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -53,117 +53,11 @@ begin with an underscore."""
 def _setting(name: str) -> Any:
     """Return a settable property: a number in the scaler's configuration."""
 
-    def write(self: _TorchInternals, value: Any) -> None:
+    def write(self: GradScaler, value: Any) -> None:
         if self._enabled:
             self._scaler.config = _configured(self._scaler.config, **{name: value})
 
     return property(operator.attrgetter(f"_scaler.config.{name}"), write)
-
-
-class _TorchInternals(torch.amp.GradScaler):
-    """The private attributes and methods that torch's methods, subclasses and pickles use."""
-
-    _scaler: LossScaler
-    _has_scaled: bool
-    _skipped: weakref.WeakKeyDictionary[Any, bool | list[Tensor] | HostCopies]
-
-    @property
-    def _scale(self) -> Tensor | None:  # type: ignore[override]
-        return self._scaler.scale_on_device if self._has_scaled else None
-
-    @property
-    def _growth_tracker(self) -> Tensor | None:  # type: ignore[override]
-        return self._scaler.good_steps_on_device if self._has_scaled else None
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Start from the first scale and growth tracker, which a subclass may have set before."""
-        first = {"loss_scale": self._init_scale, "unskipped": self._init_growth_tracker}
-        state = self._scaler.state_dict()
-        if first.items() - state.items():
-            self._scaler.load_state_dict({**state, **first})
-        self._has_scaled = True
-
-    _growth_factor, _backoff_factor, _growth_interval = map(_setting, _SETTINGS)
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if not self._has_scaled:
-            raise AmpAssertionError(
-                f"GradScaler.{funcname} was called before GradScaler.scale: no loss was scaled yet. "
-                "Call scaler.scale(loss).backward() first"
-            )
-        return self._scaler.scale_on_device, self._scaler.good_steps_on_device
-
-    def _begin_iteration(self) -> None:
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """Unscale an optimizer's gradients in place, and report an overflow. No host sync.
-
-        Float16 gradients are unscaled even if `allow_fp16` is False. Scripts replace this method in
-        torch's class to pass True.
-        """
-        return self._look_at_gradients(optimizer, inv_scale, found_inf, unscale=True)
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
-        """Check the gradients of an optimizer that unscales them in its own step. No host sync."""
-        inv_scale = self._scaler.scale_now().inv_scale
-        found_inf = torch.zeros((), dtype=torch.float32, device=self._scaler.device)
-        found = self._look_at_gradients(optimizer, inv_scale, found_inf, unscale=False)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
-
-    def _look_at_gradients(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, unscale: bool
-    ) -> dict[Any, Tensor]:
-        """Unscale an optimizer's gradients, or only check them, and set `found_inf` on an overflow.
-
-        Returns:
-            `found_inf` by its device. An empty dict if this rank has no gradients, and there are no
-            other ranks that may have some.
-        """
-        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
-        inv_scale, flag = inv_scale.reshape(1), found_inf.reshape(1)
-        if grads:
-            for observer in watching():
-                observer.unscaling(grads, inv_scale)
-            if unscale:
-                kernels.unscale.unscale(grads, grads, inv_scale, flag)
-            else:
-                kernels.unscale.check(grads, inv_scale, flag)
-        distributed.reduce_largest([flag], groups)
-        return {found_inf.device: found_inf} if grads or groups else {}
-
-    def _maybe_opt_step(
-        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> float | None:
-        found = optimizer_state["found_inf_per_device"].values()
-        skips = self._skipped[optimizer] = any(x.item() > 0 for x in found)
-        return None if skips else optimizer.step(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._per_optimizer_states:
-            raise AmpAssertionError(
-                "a GradScaler cannot be pickled or copied between step and update: the copy would not "
-                "know whether there was an overflow. Call scaler.update() first"
-            )
-        scaler = self._scaler
-        return {
-            **vars(self),
-            "_scaler": (scaler.config, scaler.state_dict()),
-            "_has_scaled": False,
-            "_init_scale": self.get_scale(),
-            "_init_growth_tracker": self._get_growth_tracker(),
-            "_skipped": None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        config, of_scaler = state["_scaler"]
-        vars(self).update(state)
-        self._scaler = LossScaler(config)
-        self._scaler.load_state_dict(of_scaler)
-        self._skipped = weakref.WeakKeyDictionary()
 
 
 def _in_either_order(init: Init) -> Init:
@@ -178,7 +72,7 @@ def _in_either_order(init: Init) -> Init:
     return wrapper  # type: ignore[return-value]
 
 
-class GradScaler(_TorchInternals):
+class GradScaler(torch.amp.GradScaler):
     """A drop-in for `torch.amp.GradScaler` and the older `torch.cuda.amp.GradScaler`.
 
     It takes the arguments of torch's classes, in the order of either, and computes the same scales. It
@@ -204,6 +98,10 @@ class GradScaler(_TorchInternals):
     Raises:
         AmpValueError: a number is not in its range.
     """
+
+    _scaler: LossScaler
+    _has_scaled: bool
+    _skipped: weakref.WeakKeyDictionary[Any, bool | list[Tensor] | HostCopies]
 
     @_in_either_order
     def __init__(
@@ -454,6 +352,106 @@ class GradScaler(_TorchInternals):
         self._scaler.config = config
         loaded = self._scaler.state_dict()
         self._init_scale, self._init_growth_tracker = loaded["loss_scale"], loaded["unskipped"]
+
+    # The private names that torch's methods, subclasses and pickles use.
+
+    @property
+    def _scale(self) -> Tensor | None:  # type: ignore[override]
+        return self._scaler.scale_on_device if self._has_scaled else None
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:  # type: ignore[override]
+        return self._scaler.good_steps_on_device if self._has_scaled else None
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Start from the first scale and growth tracker, which a subclass may have set before."""
+        first = {"loss_scale": self._init_scale, "unskipped": self._init_growth_tracker}
+        state = self._scaler.state_dict()
+        if first.items() - state.items():
+            self._scaler.load_state_dict({**state, **first})
+        self._has_scaled = True
+
+    _growth_factor, _backoff_factor, _growth_interval = map(_setting, _SETTINGS)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if not self._has_scaled:
+            raise AmpAssertionError(
+                f"GradScaler.{funcname} was called before GradScaler.scale: no loss was scaled yet. "
+                "Call scaler.scale(loss).backward() first"
+            )
+        return self._scaler.scale_on_device, self._scaler.good_steps_on_device
+
+    def _begin_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale an optimizer's gradients in place, and report an overflow. No host sync.
+
+        Float16 gradients are unscaled even if `allow_fp16` is False. Scripts replace this method in
+        torch's class to pass True.
+        """
+        return self._look_at_gradients(optimizer, inv_scale, found_inf, unscale=True)
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
+        """Check the gradients of an optimizer that unscales them in its own step. No host sync."""
+        inv_scale = self._scaler.scale_now().inv_scale
+        found_inf = torch.zeros((), dtype=torch.float32, device=self._scaler.device)
+        found = self._look_at_gradients(optimizer, inv_scale, found_inf, unscale=False)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _look_at_gradients(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, unscale: bool
+    ) -> dict[Any, Tensor]:
+        """Unscale an optimizer's gradients, or only check them, and set `found_inf` on an overflow.
+
+        Returns:
+            `found_inf` by its device. An empty dict if this rank has no gradients, and there are no
+            other ranks that may have some.
+        """
+        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
+        inv_scale, flag = inv_scale.reshape(1), found_inf.reshape(1)
+        if grads:
+            for observer in watching():
+                observer.unscaling(grads, inv_scale)
+            if unscale:
+                kernels.unscale.unscale(grads, grads, inv_scale, flag)
+            else:
+                kernels.unscale.check(grads, inv_scale, flag)
+        distributed.reduce_largest([flag], groups)
+        return {found_inf.device: found_inf} if grads or groups else {}
+
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        found = optimizer_state["found_inf_per_device"].values()
+        skips = self._skipped[optimizer] = any(x.item() > 0 for x in found)
+        return None if skips else optimizer.step(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise AmpAssertionError(
+                "a GradScaler cannot be pickled or copied between step and update: the copy would not "
+                "know whether there was an overflow. Call scaler.update() first"
+            )
+        scaler = self._scaler
+        return {
+            **vars(self),
+            "_scaler": (scaler.config, scaler.state_dict()),
+            "_has_scaled": False,
+            "_init_scale": self.get_scale(),
+            "_init_growth_tracker": self._get_growth_tracker(),
+            "_skipped": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        config, of_scaler = state["_scaler"]
+        vars(self).update(state)
+        self._scaler = LossScaler(config)
+        self._scaler.load_state_dict(of_scaler)
+        self._skipped = weakref.WeakKeyDictionary()
 
 
 def _scaled(scale: Callable[[Tensor], Tensor], outputs: Any) -> Any:

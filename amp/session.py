@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from amp import active, arguments, checkpoint, distributed
 from amp.casting.by_op import CastOps
 from amp.casting.cast_cache import forwards
-from amp.casting.fp8 import Fp8Linears, set_forward
 from amp.casting.fp8_history import AmaxHistory
+from amp.casting.fp8_strategy import Fp8Linears, set_forward
 from amp.casting.regions import ThreadState
 from amp.casting.strategies import strategies_for
-from amp.diagnosis.arming import Armed
-from amp.diagnosis.findings import Report
 from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError, truth_of
 from amp.masters.lean import LeanMasterWeights
 from amp.masters.whole import MasterWeights
+from amp.observer_makers import MAKERS
 from amp.observers import Observer, watching
 from amp.overflow_log import OverflowLog
 from amp.profiles.keys import parse_count
@@ -81,7 +80,8 @@ class Session:
         masters: the master weights.
         casts: the object that casts functions in threads that have called a model of the session last.
         is_rehearsal: whether blocks drop their gradients and optimizers do not step, as in a trial.
-        last_report: the report of the last step that `diagnose="on_overflow"` has watched, or None.
+        last_report: the `amp.diagnosis.Report` of the last step that `diagnose="on_overflow"` has
+            watched, or None.
 
     Raises:
         AmpError: the profile, an override or their combination is not valid.
@@ -122,10 +122,10 @@ class Session:
         self.synchronization = Synchronization(self.properties, self.named_parameters)
         self.running_stats = RunningStatistics()
         self.is_rehearsal = False
-        self.last_report: Report | None = None
+        self.last_report: Any = None
         self.observers: list[Observer] = [OverflowLog()]
-        if self.properties.diagnose == "on_overflow":
-            self.observers.insert(0, Armed(self))
+        if self.properties.diagnose is not None:
+            self.observers.insert(0, MAKERS[self.properties.diagnose](self))
         self.undo = Undo()
         self.called = opt_level
 

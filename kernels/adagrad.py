@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Moment, Numbers, Prepared, Rule
+from amp.kernels.rule import Moment, Numbers, Prepared, UpdateRule
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -44,5 +44,5 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     return lr / (1.0 + (t - 1.0) * lr_decay), eps, l2, decay
 
 
-ADAGRAD = Rule((Moment("sum", is_signed=False),), _numbers, _prepare, _at, _update)
+ADAGRAD = UpdateRule((Moment("sum", is_signed=False),), _numbers, _prepare, _at, _update)
 """Adagrad: its moment is the sum of squared gradients."""

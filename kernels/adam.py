@@ -18,7 +18,7 @@ from amp.kernels.rule import (
     Moment,
     Numbers,
     Prepared,
-    Rule,
+    UpdateRule,
     bias_correction,
     correction_at,
     in_double,
@@ -75,7 +75,7 @@ def _update_decoupled(p, g, moments, prepared, sqrt, divide):
 
 
 MOMENTS = Moment("exp_avg"), Moment("exp_avg_sq", is_signed=False)
-ADAM = Rule(MOMENTS, adam_numbers, _prepare, _at, _update)
+ADAM = UpdateRule(MOMENTS, adam_numbers, _prepare, _at, _update)
 """Adam: its moments are the running means of gradients and of their squares."""
 
 ADAMW = ADAM._replace(update=_update_decoupled)

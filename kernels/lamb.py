@@ -21,7 +21,7 @@ from torch import Tensor
 from amp.kernels.adam import MOMENTS, adam_numbers
 from amp.kernels.foreach import TensorGroup, norms_of
 from amp.kernels.language import jit, plain, tl
-from amp.kernels.rule import Numbers, Prepared, Rule, bias_correction, correction_at
+from amp.kernels.rule import Numbers, Prepared, UpdateRule, bias_correction, correction_at
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -89,5 +89,5 @@ def _plain_update(
     return p - size * direction, moments
 
 
-LAMB = Rule(MOMENTS, _numbers, _prepare, _at, _update, _direction, _plain_update)
+LAMB = UpdateRule(MOMENTS, _numbers, _prepare, _at, _update, _direction, _plain_update)
 """LAMB: its moments are the running means of gradients and of their squares."""

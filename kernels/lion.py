@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Moment, Numbers, Rule, in_double
+from amp.kernels.rule import Moment, Numbers, UpdateRule, in_double
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -43,5 +43,5 @@ def _plain_update(p: Tensor, g: Tensor, moments: Any, prepared: Any, sqrt: Any, 
     return p * keep - lr * (beta1 * m + new1 * g).sign(), (beta2 * m + new2 * g,)
 
 
-LION = Rule((Moment("exp_avg"),), _numbers, _prepare, None, _update, plain_update=_plain_update)
+LION = UpdateRule((Moment("exp_avg"),), _numbers, _prepare, None, _update, plain_update=_plain_update)
 """Lion: its moment is the running mean of gradients."""

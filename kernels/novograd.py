@@ -21,7 +21,7 @@ from amp.kernels.rule import (
     Moment,
     Numbers,
     Prepared,
-    Rule,
+    UpdateRule,
     bias_correction,
     correction_at,
     in_double,
@@ -75,5 +75,5 @@ def _update(p, g, moments, prepared, sqrt, divide):
     return p * keep - size * m, (m,)
 
 
-NOVOGRAD = Rule((Moment("exp_avg"),), _numbers, _prepare, _at, _update)
+NOVOGRAD = UpdateRule((Moment("exp_avg"),), _numbers, _prepare, _at, _update)
 """NovoGrad: its moment is the running mean of gradients, divided by their norm or not."""

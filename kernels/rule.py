@@ -1,4 +1,4 @@
-"""`Rule`, the formula of an optimizer; `adam.py`, `sgd.py` and other modules define the rules."""
+"""`UpdateRule`, the formula of an optimizer; `adam.py`, `sgd.py` and other modules define the rules."""
 
 import ctypes
 import math
@@ -22,7 +22,7 @@ and if present `moment0`, `moment1`, ... (the rule's moments, or two of them pac
 `model` (16-bit weights to write) and `low` (the low half of a master whose high half is `param`)."""
 
 Formula = Callable[..., tuple[Any, tuple[Any, ...]]]
-"""A rule's update in plain torch; see `Rule`."""
+"""A rule's update in plain torch; see `UpdateRule`."""
 
 
 class Moment(NamedTuple):
@@ -53,7 +53,7 @@ class Origin(NamedTuple):
     pitch: int = 0
 
 
-class Rule(NamedTuple):
+class UpdateRule(NamedTuple):
     """The formula of one optimizer.
 
     Attributes:
@@ -88,7 +88,7 @@ class Rule(NamedTuple):
 class StepArguments(NamedTuple):
     """The arguments of `amp.kernels.stepping.step`; see there. `lists` has all lists but the steps."""
 
-    rule: Rule
+    rule: UpdateRule
     numbers: Sequence[float | Tensor]
     lists: Streams
     steps: Sequence[Tensor]

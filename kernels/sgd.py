@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amp.kernels.language import jit, tl
-from amp.kernels.rule import Moment, Numbers, Prepared, Rule
+from amp.kernels.rule import Moment, Numbers, Prepared, UpdateRule
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -62,8 +62,8 @@ def _update_without_momentum(p, g, moments, prepared, sqrt, divide):
     return p - lr * (g + decay * p), moments
 
 
-SGD = Rule((), _numbers, _prepare_without_momentum, None, _update_without_momentum)
+SGD = UpdateRule((), _numbers, _prepare_without_momentum, None, _update_without_momentum)
 """SGD without momentum."""
 
-MOMENTUM_SGD = Rule((Moment("momentum_buffer"),), _numbers, _prepare, _at, _update)
+MOMENTUM_SGD = UpdateRule((Moment("momentum_buffer"),), _numbers, _prepare, _at, _update)
 """SGD with momentum, which is its moment."""

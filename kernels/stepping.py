@@ -12,7 +12,7 @@ an element depend on its `Origin` and the step, whatever else is stepped with it
 is divided among ranks; see `amp.kernels.packing`.
 
 If `found_inf` is not 0, nothing is written: a skipped step does not count. Nor do steps of a tensor
-without elements. A `Rule` is the formula of one optimizer, for Triton and for plain torch.
+without elements. An `UpdateRule` is the formula of one optimizer, for Triton and for plain torch.
 
 Shapes: a parameter, its gradient, moments and model have one shape, of any size; each has its own
 `step`, float32 `[]`. DTensors go through their local shards. Dtypes: float16, bfloat16 or float32 each,
@@ -55,7 +55,7 @@ from amp.kernels.language import (
 )
 from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
-from amp.kernels.rule import Origin, Rule, StepArguments, quotient, square_root
+from amp.kernels.rule import Origin, StepArguments, UpdateRule, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.tensor_lists import dense
@@ -72,7 +72,7 @@ COUNTERS = 256
 
 
 def step(
-    rule: Rule,
+    rule: UpdateRule,
     numbers: Sequence[float | Tensor],
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

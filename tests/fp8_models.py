@@ -105,6 +105,12 @@ def history() -> Any:
     return amp.get_session().amax_history
 
 
+def factors_of(remembered: Any) -> Tensor:
+    """Return the factors of all entries of a history, float32 `[3 * layers]`."""
+    device, entries = remembered.amaxes.device, range(3 * len(remembered.names))
+    return torch.stack([remembered.factor(*divmod(i, 3), device) for i in entries])
+
+
 def quiet(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function, without warnings."""
     with warnings.catch_warnings():

@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from amp.selftest import child
-from amp.selftest.checks import Outcome, SkipError, check
+from amp.selftest import check_process
+from amp.selftest.check_registry import Outcome, SkipError, check
 
 
 @check("a figure")
@@ -52,4 +52,4 @@ def leaves(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    child.main(sys.argv[1], json.loads(sys.argv[2]))
+    check_process.main(sys.argv[1], json.loads(sys.argv[2]))

@@ -5,26 +5,21 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "commands": ("__init__", "__main__", "cli"),
     "integrations": ("integrations",),
-    "public API": (
-        "frontend",
-        "grad_scaler",
-        "compat",
-        "fp16_utils",
-        "numerics",
-        "scalar_log",
-        "trials",
-        "about",
-        "selftest",
-    ),
+    "tools": ("about", "diagnosis", "numerics", "scalar_log", "selftest", "terminal", "trials"),
+    "public API": ("frontend", "grad_scaler", "compat", "fp16_utils"),
     "session": (
         "session",
         "setup",
@@ -32,14 +27,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "arguments",
         "checkpoint",
         "dcp",
-        "diagnosis",
     ),
     "training": ("training", "masters", "optimizers"),
     "casting": ("casting",),
     "profiles": ("profiles",),
     "kernels": ("kernels", "lazy"),
     "base": (
-        *("active", "interrupts", "observers"),
+        *("active", "interrupts", "observers", "observer_makers"),
         "errors",
         "dtypes",
         "distributed",
@@ -47,7 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "state_checks",
         "torch_versions",
         "undo",
-        *("outputs", "saving"),
+        "atomic_save",
     ),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""
@@ -104,6 +98,38 @@ def test_every_module_imports_only_from_its_own_layer_or_below() -> None:
     assert not upwards
 
 
+def test_the_core_imports_no_tool() -> None:
+    """Neither at the top of a file, nor in a function or for type checkers."""
+    core = [layer for layer in LAYERS if DEPTHS[LAYERS[layer][0]] > DEPTHS["diagnosis"]]
+    assert core == ["public API", "session", "training", "casting", "profiles", "kernels", "base"]
+    names = [name for name in MODULES if name.partition(".")[0] in chain(*(LAYERS[x] for x in core))]
+    found = {(name, x) for name in names for x in imports_of(name) if _is_of_a_tool(x)}
+    assert not found
+
+
+def _is_of_a_tool(module: str) -> bool:
+    return module.partition(".")[0] in LAYERS["tools"]
+
+
+def test_a_training_loads_no_tool() -> None:
+    code = """
+import sys, torch, amp
+for level in ("O1", "O2", "O5"):
+    model = torch.nn.Linear(8, 8)
+    optimizer = amp.optimizers.FusedAdam(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    with amp.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    amp.load_state_dict(amp.state_dict())
+    amp.get_session().close()
+print(*sys.modules)
+"""
+    loaded = run_python("-c", code).stdout.split()
+    assert "amp.session" in loaded
+    assert not [x for x in loaded if x.startswith("amp.") and _is_of_a_tool(x.removeprefix("amp."))]
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {
         name: [module for module in imports_of(name, is_run=True) if module in MODULES]
@@ -125,6 +151,18 @@ def test_every_module_says_in_one_line_what_is_in_it() -> None:
         summary, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")
         assert summary.endswith((".", "?")), path
         assert not rest or rest.startswith("\n"), path
+
+
+def test_no_two_files_and_no_two_public_classes_have_one_name() -> None:
+    """Except a formula and its optimizer, and what apex and the frameworks call alike."""
+    kernels = {path.name for path in (ROOT / "kernels").glob("*.py")}
+    shared = kernels & {path.name for path in (ROOT / "amp" / "optimizers").glob("*.py")}
+    files = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert {name for name, count in files.items() if count > 1} <= shared | {"state_dicts.py"}
+    nodes = (node for path in FILES for node in ast.parse(path.read_text()).body)
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    twice = {name for name, count in classes.items() if count > 1 and not name.startswith("_")}
+    assert twice <= {"LossScaler", "AmpPrecision"}
 
 
 def test_the_page_names_no_file_that_is_not_there() -> None:

@@ -18,9 +18,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import amp
 from amp.cli import main
-from amp.numerics.text import Printer
+from amp.terminal.progress import Progress
+from amp.terminal.text import Printer
 from amp.training.unattached import unattached
-from amp.trials.progress import Progress
 from docs.site import terminal
 
 X = torch.ones(3, 4)

@@ -32,8 +32,8 @@ from amp.kernels import (
     unscale,
 )
 from amp.kernels import split as splitting
-from amp.selftest import commands, of_steps
-from amp.selftest.checks import Check, SkipError, all_checks, assert_same_bits
+from amp.selftest import of_steps, selftest_command
+from amp.selftest.check_registry import Check, SkipError, all_checks, assert_same_bits
 from amp.selftest.running import results
 
 ROOT = Path(__file__).parents[1]
@@ -101,8 +101,8 @@ def test_a_process_that_another_one_keeps_open_is_not_waited_for() -> None:
 @pytest.mark.parametrize("device", ["mps", "cuda:99", "gpu"])
 def test_a_device_that_cannot_be_checked_is_refused(device: str) -> None:
     with pytest.raises(AmpValueError, match=rf"--device {device} is none of those to check: .*cpu"):
-        commands._chosen(device)
-    assert commands._chosen("cpu") == "cpu"
+        selftest_command._chosen(device)
+    assert selftest_command._chosen("cpu") == "cpu"
 
 
 # Wrong kernels, each caught by a check.
@@ -252,7 +252,7 @@ Every third is given, of which every other one is tried, and all of them with `A
 SCRIPT = """
 import sys
 import torch
-from amp.selftest.checks import all_checks
+from amp.selftest.check_registry import all_checks
 for name, check in all_checks().items():
     if name.startswith(sys.argv[1]):
         try:

@@ -36,7 +36,6 @@ class AmaxHistory:
         names: the layers' names, in the order of their entries.
         amaxes: float32 `[1 + amax_history, 3 * layers]`: this iteration so far, then the earlier
             iterations, newest first. 0 means no value.
-        factors: float32 `[3 * layers]`, to multiply values by; 0 where no amax is known yet.
         groups_of_data: returns the process groups whose ranks see different data.
         groups_of_meshes: those whose ranks hold parts of the layers.
         iteration: how many iterations have ended.
@@ -50,7 +49,7 @@ class AmaxHistory:
         self.recipe = recipe
         self.names: list[str] = []
         self.amaxes = torch.zeros(1 + recipe.amax_history, 0, dtype=torch.float32, device="cpu")
-        self.factors = self.amaxes[0]
+        self._factors = self.amaxes[0]  # float32 `[3 * layers]`; 0 where no amax is known yet
         self.groups_of_data: Callable[[], Sequence[ProcessGroup]] = tuple
         self.groups_of_meshes: tuple[ProcessGroup, ...] = ()
         self.is_new = True
@@ -91,12 +90,12 @@ class AmaxHistory:
 
     def factor(self, layer: int, entry: int, device: torch.device) -> Tensor:
         """Return the factor of an entry, float32 `[]`."""
-        if self.factors.device != device:  # the model has been moved
+        if self._factors.device != device:  # the model has been moved
             self._move(device)
-        return self.factors[3 * layer + entry]
+        return self._factors[3 * layer + entry]
 
     def _move(self, device: torch.device) -> None:
-        self.amaxes, self.factors = self.amaxes.to(device), self.factors.to(device)
+        self.amaxes, self._factors = self.amaxes.to(device), self._factors.to(device)
         self._loss_scale = self._loss_scale.to(device)
 
     def see(self, layer: int, entry: int, amax: Tensor) -> None:
@@ -118,11 +117,6 @@ class AmaxHistory:
     def seen(self) -> Tensor:
         """The amaxes of this iteration so far, float32 `[3 * layers]`."""
         return self.amaxes[0]
-
-    @property
-    def agrees(self) -> bool:
-        """Whether ranks with parts of one tensor have to agree on its amax before it is quantized."""
-        return self.is_new and bool(self.recipe.reduce_amax)
 
     def groups(self) -> list[ProcessGroup]:
         """Return the process groups whose ranks share their amaxes."""
@@ -169,10 +163,10 @@ class AmaxHistory:
         of_values, _, of_gradients = [factor_of(amax, each, power_of_2) for each in self._formats]
         factors = torch.where(are_gradients, of_gradients, of_values)
         factors = torch.where(amax > 0, factors * 2.0 ** -(self.recipe.margin or 0), 0.0)
-        if factors.shape == self.factors.shape and factors.device == self.factors.device:
-            self.factors.copy_(factors)  # in place: compiled code holds this tensor
+        if factors.shape == self._factors.shape and factors.device == self._factors.device:
+            self._factors.copy_(factors)  # in place: compiled code holds this tensor
         else:
-            self.factors = factors
+            self._factors = factors
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the history of now. The host does not wait for the device."""

@@ -157,7 +157,9 @@ class Layer(NamedTuple):
             )
         if self.split is not None:
             x = fp8_shards.waited(x)
-        is_agreed = factor is not None or (self.history is not None and not self.history.agrees)
+        is_agreed = factor is not None  # else ranks with parts of one tensor agree on its amax first
+        if not is_agreed and self.history is not None:
+            is_agreed = not (self.history.is_new and self.history.recipe.reduce_amax)
         part = None if self.split is None or is_agreed else self.split.part(entry)
         if self.history is not None and factor is None:
             factor = self.history.factor(self.number, entry, x.device)

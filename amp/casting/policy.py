@@ -15,7 +15,7 @@ from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.keys import shown
 from amp.profiles.levels import CONFIGS, levels_with
 from amp.profiles.properties import Properties
-from amp.profiles.yamlfile import Lines, read_mapping
+from amp.profiles.yaml_syntax import Lines, read_mapping
 
 TableCategory = Literal[
     "native", "half", "recurrent", "float", "promote", "padding", "sequence", "banned", "calls"

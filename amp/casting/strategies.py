@@ -2,7 +2,7 @@
 
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
-from amp.casting.fp8 import Fp8Linears
+from amp.casting.fp8_strategy import Fp8Linears
 from amp.casting.strategy import Strategy
 from amp.profiles.properties import Properties
 

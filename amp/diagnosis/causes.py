@@ -120,7 +120,7 @@ def _of_unscaled_loss(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
 
 def _noisy(shadow: Shadow) -> Iterator[Finding]:
     """Yield a finding for layers in FP4 whose gradients are small beside their rounding's noise."""
-    small = {name: ratio for name, ratio in shadow.noise.ratios() if ratio < ENOUGH}
+    small = {name: ratio for name, ratio in shadow.gradients.noise.ratios() if ratio < ENOUGH}
     if small:
         shown = listed([f"{name or 'the model itself'} ({ratio:.2g})" for name, ratio in small.items()])
         what = (
@@ -134,11 +134,11 @@ def _causes(shadow: Shadow) -> list[Op]:
     """Return the ops that made the gradients inf or NaN, the earliest first."""
     starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
     bad = ancestors(shadow.ops, starts, only_bad=True)
-    roots = [op for op in bad if not op.bad_parents and not (op.is_constant and op.is_minus_inf)]
+    roots = [op for op in bad if not op.bad.parents and not (op.is_constant and op.bad.is_minus_inf)]
     if any(op.is_collective for op in roots):  # it is another rank's
         return [op for op in roots if not op.is_collective]
     of_masks = [op for op in bad if shadow.gradients.bad_loss and _reduces(op)]  # as a mean over them
-    return roots or [op for op in bad if op.has_nan][:1] or of_masks[:1]
+    return roots or [op for op in bad if op.bad.has_nan][:1] or of_masks[:1]
 
 
 def _reduces(op: Op) -> bool:
@@ -149,19 +149,21 @@ def _reduces(op: Op) -> bool:
 
 def _explain(shadow: Shadow, op: Op) -> Finding:
     """Return the finding of an op whose result is not finite."""
-    if op.sources:
+    if op.bad.sources:
         return _of_source(shadow, op)
     assert op.gives is not None
     for cast in shadow.lost.casts if op.aten in CASTS else ():
         if cast.op is op and cast.is_mask:
             return _of_cast(shadow, cast)
-    is_nan_of_inf = op.has_nan and bool(op.bad_parents)
+    is_nan_of_inf = op.bad.has_nan and bool(op.bad.parents)
     if not has_twin(op.func) and not is_nan_of_inf:
-        what = f"the result has {'a NaN' if op.has_nan else 'an inf'}, and the op cannot run in FP64"
+        what = (
+            f"the result has {'a NaN' if op.bad.has_nan else 'an inf'}, and the op cannot run in FP64"
+        )
         return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
-    if op.rows_of_minus_inf or is_nan_of_inf or op.is_bad_exactly:
+    if op.bad.rows_of_minus_inf or is_nan_of_inf or op.bad.is_exact:
         return _of_mathematics(shadow, op)
-    if op.value is None or not torch.finfo(op.gives).max < op.value < math.inf:
+    if op.bad.value is None or not torch.finfo(op.gives).max < op.bad.value < math.inf:
         loss = lost_before(shadow, op)
         small = [x for x in shadow.lost.scalars if not x.is_large]
         lost = [x for x in small if x.place.module == op.place.module]
@@ -186,13 +188,13 @@ def _in_one_call(shadow: Shadow, op: Op) -> str:
 
 def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
     unmask = "Do not mask whole rows, or set these rows to 0 afterwards"
-    if op.rows_of_minus_inf:
+    if op.bad.rows_of_minus_inf:
         what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision"
         todo = f"{unmask}. No rule cures it."
-    elif op.has_nan and op.bad_parents:
+    elif op.bad.has_nan and op.bad.parents:
         what = "it is inf - inf or 0 times inf, in FP64 too"
         todo = f"{unmask}; subtract the maximum before an exponential. No rule cures it."
-    elif op.bad_parents:
+    elif op.bad.parents:
         what = "it takes an -inf that was written, as by a mask, and the loss is not finite"
         todo = "Leave what is masked out of means, sums and labels. No precision cures it."
     else:
@@ -218,7 +220,7 @@ def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
 
 def _of_range(shadow: Shadow, op: Op) -> Finding:
     assert op.gives is not None
-    value, limit = op.value, torch.finfo(op.gives).max
+    value, limit = op.bad.value, torch.finfo(op.gives).max
     ends = f"{dtype_name(op.gives)} ends at {_number(limit)}"
     scale = shadow.gradients.unscaled_by if op.loss_scale == 1.0 else op.loss_scale
     is_backward = op.phase == "backward"
@@ -420,7 +422,7 @@ def _counted(same: list[Still]) -> str:
 
 
 def _of_source(shadow: Shadow, op: Op) -> Finding:
-    source, owned = op.sources[0], op.sources[0].owned
+    source, owned = op.bad.sources[0], op.bad.sources[0].owned
     at = f" at {list(source.at)}" if source.at else ""
     if source.value is not None:
         dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max
@@ -448,8 +450,8 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
 def _of_sources(shadow: Shadow) -> list[tuple[int, Finding]]:
     """Return a finding for a weight or buffer that is not finite, if no gradient shows it."""
     for op in shadow.ops.values():
-        if any(x.owned.kind in ("weight", "buffer") for x in op.sources):
-            one, name = _of_source(shadow, op), op.sources[0].owned.name
+        if any(x.owned.kind in ("weight", "buffer") for x in op.bad.sources):
+            one, name = _of_source(shadow, op), op.bad.sources[0].owned.name
             if not one.module:  # it was read outside of any, as when buffers are protected
                 one = replace(one, op="", file="", line=0, module=name.rpartition(".")[0])
             return [(op.number, one)]
@@ -458,8 +460,8 @@ def _of_sources(shadow: Shadow) -> list[tuple[int, Finding]]:
 
 def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     """Return the findings of results that are not finite, and reach no gradient."""
-    roots = [x for x in shadow.ops.values() if x.is_root and math.isfinite(x.value or math.nan)]
-    roots = [op for op in roots if not op.is_minus_inf]  # what a mask makes of it is as intended
+    roots = [x for x in shadow.ops.values() if x.is_root and math.isfinite(x.bad.value or math.nan)]
+    roots = [op for op in roots if not op.bad.is_minus_inf]  # what a mask makes of it is as intended
     roots = [op for op in roots if op.phase != "backward" or not is_forward]
     found = []
     for op in roots[:3]:
@@ -512,7 +514,7 @@ def _finding(op: Op, cause: str, what: str, todo: str) -> Finding:
     limit = None if op.gives is None else float(torch.finfo(op.gives).max)
     gives = "" if op.gives is None else dtype_name(op.gives)
     takes = tuple(map(dtype_name, op.takes))
-    return Finding(cause, what, todo, op.phase, *op.place, takes, gives, op.value, limit)
+    return Finding(cause, what, todo, op.phase, *op.place, takes, gives, op.bad.value, limit)
 
 
 def _excepting(shadow: Shadow, argument: str) -> str:

@@ -53,8 +53,11 @@ class Rounded:
         return is_there and self.tensor._version == self.version
 
 
-class Looks(Training):
-    """Follows a training, and notes what can be seen without a shadow.
+class Looks:
+    """Notes what can be seen of a training without a shadow.
+
+    Args:
+        training: follows the training, and passes on its events.
 
     Attributes:
         has_scaler: whether the script has a gradient scaler of torch's.
@@ -62,8 +65,8 @@ class Looks(Training):
         rounded: buffers that a cast has rounded.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, training: Training) -> None:
+        self._training = training
         self.has_scaler = self._is_half = False
         self.scaled_by: Tensor | None = None
         self.rounded: list[Rounded] = []
@@ -74,9 +77,9 @@ class Looks(Training):
     @property
     def attached(self) -> list[AttachedOptimizer]:
         """The optimizers that have been through `initialize`."""
-        return list(filter(None, map(AttachedOptimizer.of, self.optimizers)))
+        return list(filter(None, map(AttachedOptimizer.of, self._training.optimizers)))
 
-    def looks(self, models: Iterable[nn.Module]) -> tuple[list[Finding], list[Finding]]:
+    def found_in(self, models: Iterable[nn.Module]) -> tuple[list[Finding], list[Finding]]:
         """Return what was seen of the buffers of models, and all else."""
         paths = {id(each): name for model in models for name, each in model.named_modules()}
         buffers = [
@@ -93,7 +96,7 @@ class Looks(Training):
             file, line = user_line(in_packages=False)
             self._noted[cause, todo] = Finding(cause, what, todo, phase, file=file, line=line)
 
-    def root_called(self, model: nn.Module, args: Any) -> None:
+    def root_called(self, model: nn.Module) -> None:
         """Look whether autocast computes in float16."""
         device = next((x.device.type for x in model.parameters()), "cpu")
         if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
@@ -125,7 +128,7 @@ class Looks(Training):
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Look for a gradient scaler that is missing, or passed over."""
         scale = 1.0 if self.scaled_by is None else float(self.scaled_by)
-        if scale != 1.0 and not self.is_in_scaler:
+        if scale != 1.0 and not self._training.is_in_scaler:
             what = f"optimizer.step() takes gradients that are scaled by {exact(scale)}"
             todo = "Call scaler.step(optimizer) in its place, and scaler.update() after it."
             self._note("order", "step", what, todo)
@@ -160,7 +163,7 @@ class Looks(Training):
         """Note that no cast of weights is kept."""
         self._is_stale = False
 
-    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
+    def scaler_called(self, name: str, scaler: Any, given: Any) -> None:
         """Look at the order of a scaler's calls."""
         self.has_scaler = True
         self.scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None

@@ -124,8 +124,14 @@ class Memories:
         twin = memory.twin.as_strided(parts.size(), parts.stride(), parts.storage_offset())
         return torch.view_as_complex(twin) if x.is_complex() else twin
 
+    def own(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Give a tensor a name, by which findings call it, unless it has one; see `Owned`."""
+        memory = self[tensor]
+        if memory.owned.tensor is None:
+            memory.owned = Owned(kind, name, tensor)
+
     def put(self, x: Tensor, exact: Tensor) -> None:
-        """Set the twin of a tensor."""
+        """Set the twin of a tensor, such as one that was rounded before the watch."""
         self.twin(x).copy_(own_part(exact))
 
     def forget(self, x: Tensor) -> None:

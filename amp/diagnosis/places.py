@@ -128,7 +128,7 @@ class Places(AbstractContextManager["Places"]):
         if self._thread.modules:
             self._thread.modules.pop()
         if any(module is model for model in self._models.values()):
-            self._shadow.model_left()
+            self._shadow.ledger.close()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function; the ops inside it get its name."""

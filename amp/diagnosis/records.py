@@ -79,6 +79,30 @@ class Gradient(NamedTuple):
 
 
 @dataclass(eq=False)
+class NotFinite:
+    """What makes the result of an op inf or NaN, if it is.
+
+    Attributes:
+        parents: the numbers of those ops whose results, which it took, were inf or NaN.
+        sources: inputs that were inf or NaN before the step.
+        is_exact: whether the result's twin has an inf or NaN too.
+        value: the largest magnitude of the result in FP64 from the op's own inputs; None if that is
+            not known.
+        has_nan: whether there is a NaN in the result.
+        rows_of_minus_inf: for a softmax, whether all of a row of its input is -inf.
+        is_minus_inf: whether all non-finite results are -inf.
+    """
+
+    parents: list[int] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    is_exact: bool = False
+    value: float | None = None
+    has_nan: bool = False
+    rows_of_minus_inf: bool = False
+    is_minus_inf: bool = False
+
+
+@dataclass(eq=False)
 class Op:
     """An op that ran.
 
@@ -95,17 +119,10 @@ class Op:
         gives: the dtype of its first floating result, or None; of the first bad one if there is one.
         outputs: the memory of each of its floating results, and a tensor with its place in it.
         parents: the numbers of the ops that made its floating inputs.
-        bad_parents: those of them whose result was inf or NaN.
-        sources: inputs that were inf or NaN before the step.
         error: how far its result is off, relative to its norm.
         largest: the largest magnitude of its twin.
         is_bad: whether its result has an inf or NaN.
-        is_bad_exactly: whether its twin has one too.
-        value: for a result that is not finite, the largest magnitude of the result in FP64 from the
-            op's own inputs; None if that is not known.
-        has_nan: whether there is a NaN in its result.
-        rows_of_minus_inf: for a softmax, whether all of a row of its input is -inf.
-        is_minus_inf: whether all its non-finite results are -inf.
+        bad: where that comes from.
     """
 
     number: int
@@ -120,16 +137,10 @@ class Op:
     gives: torch.dtype | None = None
     outputs: tuple[tuple[int, Tensor], ...] = ()
     parents: tuple[int, ...] = ()
-    bad_parents: list[int] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
     error: float = 0.0
     largest: float = 0.0
     is_bad: bool = False
-    is_bad_exactly: bool = False
-    value: float | None = None
-    has_nan: bool = False
-    rows_of_minus_inf: bool = False
-    is_minus_inf: bool = False
+    bad: NotFinite = field(default_factory=NotFinite)
 
     @property
     def aten(self) -> str:
@@ -139,12 +150,12 @@ class Op:
     @property
     def is_root(self) -> bool:
         """Whether it made an inf or NaN from finite inputs."""
-        return self.is_bad and not self.bad_parents and not self.sources
+        return self.is_bad and not self.bad.parents and not self.bad.sources
 
     @property
     def is_constant(self) -> bool:
         """Whether it wrote a constant that is not finite."""
-        return self.is_bad and self.aten in CONSTANTS and not self.bad_parents
+        return self.is_bad and self.aten in CONSTANTS and not self.bad.parents
 
     @property
     def is_collective(self) -> bool:
@@ -163,7 +174,7 @@ def ancestors(ops: Mapping[int, Op], numbers: Iterable[int], only_bad: bool = Fa
         number = todo.pop()
         if number not in seen and number in ops:
             seen.add(number)
-            todo += ops[number].bad_parents if only_bad else ops[number].parents
+            todo += ops[number].bad.parents if only_bad else ops[number].parents
     return [ops[number] for number in sorted(seen)]
 
 

@@ -28,14 +28,13 @@ from torch.utils._python_dispatch import (
 from amp import active
 from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
-from amp.casting.fp4_noise import Noise
 from amp.diagnosis.advice import properties_of
-from amp.diagnosis.gradients import Gradients
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
 from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs
 from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
 from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source, origin
+from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.twins import (
     difference,
     floats_in,
@@ -63,13 +62,13 @@ class Shadow(Observer):
     Attributes:
         models: the models, by the prefix of the names.
         ops: the ops that ran, by number.
+        memories: the memory of the tensors that were seen, with their names and twins.
         lost: what the ops have lost.
         ledger: what the first forward of each model costs.
         gradients: what was seen of losses and gradients.
         bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
         failed: where the first op that raised was called, or None.
         cast_buffers: buffers that amp has cast, by name, and what they were.
-        noise: the gradients of layers in FP4, and their noise.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
     """
@@ -81,12 +80,11 @@ class Shadow(Observer):
     ) -> None:
         self.models = models
         self.ops: dict[int, Op] = {}
-        self._memories = Memories()
-        self.lost, self.ledger = Lost(), Ledger(self._memories)
-        self.gradients = Gradients(self._memories, open_scale)
+        self.memories = Memories()
+        self.lost, self.ledger = Lost(), Ledger(self.memories)
+        self.gradients = SeenGradients(self.memories, open_scale)
         self.bad_weights: dict[str, int] = {}
         self.cast_buffers = cast_buffers_of(models)
-        self.noise = Noise()
         self.without_twin = 0
         self.failed: Place | None = None
         self.properties = properties_of(models.values())
@@ -98,22 +96,22 @@ class Shadow(Observer):
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for name, parameter in self.named_parameters():
-                self.own("weight", name, parameter)
+                self.memories.own("weight", name, parameter)
                 if parameter.requires_grad and parameter.is_leaf:
                     hook = Hook(functools.partial(self._unseen, self.gradients.note_accumulated, name))
                     register: Any = parameter.register_post_accumulate_grad_hook
                     stack.callback(register(hook).remove)
             for prefix, model in self.models.items():
                 for name, buffer in model.named_buffers():
-                    self.own("buffer", prefix + name, buffer)
+                    self.memories.own("buffer", prefix + name, buffer)
             for buffer, before in self.cast_buffers.values():
-                self.known(buffer, before)
+                self.memories.put(buffer, before)
             for name, module in modules_of(self.models).items():
                 if "_amp_fp8" in vars(module):
                     stack.callback(self.ledger.follow_fp8(name, module).remove)
                     switch = vars(module)["_amp_fp8"].switch
                     stack.callback(setattr, switch, "note_gradient", switch.note_gradient)
-                    switch.note_gradient = functools.partial(self._unseen, self.noise.note)
+                    switch.note_gradient = functools.partial(self._unseen, self.gradients.noise.note)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
@@ -124,7 +122,7 @@ class Shadow(Observer):
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
-        bad = ((name, self._memories[x].bad) for name, x in self.named_parameters())
+        bad = ((name, self.memories[x].bad) for name, x in self.named_parameters())
         self.bad_weights = {name: made for name, made in bad if made}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -132,16 +130,6 @@ class Shadow(Observer):
         for prefix, model in self.models.items():
             for name, parameter in model.named_parameters():
                 yield prefix + name.replace("_orig_mod.", ""), parameter  # of a compiled model
-
-    def own(self, kind: str, name: str, tensor: Tensor) -> None:
-        """Give a tensor a name, by which findings call it, unless it has one; see `Owned`."""
-        memory = self._memories[tensor]
-        if memory.owned.tensor is None:
-            memory.owned = Owned(kind, name, tensor)
-
-    def known(self, tensor: Tensor, exact: Tensor) -> None:
-        """Give a tensor, which was rounded before the watch, the twin that it was rounded from."""
-        self._memories.put(tensor, exact)
 
     # Called by hooks and modes.
 
@@ -163,15 +151,11 @@ class Shadow(Observer):
             self._called.add(id(model))
             self.ledger.is_open = True
 
-    def model_left(self) -> None:
-        """Note no more of what a forward costs."""
-        self.ledger.close()
-
     def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Record the names of the arguments that a model's tensors come in by."""
         for name, x in _named(model, args, kwargs):
-            self.own("argument", name, x)
-            self._memories[x].before = None  # a cast back is of this model
+            self.memories.own("argument", name, x)
+            self.memories[x].before = None  # a cast back is of this model
 
     def function_called(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """Note a call of a torch function."""
@@ -182,10 +166,6 @@ class Shadow(Observer):
         """Note the loss scale, and the tensors that a backward starts from."""
         self._unseen(self.gradients.note_losses, losses)
 
-    def note_output(self, output: Any) -> None:
-        """Note the output of a forward that no backward follows."""
-        self._unseen(self.gradients.note_results, output)
-
     def unscaling(self, grads: Sequence[Tensor], inv_scale: Tensor) -> None:
         """Note gradients that an `amp.GradScaler` unscales."""
         self._unseen(self.gradients.note_unscale, grads, inv_scale)
@@ -195,9 +175,9 @@ class Shadow(Observer):
         for group in attached.optimizer.param_groups:
             for master in group["params"]:
                 for x in (master, *floats_in(attached.optimizer.state.get(master, {}))):
-                    self._memories.forget(x)
+                    self.memories.forget(x)
         for parameter in attached.gradients.lists.models:
-            self._memories.forget(parameter)
+            self.memories.forget(parameter)
 
     # Each op.
 
@@ -211,9 +191,9 @@ class Shadow(Observer):
         with torch.no_grad():
             if phase != "backward":
                 self.lost.note_scalars(place, func, args)
-            values = {id(x): self._memories.read(x) for x in inputs}
+            values = {id(x): self.memories.read(x) for x in inputs}
             for x in written:
-                self._memories.before_write(x)
+                self.memories.before_write(x)
         try:
             result = func(*args, **kwargs)
         except Exception:
@@ -244,17 +224,17 @@ class Shadow(Observer):
         op.takes = tuple(value.real.dtype for value in values.values())
         op.gives = outputs[0].dtype if outputs else None
         op.parents = tuple(dict.fromkeys(value.made for value in values.values() if value.made))
-        if not self._memories.run_on_twins(op.func, args, kwargs, result, fresh):
+        if not self.memories.run_on_twins(op.func, args, kwargs, result, fresh):
             for x in outputs:
-                self._memories.forget(x)
+                self.memories.forget(x)
             is_drawn = op.func.namespace == "aten" and not has_twin(op.func)  # or a number as it is
             self.without_twin += bool(outputs) and not is_drawn
         if op.is_collective:  # whose result may not be there yet
             self._note_bad(op, values, [])
             for x in outputs:
-                self._memories[x].bad = op.number if op.bad_parents else 0
+                self.memories[x].bad = op.number if op.bad.parents else 0
         elif op.aten not in UNWRITTEN:
-            exact = list(map(self._memories.twin, outputs))
+            exact = list(map(self.memories.twin, outputs))
             op.error = max(map(difference, outputs, exact), default=0.0)
             op.largest = max(map(largest, exact), default=0.0)
             self._note_bad(op, values, outputs)
@@ -267,36 +247,36 @@ class Shadow(Observer):
         elif written and op.phase != "backward":
             self.gradients.note_write(written, op.place)
         for x in outputs:
-            self._memories[x].made = op.number
+            self.memories[x].made = op.number
         for x in fresh:
-            self._memories[x].is_new = True
+            self.memories[x].is_new = True
         if op.aten in MOVES or op.is_bad or not isinstance(args[0] if args else None, (list, tuple)):
-            self._memories.keep(op, args, kwargs, values, outputs)
+            self.memories.keep(op, args, kwargs, values, outputs)
         if op.is_root and not op.is_constant:
-            op.value = largest_from_inputs(op)
+            op.bad.value = largest_from_inputs(op)
 
     def _note_lost(
         self, op: Op, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
     ) -> None:
         """Note numbers that an op has lost."""
         for x in written:
-            value, memory = values.get(id(x)), self._memories[x]
+            value, memory = values.get(id(x)), self.memories[x]
             if value is None or (op.aten.endswith("copy_") and _is_kept_wider(self.ops, value, values)):
                 continue
             if memory.gradient and "add" in op.aten:  # only sums of gradients may stand still
                 owned = Owned("gradient", memory.gradient)
-                self.lost.note_still(op, owned, value, x, self._memories.twin(x))
+                self.lost.note_still(op, owned, value, x, self.memories.twin(x))
             elif not memory.gradient and not memory.is_new:
-                self.lost.note_still(op, memory.owned, value, x, self._memories.twin(x))
+                self.lost.note_still(op, memory.owned, value, x, self.memories.twin(x))
         if op.aten in (*CASTS, "arange") and outputs and op.phase not in ("backward", "step"):
             owned = next((value.memory.owned for value in reversed(values.values())), Owned())
             casts = self.properties is not None and self.properties.casts_model
             if owned.kind == "argument" and casts and is_called_by_amp():
                 op.argument = owned.name
             if owned.kind != "weight":
-                self.lost.note_cast(op, owned.name, outputs[0], self._memories.twin(outputs[0]))
+                self.lost.note_cast(op, owned.name, outputs[0], self.memories.twin(outputs[0]))
         if op.aten in COUNTS and outputs and op.phase == "forward":
-            self.lost.note_count(op, outputs[0], self._memories.twin(outputs[0]))
+            self.lost.note_count(op, outputs[0], self.memories.twin(outputs[0]))
 
     def _note_bad(self, op: Op, values: dict[int, Value], outputs: list[Tensor]) -> None:
         """Note results that are inf or NaN."""
@@ -306,24 +286,26 @@ class Shadow(Observer):
                 self._note_bad_input(op, value)
         if bad:
             op.is_bad, op.gives = True, bad[0].dtype
-            op.has_nan = any(bool(x.isnan().any()) for x in bad)
-            op.is_bad_exactly = any(not is_finite(self._memories.twin(x)) for x in bad)
-            op.is_minus_inf = not op.has_nan and all(bool((x[x.isinf()] < 0).all()) for x in bad)
+            op.bad.has_nan = any(bool(x.isnan().any()) for x in bad)
+            op.bad.is_exact = any(not is_finite(self.memories.twin(x)) for x in bad)
+            op.bad.is_minus_inf = not op.bad.has_nan and all(
+                bool((x[x.isinf()] < 0).all()) for x in bad
+            )
             if "softmax" in op.aten and op.phase != "backward":
                 reals = [value.real for value in values.values() if value.real.dim()]
-                op.rows_of_minus_inf = any(bool((x == -math.inf).all(-1).any()) for x in reals)
+                op.bad.rows_of_minus_inf = any(bool((x == -math.inf).all(-1).any()) for x in reals)
         for x in outputs:
-            self._memories[x].bad = 0
+            self.memories[x].bad = 0
         for x in bad:
-            self._memories[x].bad = op.number
+            self.memories[x].bad = op.number
 
     def _note_bad_input(self, op: Op, value: Value) -> None:
         if not (made := value.memory.bad) and value.made and self.ops[value.made].is_collective:
             made = value.made  # it has come from another rank
         if made:
-            op.bad_parents.append(made)
+            op.bad.parents.append(made)
         elif not op.is_collective:
-            op.sources.append(_source_of(value))
+            op.bad.sources.append(_source_of(value))
 
 
 def _is_kept_wider(ops: Mapping[int, Op], target: Value, values: dict[int, Value]) -> bool:

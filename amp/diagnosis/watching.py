@@ -19,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp.diagnosis.attaching import described, models_in_memory, optimizers_of
+from amp.diagnosis.attaching import Training, described, models_in_memory, optimizers_of
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
@@ -47,7 +47,7 @@ _OF_GROWTH = {"range", "absorbed range", "loss", "weights", "mathematics"}
 _RUINED = ", weights became inf or NaN"
 
 
-class Watch(Looks, Observer):
+class TrainingWatch(Training, Observer):
     """Looks at the training of this process while it is open.
 
     Args:
@@ -62,6 +62,7 @@ class Watch(Looks, Observer):
 
     def __init__(self, at: Sequence[int] = AT) -> None:
         super().__init__()
+        self._looks = Looks(self)
         self.report, self.steps = Report(), 0
         self._due = sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
@@ -94,7 +95,7 @@ class Watch(Looks, Observer):
         """What is watched, in one line."""
         if not self._parts:
             return "no optimizer was made"
-        scaler = "a GradScaler" if self.has_scaler else "no GradScaler"
+        scaler = "a GradScaler" if self._looks.has_scaler else "no GradScaler"
         counted = f"{self.steps} step{'s' * (self.steps != 1)}" + self._is_ruined * _RUINED
         parts = [*self._parts, *self._names, scaler, counted]
         lost = self._without_twin
@@ -129,7 +130,7 @@ class Watch(Looks, Observer):
         is_inside = self._shadow is not None and self._mode is not innermost_mode()
         if peek_interpreter_stack() is not None or is_inside:
             return  # vmap and grad put tensors of their own into modules; modes are left in order
-        super().root_called(model, args)
+        self._looks.root_called(model)
         for optimizer in optimizers_of(model) if not self.optimizers else ():
             self.follow(optimizer)
         has_all = set(map(id, self.optimizers)) <= self._stepped.keys()
@@ -153,7 +154,7 @@ class Watch(Looks, Observer):
         is_due = self._due and self.steps + 1 >= self._due[0]
         if self._shadow is not None or not is_due or has_modes():
             return
-        sessions = {one.owner for one in self.attached}
+        sessions = {one.owner for one in self._looks.attached}
         own = [model for session in sessions for model in session.live_models()]
         trained, others = models_in_memory(self.optimizers)
         around = [x for x in trained if not any(each in own for each in x.modules())]
@@ -170,15 +171,16 @@ class Watch(Looks, Observer):
         self._stepped.clear()
         self._is_empty = True
         self._name_states(shadow, others)
-        for rounded in self.rounded:
+        for rounded in self._looks.rounded:
             if rounded.is_as_it_was:
-                shadow.known(rounded.tensor, rounded.exact)
+                shadow.memories.put(rounded.tensor, rounded.exact)
         if called is not None and called in self._models:  # its own hooks are not called any more
             shadow.model_called(called, args, {})
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
 
     def _scale(self) -> Any:
-        return open_scale(self.attached) if self.scaled_by is None else self.scaled_by
+        scaled_by = self._looks.scaled_by
+        return open_scale(self._looks.attached) if scaled_by is None else scaled_by
 
     def _drop(self) -> Shadow | None:
         """Close a window, and return its shadow."""
@@ -200,8 +202,8 @@ class Watch(Looks, Observer):
         """
         if (shadow := self._drop()) is not None:
             self.window_ends(shadow)
-        buffers, others = self.looks(self._models)
-        still = stands_still(self._still, bool(self.attached))
+        buffers, others = self._looks.found_in(self._models)
+        still = stands_still(self._still, bool(self._looks.attached))
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
         first, last = [], [*losses, *others]
@@ -218,7 +220,7 @@ class Watch(Looks, Observer):
 
         The host does not wait.
         """
-        super().backward_begins(losses)
+        self._looks.backward_begins(losses)
         scale = self._scale()
         self._backwards += 1
         with _disable_current_modes():  # a shadow sees no ops of this
@@ -252,7 +254,7 @@ class Watch(Looks, Observer):
 
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
-        is_dynamic = self._is_dynamic or self.has_scaler
+        is_dynamic = self._is_dynamic or self._looks.has_scaler
         every = findings_of(shadow)
         found = [x for x in every if x.cause != "loss scale" or not is_dynamic]
         if not found and shadow.gradients.bad and self._tries:
@@ -276,16 +278,32 @@ class Watch(Looks, Observer):
             for parameter, state in optimizer.state.items():
                 for kind, x in state.items() if isinstance(state, dict) else ():
                     if is_float(x):
-                        shadow.own("moment", f"{kind} of {names.get(id(parameter), 'a parameter')}", x)
+                        shadow.memories.own(
+                            "moment", f"{kind} of {names.get(id(parameter), 'a parameter')}", x
+                        )
         for model in others:
             for name, x in model.named_parameters():
-                shadow.own("average", name, x)
+                shadow.memories.own("average", name, x)
+
+    # Events that only the cheap looks are at.
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Look for a gradient scaler that is missing, or passed over."""
+        self._looks.optimizer_steps(optimizer)
+
+    def autocast_left(self) -> None:
+        """Note that no cast of weights is kept."""
+        self._looks.autocast_left()
+
+    def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
+        """Look for buffers that a cast has rounded."""
+        self._looks.module_cast(module, before)
 
     # Counting steps.
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Count a step, unless it is one of amp's or of a gradient scaler, which may skip it."""
-        super().optimizer_stepped(optimizer)
+        self._looks.optimizer_stepped(optimizer)
         if AttachedOptimizer.of(optimizer) is None and not self.is_in_scaler:
             self._count(optimizer)
 
@@ -296,7 +314,7 @@ class Watch(Looks, Observer):
 
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Count a step of a gradient scaler, taken or skipped."""
-        super().scaler_called(name, scaler, given, result)
+        self._looks.scaler_called(name, scaler, given)
         if name == "step":
             self._count(given)
 
@@ -329,7 +347,7 @@ def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:
     return any(COMPENSATION.search(name) for state in states for name in state)
 
 
-def watch(at: Sequence[int] = AT) -> Watch:
+def watch(at: Sequence[int] = AT) -> TrainingWatch:
     """Watch the training in a block, as it is, and report where precision harms it.
 
         with amp.watch() as watch:
@@ -357,4 +375,4 @@ def watch(at: Sequence[int] = AT) -> Watch:
             f"at={brief(at)} must be a list of numbers of steps, from 1 on, as in [1, 4, 20]. No model "
             "is named: models are found"
         )
-    return Watch(numbers)
+    return TrainingWatch(numbers)

@@ -23,13 +23,13 @@ from amp.kernels.fp8 import dequantize, unpacked
 from amp.kernels.philox import MULTIPLIERS, ROUNDS, WEYL, WORD, Draw, random_bytes
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.numerics.formats import FORMATS, Format
-from amp.numerics.fp8 import SCALINGS, fp8_losses, simulate_fp8
+from amp.numerics.fp8_simulation import SCALINGS, fp8_losses, simulate_fp8
+from amp.numerics.histograms import Histogram
 from amp.numerics.memory import TERMS, footprints
 from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import simulate_scaler
-from amp.numerics.text import plain
-from amp.numerics.watching import Histogram
-from amp.outputs import check_output
+from amp.terminal.output_files import check_output
+from amp.terminal.text import plain
 
 _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
-from amp.casting.fp8 import choose
+from amp.casting.fp8_strategy import choose
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 from amp.profiles.keys import parse_count, shown
@@ -59,7 +59,7 @@ _OF_MASTER = {True: 4, "split16": 2, "kahan": 2, "split24": 1}
 """The bytes of a master, besides those of the weight."""
 
 
-class State(NamedTuple):
+class StateSize(NamedTuple):
     """The state that an optimizer has for a parameter.
 
     Attributes:
@@ -76,17 +76,17 @@ class State(NamedTuple):
 
 
 _STATES = {
-    **dict.fromkeys(("adadelta", "adamax", "fusedadam", "fusedlamb", "radam", "rprop"), State(2)),
-    **dict.fromkeys(("adam", "adamw"), State(2, adding=("amsgrad",))),
-    **dict.fromkeys(("fusedadagrad", "fusedlion", "fusedsgd-momentum"), State(1)),
-    "adagrad": State(1, for_frozen=True),
-    "asgd": State(1, 3),
-    "fusednovograd": State(1, 2),
-    "fusedsgd": State(0, adding=("momentum",)),
-    "nadam": State(2, 2),
-    "rmsprop": State(1, adding=("momentum", "centered")),
-    "sgd": State(0, 0, adding=("momentum",)),
-    "sgd-momentum": State(1, 0),
+    **dict.fromkeys(("adadelta", "adamax", "fusedadam", "fusedlamb", "radam", "rprop"), StateSize(2)),
+    **dict.fromkeys(("adam", "adamw"), StateSize(2, adding=("amsgrad",))),
+    **dict.fromkeys(("fusedadagrad", "fusedlion", "fusedsgd-momentum"), StateSize(1)),
+    "adagrad": StateSize(1, for_frozen=True),
+    "asgd": StateSize(1, 3),
+    "fusednovograd": StateSize(1, 2),
+    "fusedsgd": StateSize(0, adding=("momentum",)),
+    "nadam": StateSize(2, 2),
+    "rmsprop": StateSize(1, adding=("momentum", "centered")),
+    "sgd": StateSize(0, 0, adding=("momentum",)),
+    "sgd-momentum": StateSize(1, 0),
 }
 """The state of optimizers, by the class's name in lower case."""
 
@@ -241,7 +241,7 @@ def footprints(
 
 
 def _bytes_of(
-    tensor: _Tensor, properties: Properties, name: str, state: State
+    tensor: _Tensor, properties: Properties, name: str, state: StateSize
 ) -> Iterator[tuple[str, int]]:
     """Yield the terms of a parameter or buffer: some of `TERMS`, with their bytes."""
     numel, size = tensor.numel, tensor.dtype.itemsize
@@ -268,7 +268,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
-def _tensors_of(model: Any, properties: Properties, optimizer: Any, state: State) -> Iterator[_Tensor]:
+def _tensors_of(
+    model: Any, properties: Properties, optimizer: Any, state: StateSize
+) -> Iterator[_Tensor]:
     """Yield the parameters and buffers that a model will have under some properties.
 
     An optimizer instance has the parameters of its groups; a name or class has all trained ones.
@@ -297,7 +299,7 @@ def _tensors_of(model: Any, properties: Properties, optimizer: Any, state: State
         yield _Tensor(int(model), cast if isinstance(cast, torch.dtype) else torch.float32, True, True)
 
 
-def _state_of(optimizer: Any) -> tuple[str, State]:
+def _state_of(optimizer: Any) -> tuple[str, StateSize]:
     """Return an optimizer's name, that of its first known base class, and its state."""
     if isinstance(optimizer, str):
         name = optimizer.strip().lower().replace("_", "-").replace("fused-", "fused")
@@ -313,7 +315,7 @@ def _state_of(optimizer: Any) -> tuple[str, State]:
     return name, _STATES[name]
 
 
-def _extra_moments(optimizer: Any, state: State) -> dict[int, int]:
+def _extra_moments(optimizer: Any, state: StateSize) -> dict[int, int]:
     """Return, by parameter id, how many moments the options of a parameter's group add."""
     binding = AttachedOptimizer.of(optimizer)
     lists = None if binding is None else binding.gradients.look_at_groups()

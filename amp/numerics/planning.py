@@ -12,8 +12,8 @@ import torch
 
 from amp.errors import AmpValueError, did_you_mean
 from amp.numerics.memory import TERMS, Footprint, footprint
-from amp.numerics.text import bytes_in_words
 from amp.profiles.levels import LEVELS, compute_dtype, load_profile
+from amp.terminal.text import bytes_in_words
 
 
 class Gpu(NamedTuple):

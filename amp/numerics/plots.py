@@ -10,11 +10,11 @@ from torch import Tensor
 
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.numerics.formats import FORMATS, Format, as_format
-from amp.numerics.fp8 import Fp8Step, fp8_scaled
+from amp.numerics.fp8_simulation import Fp8Step, fp8_scaled
+from amp.numerics.histograms import NOTHING, Histogram, WatchReport
 from amp.numerics.memory import TERMS, Footprint
 from amp.numerics.scaling import GradientSurvival, ScalerStep
-from amp.numerics.watching import NOTHING, Histogram, WatchReport
-from amp.outputs import check_output
+from amp.terminal.output_files import check_output
 
 SUFFIXES = (".png", ".svg")
 
@@ -142,7 +142,7 @@ def plot_fp8(
         history: the result of `amp.numerics.simulate_fp8`.
         path: a PNG or SVG file.
         fmt: `float8_e4m3fn` or `float8_e5m2`.
-        scalings: some of `amp.numerics.fp8.SCALINGS`.
+        scalings: some of `amp.numerics.fp8_simulation.SCALINGS`.
     """
     fmt = as_format(fmt)
     with _picture(path, len(scalings) + 1) as rows:

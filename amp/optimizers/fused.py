@@ -25,7 +25,7 @@ from amp.state_checks import all_or_nothing, as_plain
 from amp.training.step_inputs import StepInputs, inputs_outside_of_a_session
 
 if TYPE_CHECKING:
-    from amp.kernels.rule import Moment, Rule
+    from amp.kernels.rule import Moment, UpdateRule
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -107,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Overridden by the optimizers.
 
-    def _rule(self, group: Mapping[str, Any] | None = None) -> Rule:
+    def _rule(self, group: Mapping[str, Any] | None = None) -> UpdateRule:
         """Return the formula for a group; without a group, one that has all moments."""
         raise NotImplementedError
 

@@ -1,8 +1,9 @@
-"""Resolving levels, aliases, a user's YAML and overrides to properties, and what fits together.
+"""Resolving levels, aliases, files of profiles and overrides to properties, and what fits together.
 
 A level is a file in `configs/` with its name, and its `aliases` are other names for it; there is no
 other list of levels. Properties are checked together, not one after another as in apex, so that a legal
-combination does not depend on the order in which its parts are given.
+combination does not depend on the order in which its parts are given. The keys of a file are checked
+where it is read, in `profile_file.py`.
 """
 
 import functools
@@ -10,7 +11,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 
 from amp.dtypes import DTYPES, LOW_PRECISION
 from amp.errors import (
-    AmpError,
     AmpRuntimeError,
     AmpTypeError,
     AmpValueError,
@@ -28,10 +27,10 @@ from amp.errors import (
     brief,
     did_you_mean,
 )
-from amp.profiles.keys import Key, find_key, shortened, shown, wrong_type
-from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, SCALE_BOUNDS, Properties, hint_at
-from amp.profiles.rules import parse_rules
-from amp.profiles.yamlfile import Lines, read_mapping
+from amp.profiles.keys import find_key, shortened, shown
+from amp.profiles.profile_file import ProfileFile
+from amp.profiles.properties import OVERRIDE_KEYS, SCALE_BOUNDS, Properties, check_once, hint_at
+from amp.profiles.yaml_syntax import read_mapping
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LEVELS = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
@@ -92,7 +91,7 @@ def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> 
     for name, value in overrides.items():
         key = find_key(name, OVERRIDE_KEYS, "there is no property", _OF_SESSIONS, hint_at)
         if value is not None:
-            _check_once(key, overrides)
+            check_once(key, overrides)
             changes[key.field] = key.parse(key.name, value)
     if "rules" in changes:
         changes["rules"] = properties.rules + changes["rules"]
@@ -181,82 +180,28 @@ def _levels_of(text: str) -> str:
 
 
 def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
-    """Read `path`; `outer` holds the files that extend it, outermost first."""
+    """Resolve the file `path`; `outer` holds the files that extend it, outermost first."""
     outer = (*outer, path.resolve())
-    values, lines = read_mapping(path)
-    if not values:
-        what = "the file has no keys; write 'extends: O2', or another level, and what is to change"
-        raise AmpValueError(f"{path}:1: {what}")
+    file = ProfileFile(path)
     base = Properties()
-    if "extends" in values:
-        with _errors_at(path, lines, "extends"):
-            parent = _locate(values.pop("extends"), "extends", path)
-            names = [file.name for file in (*outer, parent)]
+    if file.has_parent:
+        with file.errors_at("extends"):
+            parent = _locate(file.extends, "extends", path)
+            names = [each.name for each in (*outer, parent)]
             if parent.resolve() in outer:
                 raise AmpValueError(f"'extends' goes in a circle: {' -> '.join(names)}")
             if len(outer) >= _LONGEST_CHAIN:
                 begin = " -> ".join(names[:3])
                 raise AmpValueError(f"more than {_LONGEST_CHAIN} files extend each other: {begin} ...")
         base = _load(parent, outer)
-    changes: dict[str, Any] = {"brief": ""}
-    if path in LEVELS.values():
+    is_level = path in LEVELS.values()
+    changes = file.changes(is_level)
+    if is_level:
         changes["opt_level"] = path.stem
-        values.pop("aliases", None)
-    for name, value in values.items():
-        with _errors_at(path, lines, name):
-            if name == "rules":
-                sources = [
-                    f"{path}:{line}"
-                    for keys, line in lines.items()
-                    if keys[0] == name and len(keys) == 2
-                ]
-                changes[name] = base.rules + parse_rules(name, value, sources)
-            else:
-                changes |= _field(name, value, values)
-    try:
+    if "rules" in changes:
+        changes["rules"] = base.rules + changes["rules"]
+    with file.misfits_at_their_line():
         return _changed(base, changes)
-    except AmpRuntimeError as error:  # its message begins with the name of the property
-        line = lines.get((str(error).partition("=")[0],), 1)
-        raise AmpRuntimeError(f"{path}:{line}: {error}") from None
-
-
-@contextmanager
-def _errors_at(path: Path, lines: Lines, name: str) -> Iterator[None]:
-    """Add file and line to errors: the line of a key, or of the nested key that an error names."""
-    try:
-        yield
-    except AmpError as error:
-        message = str(error)
-        if message.startswith(f"{path}:"):
-            raise
-        what = message.partition(";")[0]
-        inside = [keys for keys in lines if keys[0] == name and keys[1:]]
-        named = [lines[keys] for keys in inside if _is_word_of(what, keys[-1])] or [lines[name,]]
-        raise type(error)(f"{path}:{named[0]}: {message}") from None
-
-
-def _is_word_of(text: str, word: str) -> bool:
-    """Whether a text contains a word, as a whole word."""
-    return word in text and bool(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text))
-
-
-def _check_once(key: Key, given: Mapping[str, Any]) -> None:
-    """Raise AmpValueError if both keys of one property are given."""
-    if key.field == "fp8" and given.get("fp8") is not None and given.get("fp4") is not None:
-        raise AmpValueError("fp8 and fp4 are given, which are one property; keep one")
-
-
-def _field(name: str, value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field that a key of a profile sets; `values` has them all."""
-    if name == "brief":
-        if isinstance(value, (list, dict)):
-            raise wrong_type(name, value, "give a line of text")
-        return {name: str(value)}
-    if name == "opt_level":
-        raise AmpTypeError("there is no property 'opt_level'; did you mean 'extends'?")
-    key = find_key(name, PROPERTY_KEYS, "there is no property", ("extends", "brief"), hint_at)
-    _check_once(key, values)
-    return {key.field: key.parse(key.name, value)}
 
 
 # What fits together.

@@ -165,6 +165,12 @@ def hint_at(name: str, takes: Iterable[str]) -> str:
     return did_you_mean("_".join(words), takes)
 
 
+def check_once(key: Key, given: Mapping[str, Any]) -> None:
+    """Raise AmpValueError if both keys of one property are given."""
+    if key.field == "fp8" and given.get("fp8") is not None and given.get("fp4") is not None:
+        raise AmpValueError("fp8 and fp4 are given, which are one property; keep one")
+
+
 # The types of the overrides, for type checkers.
 
 _Dtype = torch.dtype | str

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from amp.kernels import adam, l2norm, language, stepping, unscale
-from amp.selftest.checks import Outcome, SkipError, check
+from amp.selftest.check_registry import Outcome, SkipError, check
 from amp.selftest.of_steps import GROUP
 
 

@@ -15,7 +15,7 @@ from amp.kernels.philox import Draw
 from amp.kernels.quantize import quantize
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import OUT_DTYPES, emulated, scaled_mm, way_of
-from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits
+from amp.selftest.check_registry import CHECKS, Check, Outcome, SkipError, assert_same_bits
 
 PAIRS: tuple[tuple[Granularity, Granularity], ...] = (
     ("tensor", "tensor"),

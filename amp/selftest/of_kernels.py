@@ -12,7 +12,15 @@ from torch import Tensor
 
 from amp.kernels import axpby, backend, l2norm, language, master_copy, split, unscale, update_scale
 from amp.kernels.tables import BadSteps
-from amp.selftest.checks import CHECKS, Check, Outcome, SkipError, assert_same_bits, check, needs_gpu
+from amp.selftest.check_registry import (
+    CHECKS,
+    Check,
+    Outcome,
+    SkipError,
+    assert_same_bits,
+    check,
+    needs_gpu,
+)
 
 SIZES = (0, 1, 7, 8, 1023, 2049, 70_001)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

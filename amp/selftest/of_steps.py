@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from amp.kernels import adagrad, adam, lamb, lion, novograd, sgd, split, stepping
-from amp.kernels.rule import Origin, Rule
-from amp.selftest.checks import CHECKS, Check, Outcome, assert_same_bits, check
+from amp.kernels.rule import Origin, UpdateRule
+from amp.selftest.check_registry import CHECKS, Check, Outcome, assert_same_bits, check
 
 STEPS, SKIPPED = 20, 7
 SHAPES = [(60, 50), (7,), (1,), (66_000,), (0,)]
@@ -77,7 +77,7 @@ class Run(NamedTuple):
         return list(map(split.decode, self.params, self.lows))
 
 
-def starting(rule: Rule, mode: str, device: torch.device) -> Run:
+def starting(rule: UpdateRule, mode: str, device: torch.device) -> Run:
     """Return the weights before the first step, the same on every device."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -106,7 +106,7 @@ def _norms(device: torch.device) -> Tensor:
     return torch.arange(1.0, len(SHAPES) + 1, device=device)
 
 
-def take_step(rule: Rule, run: Run, i: int, device: torch.device, on_host: bool = False) -> None:
+def take_step(rule: UpdateRule, run: Run, i: int, device: torch.device, on_host: bool = False) -> None:
     """Take the i-th step, or skip it where it overflows."""
     is_random = any(moment[0].dtype is not torch.float32 for moment in run.moments)
     origins = [Origin(i) for i in range(len(SHAPES))] if is_random else None
@@ -124,7 +124,7 @@ def take_step(rule: Rule, run: Run, i: int, device: torch.device, on_host: bool 
     )
 
 
-def trained(rule: Rule, mode: str, device: torch.device, on_host: bool = False) -> Run:
+def trained(rule: UpdateRule, mode: str, device: torch.device, on_host: bool = False) -> Run:
     """Return what twenty steps make of the weights."""
     run = starting(rule, mode, device)
     for i in range(STEPS):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amp.kernels import adam, language, stepping
-from amp.selftest.checks import (
+from amp.selftest.check_registry import (
     CHECKS,
     Check,
     Outcome,

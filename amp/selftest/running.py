@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from amp.kernels.language import INTERPRETED
-from amp.selftest.checks import Check
+from amp.selftest.check_registry import Check
 
 STARTING, ENDING = 120.0, 10.0
 """How many seconds a process may take before its first check, to import torch, and to end."""
 
 
 def results(
-    checks: Sequence[Check], device: str, child: str = "amp.selftest.child"
+    checks: Sequence[Check], device: str, child: str = "amp.selftest.check_process"
 ) -> Iterator[dict[str, Any]]:
     """Yield what each check finds, as soon as it does.
 

@@ -112,7 +112,7 @@ def check(
         is_checked = bool(session.properties.loss_scaling.check)
         found += hazards.of_properties(session.properties, subject, is_checked)
         try:
-            shadow.note_output(replay.watched_by(shadow))
+            shadow.gradients.note_results(replay.watched_by(shadow))
         except AmpError:
             raise
         except Exception as error:

@@ -27,12 +27,12 @@ from amp.errors import (
     name_of,
 )
 from amp.session import Session
+from amp.trials.judging import outstanding, problems_of, recommend, remarks_of, worst_gap
 from amp.trials.measuring import Error, errors_of, mean_of, median_of, total_error_of, vanishing_modules
 from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
 from amp.trials.scripts import Script
-from amp.trials.verdicts import outstanding, problems_of, recommend, remarks_of, worst_gap
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 REFERENCES = ("fp64", "fp32")

@@ -24,7 +24,7 @@ from amp.training.attachment import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
 from amp.training.unscaling import unscaled
-from amp.trials.memory import Activations, size_of
+from amp.trials.activation_memory import Activations, size_of
 
 ModuleGradients = dict[str, list[Tensor]]
 """The unscaled gradients of each module's own parameters, on the host, by the module's name."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amp.numerics.text import Printer, plain
+from amp.terminal.text import Printer, plain
 from amp.trials import page
 
 

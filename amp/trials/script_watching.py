@@ -11,7 +11,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.diagnose import is_checked
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.watching import AT, Watch
+from amp.diagnosis.watching import AT, TrainingWatch
 from amp.session import Session
 from amp.training.attachment import AttachedOptimizer
 from amp.trials import hazards
@@ -19,7 +19,7 @@ from amp.trials.checking import checkup_of
 from amp.trials.explaining import explained
 
 
-class ScriptWatch(Watch):
+class ScriptWatch(TrainingWatch):
     """Watches the first steps of a script, and checks the first forward of each model of amp's.
 
     Args:
@@ -27,6 +27,7 @@ class ScriptWatch(Watch):
         when_complete: called when enough was seen; it raises an exception to end the script.
         at: which steps to watch, if the script does not use amp.
         steps: how many steps to watch, if it does.
+        explains: whether the calls of the first forwards are explained, and nothing is judged.
 
     Attributes:
         is_complete: whether enough was seen.
@@ -34,11 +35,17 @@ class ScriptWatch(Watch):
     """
 
     def __init__(
-        self, needs_amp: bool, when_complete: Callable[[], None], at: Sequence[int], steps: int
+        self,
+        needs_amp: bool,
+        when_complete: Callable[[], None],
+        at: Sequence[int],
+        steps: int,
+        explains: bool = False,
     ) -> None:
         super().__init__(at)
         self.is_complete, self.last_step = False, max(at)
         self._limit, self._needs_amp, self._when_complete = steps, needs_amp, when_complete
+        self._explains = explains
         self._session: Session | None = None
         self._found: list[Finding] = []
         self._first_shadow: Shadow | None = None
@@ -94,11 +101,16 @@ class ScriptWatch(Watch):
     def seen(self, error: str = "") -> Any:
         """Return a `Checkup`, or for a script without amp a `Report`.
 
+        If calls are explained, return an `Explanation`, or None if no forward was seen.
+
         Args:
             error: the error that the script has ended with, as one line.
         """
         last = self._shadow
         self.look()
+        if self._explains:
+            first = self._first_shadow
+            return None if first is None else explained(self._session, first)
         missed = ", ".join(map(str, self._due)) if self.last_step != AT[-1] else ""
         end = f"; it ended before step {missed}" if missed and error == "" else ""
         self.report.about = "" if self._session else f"{self.about}{end}"
@@ -112,13 +124,3 @@ class ScriptWatch(Watch):
         level = str(self._session.properties.opt_level or "this profile")
         every = dict.fromkeys([*self._found, *found])
         return checkup_of(shadow, level, sorted(every, key=lambda x: x.cause == "unchecked"))
-
-
-class CallExplainer(ScriptWatch):
-    """Explains the first forward of each model in the first step of a script."""
-
-    def seen(self, error: str = "") -> Any:
-        """Return an `Explanation`, or None if no forward was seen."""
-        self.look()
-        shadow = self._first_shadow
-        return None if shadow is None else explained(self._session, shadow)

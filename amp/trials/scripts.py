@@ -18,8 +18,8 @@ import torch
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
+from amp.terminal.progress import Progress
 from amp.trials.injecting import AS_IS
-from amp.trials.progress import Progress
 
 _ROOT = Path(amp.__file__).parents[1]
 
@@ -63,7 +63,7 @@ class Script:
         for, it ends at its first step, and is run again with amp injected.
 
         Args:
-            watcher: a name in `amp.trials.child.WATCHERS`.
+            watcher: a name in `amp.trials.script_process.WATCHERS`.
             options: the watcher's arguments, plain values.
             level: replaces the script's own level, unless None.
             seed: the seed of all random number generators; None does not seed them.
@@ -183,7 +183,7 @@ _LONGEST = 2000
 """How many characters of a script's stderr are shown."""
 _START = """import sys
 sys.path.append(sys.argv[1])
-from amp.trials.child import main
+from amp.trials.script_process import main
 main(sys.argv[2])
 """
 """The child's code. It sets `sys.path`, since other programs would read an environment variable too."""

@@ -28,7 +28,7 @@ from amp.errors import AmpRuntimeError
 from tests.distributed import models
 from tests.distributed.models import assert_equal_on_ranks, whole
 from tests.distributed.world import world
-from tests.fp8_models import history, initialize
+from tests.fp8_models import factors_of, history, initialize
 
 RANKS = 2
 WIDTH = 256
@@ -180,7 +180,7 @@ def check_collectives(rank: int) -> None:
         distributed.all_reduce = all_reduce
     # What is cut of the first layer is its weight and its gradient, until their amaxes are known.
     assert counts == [3] * 16 + [1] * 2
-    assert_equal_on_ranks([history().amaxes, history().factors])
+    assert_equal_on_ranks([history().amaxes, factors_of(history())])
     assert (history().amaxes[1] > 0).all()
 
 

@@ -24,7 +24,7 @@ from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
 from amp.kernels.novograd import NOVOGRAD
-from amp.kernels.rule import Numbers, Origin, Rule
+from amp.kernels.rule import Numbers, Origin, UpdateRule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.stepping import step
 from tests.kernels.numbers_of import numbers_of
@@ -34,7 +34,7 @@ if INTERPRETED:
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SHAPES = [(300, 300), (7,), (70_000,), (5, 3, 2, 2), (0,), (1,), (66_000,)]
-RULES: dict[str, tuple[Rule, Numbers]] = {
+RULES: dict[str, tuple[UpdateRule, Numbers]] = {
     name: (rule, numbers_of(rule, nesterov=True))
     for name, rule in {
         "adagrad": ADAGRAD,
@@ -62,7 +62,7 @@ class Launches(TorchDispatchMode):
 class Tensors:
     """Weights of many sizes, some channels-last, one with gaps, with scaled gradients."""
 
-    def __init__(self, rule: Rule, dtype: torch.dtype) -> None:
+    def __init__(self, rule: UpdateRule, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         params = [torch.randn(shape) for shape in SHAPES]
         self.params = [
@@ -75,7 +75,7 @@ class Tensors:
         self.steps[2] += 5  # that parameter came first
         self.dtype = dtype
 
-    def run(self, rule: Rule, numbers: Numbers, backend: str | None) -> list[Tensor]:
+    def run(self, rule: UpdateRule, numbers: Numbers, backend: str | None) -> list[Tensor]:
         norms = torch.arange(1.0, len(self.params) + 1) if rule is NOVOGRAD else None
         for i in range(3):
             torch.manual_seed(i)

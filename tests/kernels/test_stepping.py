@@ -16,7 +16,7 @@ from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
 from amp.kernels.novograd import NOVOGRAD
-from amp.kernels.rule import Origin, Rule
+from amp.kernels.rule import Origin, UpdateRule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import step
@@ -37,7 +37,7 @@ pytestmark = [
 class Case(NamedTuple):
     """An optimizer's rule and numbers, and what it must agree with."""
 
-    rule: Rule
+    rule: UpdateRule
     numbers: Callable[..., Any]
     reference: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     maximize: bool = False
@@ -162,7 +162,7 @@ CASES = {
 class Tensors:
     """What a step works on."""
 
-    def __init__(self, device: torch.device, rule: Rule, dtype: torch.dtype = F32) -> None:
+    def __init__(self, device: torch.device, rule: UpdateRule, dtype: torch.dtype = F32) -> None:
         torch.manual_seed(0)
         self.rule = rule
         self.params = [torch.randn(shape, device=device).to(dtype) for shape in SHAPES]
@@ -479,7 +479,12 @@ def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
     ids=["adamw, bfloat16", "adamw, float16", "adamw, split16", "adam, float32", "lion", "sgd"],
 )
 def test_all_backends_give_the_same_bits(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, rule: Rule, weight: Any, low: Any, kept: Any
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: UpdateRule,
+    weight: Any,
+    low: Any,
+    kept: Any,
 ) -> None:
     """Triton, or on the CPU the loop in C++, and eager torch; with shards of every kind."""
     numbers = numbers_of(rule, betas=(0.9, 0.99)) if rule is LION else numbers_of(rule)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from amp.cli import main
-from amp.numerics import commands
+from amp.numerics import number_commands
 from amp.numerics.planning import Transformer
-from amp.numerics.text import Printer
-from amp.trials.memory import Activations
+from amp.terminal.text import Printer
+from amp.trials.activation_memory import Activations
 from tests.covering import covering
 
 
@@ -120,7 +120,8 @@ def test_counts_are_written_as_people_write_them(capsys: Any, text: str, count: 
 
 
 def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "crises", functools.cache(commands.crises))  # seconds of training
+    cached = functools.cache(number_commands.crises)  # seconds of training
+    monkeypatch.setattr(number_commands, "crises", cached)
     found = {row["name"]: row for row in json.loads(run(capsys, "crises", "--json"))}
     assert found["overflow"]["broken"] == "inf"
     assert "vanishing update" in run(capsys, "crises")

@@ -18,9 +18,9 @@ from amp.errors import AmpTypeError, AmpValueError
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.numerics import FORMATS, fp8_losses, fp8_scaled, round_to, simulate_fp8
-from amp.numerics.fp8 import SCALINGS
-from amp.numerics.text import plain
-from amp.numerics.watching import Histogram
+from amp.numerics.fp8_simulation import SCALINGS
+from amp.numerics.histograms import Histogram
+from amp.terminal.text import plain
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -149,7 +149,7 @@ def test_it_is_the_history_that_trains(fmt: str, entry: int) -> None:
             x = torch.full((4, 16), scale, dtype=torch.bfloat16)
             out = model[0](x)
             with session.scale_loss(out.float().sum() * scale, optimizer) as loss:
-                factors.append(float(history.factors[entry]))
+                factors.append(float(history.factor(0, entry, x.device)))
                 loss.backward()
                 seen.append(float(history.seen[entry]))
             optimizer.step()

@@ -25,14 +25,14 @@ from torch.nn import functional as F
 import amp
 from amp.cli import main
 from amp.observers import observing
-from amp.trials import child, commands, comparing, page
+from amp.trials import comparing, page, script_commands, script_process
+from amp.trials.activation_memory import Activations
 from amp.trials.comparing import InScript, compare_runs
+from amp.trials.judging import AS_FAST, outstanding, problems_of, recommend, remarks_of
 from amp.trials.measuring import Error, error_of, gaps_of, vanishing_modules
-from amp.trials.memory import Activations
 from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
 from amp.trials.scripts import Script
-from amp.trials.verdicts import AS_FAST, outstanding, problems_of, recommend, remarks_of
 from tests.diagnosis.faults import Net, SquaringNorm, batch
 from tests.processes import run_python
 
@@ -779,13 +779,13 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
 
 
 def test_overrides_of_other_levels_are_nothing_to_o0() -> None:
-    with observing(child.AtLevel("O0")):
+    with observing(script_process.AtLevel("O0")):
         session = amp.Session("O7", num_losses=2, fp8="current", loss_scale=2.0)
     assert (session.properties.opt_level, len(session.scalers)) == ("O0", 2)
-    with observing(child.AtLevel("O5")):
+    with observing(script_process.AtLevel("O5")):
         session = amp.Session("O7", num_losses=2, loss_scale=2.0)
     assert (session.properties.opt_level, session.properties.loss_scale) == ("O5", 2.0)
-    with observing(child.AtLevel("O1")), pytest.raises(amp.AmpError, match="does not fit"):
+    with observing(script_process.AtLevel("O1")), pytest.raises(amp.AmpError, match="does not fit"):
         amp.Session("O2", keep_batchnorm_fp32=True)
 
 
@@ -818,8 +818,8 @@ def test_the_exit_status_says_whether_all_is_well(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, level: str, status: int
 ) -> None:
     script = SimpleNamespace(notes=[], is_injected=False)
-    monkeypatch.setattr(commands, "Script", lambda what, progress: script)
-    monkeypatch.setattr(commands, "InScript", lambda script: planted)
+    monkeypatch.setattr(script_commands, "Script", lambda what, progress: script)
+    monkeypatch.setattr(script_commands, "InScript", lambda script: planted)
     shown = run(capsys, "x.py", "--levels", level, "--steps", "1", status=status)
     assert ("O2: the gradient of a is off by 200 %" in shown) == (status == 1)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from amp.compat.lists.tables import lists_of
+from amp.compat.lists.apex_lists import lists_of
 
 __all__ = ["BANNED_FUNCS", "CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]
 

@@ -13,66 +13,54 @@ import torch
 
 from amp.arguments import check_environment
 from amp.errors import AmpValueError
-from amp.numerics.text import Printer
-from amp.selftest.checks import all_checks
+from amp.selftest.check_registry import all_checks
 from amp.selftest.running import results
+from amp.terminal.command import Answer, argument, command
+from amp.terminal.text import Printer
 
 _OF_DIGEST = ("kernels:", "training:", "fp8:")
 """The sections whose bits the digest is of."""
 _WIDTH = 80
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "selftest",
-        help="check that this machine computes what it should",
-        description="Check that this machine computes what it should.",
-        epilog="examples:\n  reamp selftest\n  reamp selftest --device cpu --json\n"
-        "  TRITON_INTERPRET=1 reamp selftest --device cpu  # Triton's kernels: minutes",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--device", help="such as cuda:1 or cpu; by default the first GPU, if there is one"
-    )
-    parser.add_argument("--full", action="store_true", help="run the checks too that take much memory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
+@command(
+    "selftest",
+    argument("--device", "such as cuda:1 or cpu; by default the first GPU, if there is one"),
+    argument("--full", "run the checks too that take much memory", action="store_true"),
+)
+def _selftest(arguments: argparse.Namespace, printer: Printer) -> Answer:
+    """Check that this machine computes what it should.
 
-
-def _run(arguments: argparse.Namespace) -> int:
+    reamp selftest
+    reamp selftest --device cpu --json
+    TRITON_INTERPRET=1 reamp selftest --device cpu  # Triton's kernels: minutes
+    """
     from amp.about import environment
 
     check_environment()
     device = _chosen(arguments.device)
     checks = [each for each in all_checks().values() if arguments.full or not each.is_full]
-    printer, before = Printer(), time.perf_counter()
+    before = time.perf_counter()
     found: list[dict[str, Any]] = []
-    if not arguments.json:
-        printer.line(f"reamp selftest on {device}: {len(checks)} checks. Please send us all of this.")
-        printer.line()
+    printer.line(f"reamp selftest on {device}: {len(checks)} checks. Please send us all of this.")
+    printer.line()
     for result in results(checks, device):
         found.append(result)
-        if not arguments.json:
-            _print(printer, result)
+        _print(printer, result)
     about = environment()
     counts, seconds = Counter(result["status"] for result in found), time.perf_counter() - before
     summary = (
         f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in "
         f"{seconds:.0f} s on {_name_of(device, about)}, torch {torch.__version__}"
     )
-    if arguments.json:
-        report = {"device": device, "environment": about, "checks": found}
-        print(json.dumps({**report, "digest": _digest(found), "summary": summary}, indent=2))
-    else:
-        printer.line()
-        for name, value in about.items():
-            printer.line(
-                f"{name}: {value if isinstance(value, str | int | None) else json.dumps(value)}"
-            )
-        printer.line(f"digest: {_digest(found)}")
-        printer.line(summary)
-    return int(counts["FAIL"] > 0)
+    printer.line()
+    for name, value in about.items():
+        printer.line(f"{name}: {value if isinstance(value, str | int | None) else json.dumps(value)}")
+    digest = _digest(found)
+    printer.line(f"digest: {digest}")
+    printer.line(summary)
+    report = {"device": device, "environment": about, "checks": found}
+    return Answer({**report, "digest": digest, "summary": summary}, not counts["FAIL"])
 
 
 def _chosen(named: str | None) -> str:
@@ -115,3 +103,7 @@ def _name_of(device: str, about: dict[str, Any]) -> str:
     """Return the name of a GPU or, for other devices, of the CPU."""
     names = {row["device"]: row["name"] for row in about["devices"]}
     return str(names.get(device, about["cpu"]))
+
+
+COMMANDS = (_selftest,)
+"""The commands of this module."""

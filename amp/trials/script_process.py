@@ -25,12 +25,12 @@ from amp.observers import Observer, observing
 from amp.trials.injecting import AS_IS, Injected
 from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
-from amp.trials.script_watching import CallExplainer, ScriptWatch
+from amp.trials.script_watching import ScriptWatch
 
 WATCHERS: dict[str, Callable[[dict[str, Any], bool, Callable[[], None]], Any]] = {
     "compare": lambda options, needs_amp, end: RunObserver(Trial(**options), end),
     "doctor": lambda options, needs_amp, end: ScriptWatch(needs_amp, end, **options),
-    "explain": lambda options, needs_amp, end: CallExplainer(needs_amp, end, **options),
+    "explain": lambda options, needs_amp, end: ScriptWatch(needs_amp, end, explains=True, **options),
 }
 """What watches a script, made of its options, of whether it needs amp, and of what ends the script: a
 context manager with `steps`, `last_step`, `has_begun`, `is_complete` and `seen(error)`."""

@@ -2,16 +2,12 @@
 
 import argparse
 import dataclasses
-import inspect
-import io
-import json
 import math
 import pickle
-from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from textwrap import fill, indent
-from typing import Any, NamedTuple
+from textwrap import fill
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +17,7 @@ from amp.errors import AmpValueError
 from amp.numerics import lab, plots
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, Format, as_format
-from amp.numerics.fp8 import fp8_losses, simulate_fp8
+from amp.numerics.fp8_simulation import fp8_losses, simulate_fp8
 from amp.numerics.memory import TERMS
 from amp.numerics.planning import (
     Transformer,
@@ -36,57 +32,10 @@ from amp.numerics.planning import (
 )
 from amp.numerics.rounding import Bits, bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import GRADIENT_FORMATS, gradient_survival, simulate_scaler
-from amp.numerics.text import WIDTH, Printer, bytes_in_words, plain, unit_of
+from amp.terminal.command import argument, command
+from amp.terminal.text import WIDTH, Printer, bytes_in_words, unit_of
 
 COMMON = [FORMATS[name] for name in ("float32", *GRADIENT_FORMATS)]
-
-Function = Callable[[argparse.Namespace, Printer], Any]
-"""Prints the output of a command, and returns the data that `--json` prints instead."""
-
-Argument = tuple[str, dict[str, Any]]
-"""An argument's name and its options, as `add_argument` takes them."""
-
-
-class Command(NamedTuple):
-    """A command of the program.
-
-    Attributes:
-        name: the command's name.
-        function: what it runs. Its docstring is the text of `--help`: a summary, and examples.
-        arguments: its arguments.
-    """
-
-    name: str
-    function: Function
-    arguments: tuple[Argument, ...]
-
-    def add_to(self, commands: Any) -> None:
-        """Add the parser of this command to the program."""
-        summary, _, examples = (inspect.getdoc(self.function) or "").partition("\n\n")
-        parser = commands.add_parser(
-            self.name,
-            help=f"{summary[:1].lower()}{summary[1:].removesuffix('.')}",
-            description=summary,
-            epilog=f"examples:\n{indent(examples, '  ')}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        for argument, options in self.arguments:
-            parser.add_argument(argument, **options)
-        parser.set_defaults(run=self._run, json=False)
-
-    def _run(self, arguments: argparse.Namespace) -> None:
-        data = self.function(arguments, Printer(io.StringIO() if arguments.json else None))
-        if arguments.json:
-            print(json.dumps(plain(data), indent=2))
-
-
-def command(name: str, *arguments: Argument, as_json: bool = True) -> Callable[[Function], Command]:
-    """Return a decorator that makes a function a command."""
-    return lambda function: Command(name, function, (_JSON, *arguments) if as_json else arguments)
-
-
-def _argument(name: str, text: str, **options: Any) -> Argument:
-    return name, {**options, "help": text}
 
 
 def _format(text: str) -> Format:
@@ -130,20 +79,19 @@ def _numbers(text: str) -> list[float]:
     return [_number(part) for part in text.split(",") if part]
 
 
-_JSON = _argument("--json", "write JSON", action="store_true")
-_PLOT = _argument("--plot", "draw a PNG or SVG file", metavar="FILE")
+_PLOT = argument("--plot", "draw a PNG or SVG file", metavar="FILE")
 
 
 def _file_or_numbers(mean: float, spread: float) -> tuple[Any, ...]:
     """Return the arguments of a command that reads tensors, or makes log-normal numbers."""
     return (
-        _argument("file", "tensors that torch.save wrote, in lists and dicts", type=Path, nargs="?"),
-        _argument("--mean", f"without a file: mean log2 ({mean:g})", type=_number, default=mean),
-        _argument("--spread", f"standard deviation of log2 ({spread:g})", type=_number, default=spread),
+        argument("file", "tensors that torch.save wrote, in lists and dicts", type=Path, nargs="?"),
+        argument("--mean", f"without a file: mean log2 ({mean:g})", type=_number, default=mean),
+        argument("--spread", f"standard deviation of log2 ({spread:g})", type=_number, default=spread),
     )
 
 
-_FORMATS = _argument("--format", "a format; may be repeated", type=_format, action="append")
+_FORMATS = argument("--format", "a format; may be repeated", type=_format, action="append")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -152,7 +100,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name, value in given if name in names and value is not None}
 
 
-@command("bits", _argument("number", "such as 3.14159, -1e-8, 0x1p-24, inf", type=_number), _FORMATS)
+@command("bits", argument("number", "such as 3.14159, -1e-8, 0x1p-24, inf", type=_number), _FORMATS)
 def _bits(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Show how formats write a number, and what is lost.
 
@@ -205,8 +153,8 @@ def _ranges(arguments: argparse.Namespace, printer: Printer) -> Any:
 
 @command(
     "ulp",
-    _argument("number", "the number to look at", type=_number),
-    _argument("--update", "what is added to the number", type=_number),
+    argument("number", "the number to look at", type=_number),
+    argument("--update", "what is added to the number", type=_number),
     _FORMATS,
 )
 def _ulp(arguments: argparse.Namespace, printer: Printer) -> Any:
@@ -238,15 +186,15 @@ _MOST_STEPS = 10**6
 @command(
     "simulate",
     _PLOT,
-    _argument("--steps", "iterations (20)", type=int, default=20),
-    _argument("--overflows", "which overflow: 10,11,15", type=_integers, default=[]),
-    _argument("--init", "first scale (65536)", type=_number),
-    _argument("--growth-factor", "factor after --growth-interval good iterations (2)", type=_number),
-    _argument("--backoff-factor", "factor after an overflow (0.5)", type=_number),
-    _argument("--growth-interval", "good iterations in a row before growth (2000)", type=int),
-    _argument("--hysteresis", "overflows before the scale goes down (1)", type=int),
-    _argument("--min", "floor", type=_number),
-    _argument("--max", "ceiling (2**24)", type=_number),
+    argument("--steps", "iterations (20)", type=int, default=20),
+    argument("--overflows", "which overflow: 10,11,15", type=_integers, default=[]),
+    argument("--init", "first scale (65536)", type=_number),
+    argument("--growth-factor", "factor after --growth-interval good iterations (2)", type=_number),
+    argument("--backoff-factor", "factor after an overflow (0.5)", type=_number),
+    argument("--growth-interval", "good iterations in a row before growth (2000)", type=int),
+    argument("--hysteresis", "overflows before the scale goes down (1)", type=int),
+    argument("--min", "floor", type=_number),
+    argument("--max", "ceiling (2**24)", type=_number),
 )
 def _simulate(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Run the loss scaler over overflows.
@@ -283,12 +231,12 @@ _AMAXES = [2.0 ** (4 - step / 6) * (64 if step == 20 else 1) for step in range(4
     "simulate-fp8",
     _PLOT,
     *_file_or_numbers(mean=-4.0, spread=3.0),
-    _argument("--outlier", "one row in 64 times it (1024)", type=_number, default=1024.0),
-    _argument("--amaxes", "the largest magnitude of each iteration", type=_numbers, default=_AMAXES),
-    _argument("--amax-history", "how many it looks back on (16)", type=int, default=16),
-    _argument("--amax-algo", "max or most_recent (max)", default="max"),
-    _argument("--margin", "powers of 2 to stay below (0)", type=int, default=0),
-    _argument("--format", "e4m3, or e5m2 as for gradients (e4m3)", type=_format, default="e4m3"),
+    argument("--outlier", "one row in 64 times it (1024)", type=_number, default=1024.0),
+    argument("--amaxes", "the largest magnitude of each iteration", type=_numbers, default=_AMAXES),
+    argument("--amax-history", "how many it looks back on (16)", type=int, default=16),
+    argument("--amax-algo", "max or most_recent (max)", default="max"),
+    argument("--margin", "powers of 2 to stay below (0)", type=int, default=0),
+    argument("--format", "e4m3, or e5m2 as for gradients (e4m3)", type=_format, default="e4m3"),
 )
 def _simulate_fp8(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Scale a tensor for FP8 and FP4, and a tensor over time.
@@ -346,8 +294,8 @@ def _log_normal(arguments: argparse.Namespace, count: int) -> Tensor:
     "survival",
     _PLOT,
     *_file_or_numbers(mean=-22.0, spread=5.0),
-    _argument("--count", "how many (100000)", type=int, default=100_000),
-    _argument(
+    argument("--count", "how many (100000)", type=int, default=100_000),
+    argument(
         "--format", "the format of the table and the picture (fp16)", type=_format, default="float16"
     ),
 )
@@ -403,22 +351,22 @@ def _load(path: Path) -> list[Tensor]:
 @command(
     "memory",
     _PLOT,
-    _argument("--params", "parameters, such as 350M, 7B or 7e9", type=_count),
-    _argument("--optimizer", "adamw, sgd-momentum, FusedAdam, ... (adamw)", default="adamw"),
-    _argument("--gpu", "T4, A100, H100, ...: what fits there", type=as_gpu),
-    _argument("--gpu-memory", "such as 80GB: what fits there", type=as_bytes),
-    _argument("--model", "gpt: count its activations, with the sizes below", choices=["gpt"]),
-    _argument("--layers", "blocks of the model", type=int),
-    _argument("--width", "numbers for each token", type=int),
-    _argument("--sequence", "tokens of a sequence", type=int),
-    _argument("--batch", "sequences of a batch", type=int),
-    _argument("--checkpointing", "blocks keep their inputs alone", action="store_true"),
-    _argument("--no-flash", "attention keeps its scores", action="store_true"),
-    _argument("--script", "count the parameters and activations of a script's first step"),
-    _argument("--activations", "numbers kept for backward, instead", type=_count),
-    _argument("--linear-inputs", "more of them, which linear layers keep", type=_count),
-    _argument("--world-size", "processes (1)", type=int),
-    _argument("--sharding", "none, zero1, zero2, zero3, fsdp2"),
+    argument("--params", "parameters, such as 350M, 7B or 7e9", type=_count),
+    argument("--optimizer", "adamw, sgd-momentum, FusedAdam, ... (adamw)", default="adamw"),
+    argument("--gpu", "T4, A100, H100, ...: what fits there", type=as_gpu),
+    argument("--gpu-memory", "such as 80GB: what fits there", type=as_bytes),
+    argument("--model", "gpt: count its activations, with the sizes below", choices=["gpt"]),
+    argument("--layers", "blocks of the model", type=int),
+    argument("--width", "numbers for each token", type=int),
+    argument("--sequence", "tokens of a sequence", type=int),
+    argument("--batch", "sequences of a batch", type=int),
+    argument("--checkpointing", "blocks keep their inputs alone", action="store_true"),
+    argument("--no-flash", "attention keeps its scores", action="store_true"),
+    argument("--script", "count the parameters and activations of a script's first step"),
+    argument("--activations", "numbers kept for backward, instead", type=_count),
+    argument("--linear-inputs", "more of them, which linear layers keep", type=_count),
+    argument("--world-size", "processes (1)", type=int),
+    argument("--sharding", "none, zero1, zero2, zero3, fsdp2"),
 )
 def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Say what training keeps in memory at each level, and what fits.
@@ -514,10 +462,10 @@ def _crises(arguments: argparse.Namespace, printer: Printer) -> Any:
 
 @command(
     "lab",
-    _argument("--out", "where to write it (lab.html)"),
-    _argument("--serve", "serve it, and open it, instead", action="store_true"),
-    _argument("--port", "where to serve it (a free one)", type=int, default=0),
-    _argument("--no-browser", "serve it, and open nothing", action="store_true"),
+    argument("--out", "where to write it (lab.html)"),
+    argument("--serve", "serve it, and open it, instead", action="store_true"),
+    argument("--port", "where to serve it (a free one)", type=int, default=0),
+    argument("--no-browser", "serve it, and open nothing", action="store_true"),
     as_json=False,
 )
 def _lab(arguments: argparse.Namespace, printer: Printer) -> Any:

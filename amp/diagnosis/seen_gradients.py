@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from amp.casting.fp4_noise import Noise
 from amp.diagnosis.memories import Memories, own_part
 from amp.diagnosis.places import Place, is_called_by_amp
 from amp.diagnosis.records import Gradient
 from amp.diagnosis.twins import difference, floats_in, is_finite, is_float
 
 
-class Gradients:
+class SeenGradients:
     """The losses that backwards start from, and the gradients that they accumulate.
 
     Args:
@@ -30,6 +32,7 @@ class Gradients:
         unscaled: for each parameter whose gradient a gradient scaler unscales, the number of the op
             that has made it.
         unscaled_by: the scale that a gradient scaler has taken away, which is not known before; or 1.
+        noise: the gradients of layers in FP4, and their noise.
     """
 
     def __init__(self, memories: Memories, open_scale: Callable[[], Tensor | None]) -> None:
@@ -39,6 +42,7 @@ class Gradients:
         self.scale, self.scales = 1.0, set[float]()
         self.unscaled: dict[str, int] = {}
         self.unscaled_by = 1.0
+        self.noise = Noise()
         self._memories, self._open_scale = memories, open_scale
 
     @property
@@ -53,6 +57,7 @@ class Gradients:
         self.scales.add(self.scale)
         self.note_results(losses)
 
+    @torch.no_grad()
     def note_results(self, results: Any) -> None:
         """Note losses, or the results of a forward that no backward follows."""
         for x in floats_in(results):

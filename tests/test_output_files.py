@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from amp.cli import main
-from amp.outputs import check_output
+from amp.terminal.output_files import check_output
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from amp.selftest.checks import Outcome, SkipError, all_checks
+from amp.selftest.check_registry import Outcome, SkipError, all_checks
 
 
 def main(device: str, names: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 PyYAML follows YAML 1.1, where `no` and `off` are False, `1e-3` is a string and `010` is 8. Here a
 plain scalar is read by the core schema of YAML 1.2. PyYAML is imported on first use, and constructs no
-objects. A damaged or hostile file raises an error with file and line.
+objects. A damaged or hostile file raises an error with file and line. What its keys mean is checked by
+`profile_file.py` for profiles, and by `amp.casting.policy` for op tables.
 """
 
 import functools
@@ -87,7 +88,7 @@ def _loader() -> Any:
     """Return a loader that constructs no objects, and fails for too deep or too many values."""
     import yaml
 
-    class Loader(yaml.BaseLoader):
+    class BoundedLoader(yaml.BaseLoader):
         depth = count = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -103,7 +104,7 @@ def _loader() -> Any:
             self.depth -= 1
             return node
 
-    return Loader
+    return BoundedLoader
 
 
 class _Reader:

@@ -23,8 +23,8 @@ from amp.kernels.grad_mode import without_grad
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import GRADIENT_FORMATS, SCALES, GradientSurvival, survival_of
-from amp.numerics.text import Printer
 from amp.profiles.keys import parse_count
+from amp.terminal.text import Printer
 from amp.training.attachment import AttachedOptimizer
 
 LOWEST, HIGHEST = -149, 127

@@ -1,0 +1,1 @@
+"""What the commands of `python -m amp` share: how they are declared, and what they write."""

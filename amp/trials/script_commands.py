@@ -1,0 +1,158 @@
+"""The commands `python -m amp compare`, `doctor` and `explain`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from amp.casting.policy import explain
+from amp.errors import AmpValueError
+from amp.profiles.levels import load_profile
+from amp.terminal.command import Answer, argument, command
+from amp.terminal.output_files import check_output
+from amp.terminal.progress import Progress
+from amp.terminal.text import Printer
+from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
+from amp.trials.explaining import chosen
+from amp.trials.injecting import AS_IS
+from amp.trials.scripts import Script
+
+_SCRIPT = (
+    argument("script", "a script that trains, with amp or without it", nargs="?"),
+    argument("-m", "a module, as python -m takes it, instead", dest="module"),
+)
+
+
+def _script_of(arguments: argparse.Namespace) -> list[str]:
+    if (arguments.script is None) == (arguments.module is None):
+        raise AmpValueError("give one script.py, or -m package.module; its arguments come after --")
+    what = [arguments.script] if arguments.script else ["-m", arguments.module]
+    return [*what, *arguments.for_the_script]
+
+
+@command(
+    "compare",
+    *_SCRIPT,
+    argument("--levels", f"({','.join(LEVELS)})", default=",".join(LEVELS)),
+    argument("--steps", "optimizer steps of each run (25)", type=int, default=25),
+    argument("--seed", "of all random numbers (0)", type=int, default=0),
+    argument("--reference", f"{' or '.join(REFERENCES)} (fp64)", default="fp64"),
+    argument("--out", "write a page with the curves and a heat map", metavar="FILE"),
+    takes_a_script=True,
+)
+def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
+    """Train a script at several levels, and say which match FP32.
+
+    reamp compare train.py
+    reamp compare train.py --levels O2,O5 --out compare.html -- --epochs 1
+    reamp compare -m package.train --json
+
+    exit status: 0 all levels are healthy, 1 one is not, 2 an error
+    """
+    what = _script_of(arguments)
+    levels = [level.strip() for level in arguments.levels.split(",") if level.strip()]
+    # before minutes are spent
+    check_request(levels, arguments.steps, arguments.reference, arguments.seed)
+    if arguments.out:
+        check_output(Path(arguments.out), ".html")
+    script = Script(what, Progress(arguments.json, len({*levels, "O0"}) + 1))
+    chosen = levels, arguments.steps, arguments.seed, arguments.reference
+    found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected)
+    found = replace(found, notes=(*found.notes, *script.notes))
+    found.print_to(printer)
+    if arguments.out:
+        found.write_html(arguments.out)
+        printer.line(f"wrote {arguments.out}: open it in a browser")
+    return Answer(found.to_json(), found.is_healthy)
+
+
+@command(
+    "doctor",
+    *_SCRIPT,
+    argument("--steps", "optimizer steps to look at (3)", type=int, default=3),
+    argument("--opt-level", "in place of the script's own, or of no amp"),
+    argument("--level", argparse.SUPPRESS, dest="opt_level"),  # its name once
+    argument("--at", "steps to look at in a script without amp (1,4,20)", default="1,4,20"),
+    takes_a_script=True,
+)
+def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
+    """Find what precision does wrong in the first steps of a script.
+
+    reamp doctor train.py
+    reamp doctor train.py --at 1,100
+    reamp doctor train.py --opt-level O2 --steps 5 -- --epochs 1
+    reamp doctor -m package.train --json
+
+    exit status: 0 healthy, 1 something was found, 2 an error
+    """
+    what = _script_of(arguments)
+    if arguments.steps < 1:
+        raise AmpValueError(f"--steps {arguments.steps} must be at least 1")
+    if arguments.opt_level is not None:
+        load_profile(arguments.opt_level)
+    given = [step.strip() for step in arguments.at.split(",")]
+    at = sorted({int(step) if step.isdecimal() else 0 for step in given})
+    if at[0] < 1:
+        raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
+    options = {"steps": arguments.steps, "at": at}
+    script = Script(what, Progress(arguments.json))
+    found, error = script.watched_by("doctor", options, arguments.opt_level)
+    if (
+        any(x.cause == "fails" for x in found.findings)
+        and Script(what).watched_by("doctor", options, "O0")[1]
+    ):
+        found.findings = [x for x in found.findings if x.cause != "fails"]  # at any level
+    if error and found.is_healthy:
+        raise script.failure(error)
+    if script.traceback:
+        print(script.traceback, file=sys.stderr)
+    rank = os.environ.get("RANK")
+    if rank is not None:  # each process of torchrun reports
+        printer.line(f"rank {rank}:")
+    for text in filter(None, [getattr(found, "about", ""), str(found)]):
+        printer.line(text)
+    for warning in script.warnings:
+        printer.line(f"amp warned: {warning}")
+    if error:
+        printer.line(f"the script failed: {error}")
+    data = {**found.to_json(), "warnings": script.warnings, "error": error}
+    return Answer(data, found.is_healthy)
+
+
+@command(
+    "explain",
+    argument("op", "its full name, such as torch.softmax; with --script a short one too"),
+    argument("--opt-level", "a level, an alias or a YAML profile (O1, or the script's)"),
+    argument("--script", "look at it where it runs: in the first forward of a script"),
+    argument("--module", "the name of a module, and those inside of it"),
+    takes_a_script=True,
+)
+def _explain(arguments: argparse.Namespace, printer: Printer) -> Any:
+    """Say what happens to an op, and why.
+
+    reamp explain torch.softmax --opt-level O4
+    reamp explain softmax --script train.py --module blocks.3.attn
+    reamp explain softmax --script train.py --opt-level O2 -- --epochs 1
+    """
+    if arguments.script is None:
+        if arguments.module is not None or arguments.json:
+            raise AmpValueError("--module and --json say what happens in a script: give --script too")
+        printer.line(explain(arguments.op, load_profile(arguments.opt_level or "O1")))
+        return None
+    if arguments.opt_level is not None:
+        load_profile(arguments.opt_level)
+    script = Script([arguments.script, *arguments.for_the_script], Progress(arguments.json))
+    seen, error = script.watched_by("explain", {"at": [1], "steps": 1}, arguments.opt_level)
+    if seen is None:
+        raise script.failure(error or "it ended before", "the script ran no forward of a model")
+    found = chosen(seen, arguments.op, arguments.module)
+    print(found, file=printer.stream)
+    return found.to_json()
+
+
+COMMANDS = (_compare, _doctor, _explain)
+"""The commands of this module, in the order of `--help`."""
