@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp
-from amp.casting.cast_cache import forwards, give_torchs_cache, take_torchs_cache
+from amp.casting.regions import forwards, give_torchs_cache, take_torchs_cache
 from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line
 
 # Since Python 3.14 the end of a generator is traced too, where Python ignores an exception.
