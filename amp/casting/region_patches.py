@@ -26,24 +26,23 @@ from amp.casting.regions import (
     forwards,
     give_torchs_cache,
     is_available,
-    set_flags,
     take_torchs_cache,
 )
 from amp.dtypes import CASTABLE
 from amp.patching import Patch, around
 
-_autograd: Any = torch._C._autograd  # its stubs lack the functions used here
+_internals: Any = torch._C  # its stubs lack the functions used here
 
 
 def turn_on() -> None:
     """Turn casts on in this thread, outside of regions; but not in hooks that were entered before."""
     torch.set_autocast_enabled(OFF, False)
     entered = []
-    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (hooks := _internals._autograd._top_saved_tensors_default_hooks(True)) is not None:
         entered.append(hooks)
-        _autograd._pop_saved_tensors_default_hooks()
+        _internals._autograd._pop_saved_tensors_default_hooks()
     for pack, unpack in reversed(entered):
-        _autograd._push_saved_tensors_default_hooks(_as_it_is(pack), unpack)
+        _internals._autograd._push_saved_tensors_default_hooks(_as_it_is(pack), unpack)
 
 
 def _enter(original: Function, region: Any) -> Any:
@@ -87,8 +86,8 @@ def _exit(original: Function, region: Any, *exception: Any) -> Any:
 
 def _record(original: Function, mode: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a function for `torch.export`, with casts off where the recorded region says so."""
-    with set_flags({OFF: bool(mode.enter_autocast_nodes) or torch.is_autocast_enabled(OFF)}):
-        return original(mode, *args, **kwargs)
+    is_off = bool(mode.enter_autocast_nodes) or torch.is_autocast_enabled(OFF)
+    return _call_with_flag(is_off, original, mode, *args, **kwargs)
 
 
 def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
@@ -117,8 +116,18 @@ def _check_rnn_input(
     weight, is_cast = module._flat_weights[0], cast_dtype(input.device.type) is not None
     if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
         input = torch.empty_like(input, dtype=weight.dtype, device="meta")
-    with set_flags({OFF: False}):  # `check_input` asks whether autocast is on for any device type
-        original(module, input, batch_sizes)
+    # `check_input` asks whether autocast is on for any device type.
+    _call_with_flag(False, original, module, input, batch_sizes)
+
+
+def _call_with_flag(is_off: bool, function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with the flag `OFF` on or off."""
+    was_off = torch.is_autocast_enabled(OFF)
+    try:
+        torch.set_autocast_enabled(OFF, is_off)
+        return function(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(OFF, was_off)
 
 
 def _parallel_apply(original: Function, *args: Any, **kwargs: Any) -> Any:

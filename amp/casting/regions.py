@@ -20,7 +20,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,13 +44,19 @@ DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator)
 """The device types whose tensors are cast: the CPU, and the accelerator that torch is built for."""
 
 _FLAGS = (OFF, *DEVICE_TYPES)
+_NO_CASTS = (True, *(False for _ in DEVICE_TYPES))
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[..., Any]
 
 _internals: Any = torch._C  # its stubs lack the functions used here
-_NO_CASTS = {OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
+_NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+"""How torch tells in how many regions a thread is: only when one is entered or left.
+
+They are called by one `map`, so that no interrupt comes between.
+"""
 
 
 # Whether functions cast.
@@ -107,22 +113,6 @@ def are_off() -> bool:
     return torch.is_autocast_enabled(OFF) and not any(map(torch.is_autocast_enabled, DEVICE_TYPES))
 
 
-def _set_flags(flags: Mapping[str, bool]) -> Iterator[None]:
-    """Set torch's autocast flags, by device type, until the generator goes on or is closed."""
-    before = tuple(map(torch.is_autocast_enabled, flags))
-    try:
-        try:
-            tuple(map(torch.set_autocast_enabled, flags, flags.values()))
-            yield
-        finally:
-            tuple(map(torch.set_autocast_enabled, flags, before))
-    finally:  # again: an interrupt may have come before the flags were put back
-        tuple(map(torch.set_autocast_enabled, flags, before))
-
-
-set_flags = contextmanager(_set_flags)
-
-
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """Context manager in which no function casts its arguments, in this thread.
@@ -135,12 +125,31 @@ def disable_casts() -> Iterator[None]:
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
     else:
-        yield from _set_flags(_NO_CASTS)
+        before = tuple(map(torch.is_autocast_enabled, _FLAGS))
+        try:
+            try:
+                tuple(map(torch.set_autocast_enabled, _FLAGS, _NO_CASTS))
+                yield
+            finally:
+                tuple(map(torch.set_autocast_enabled, _FLAGS, before))
+        finally:  # again: an interrupt may have come before it was done
+            tuple(map(torch.set_autocast_enabled, _FLAGS, before))
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of context managers that restore whether functions cast at this call."""
-    return functools.partial(set_flags, {kind: torch.is_autocast_enabled(kind) for kind in _FLAGS})
+    flags = tuple(map(torch.is_autocast_enabled, _FLAGS))
+
+    @contextmanager
+    def as_it_was() -> Iterator[None]:
+        before = tuple(map(torch.is_autocast_enabled, _FLAGS))
+        try:
+            tuple(map(torch.set_autocast_enabled, _FLAGS, flags))
+            yield
+        finally:
+            tuple(map(torch.set_autocast_enabled, _FLAGS, before))
+
+    return as_it_was
 
 
 # The casts of weights.
@@ -217,14 +226,10 @@ def forget_casts() -> None:
         finally:
             if not had_torchs_cache:
                 _holder.clear()
-    elif nesting() and torch.is_autocast_cache_enabled():  # in a region older than any session
-        torch.clear_autocast_cache()
-
-
-def nesting() -> int:
-    """Return how many regions this thread is in. torch tells only when one is entered or left."""
-    counts = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
-    return tuple(counts)[1]  # one call for both, so that no interrupt comes between
+    else:
+        _, depth = map(operator.call, _NESTING)
+        if depth and torch.is_autocast_cache_enabled():  # in a region older than any session
+            torch.clear_autocast_cache()
 
 
 # The state of a thread.
@@ -241,7 +246,7 @@ class ThreadState:
         self._enabled = tuple(map(torch.is_autocast_enabled, _FLAGS))
         self._dtypes = tuple(map(torch.get_autocast_dtype, DEVICE_TYPES))
         self._caches = torch.is_autocast_cache_enabled()
-        self._depth = nesting()
+        _, self._depth = map(operator.call, _NESTING)
         self._in_forward, self._casts = forwards.are_running, forwards.casts
         # Outside of regions only an interrupt leaves it held.
         self._had_torchs_cache = self._depth > 0 and forwards.have_torchs_cache
@@ -269,7 +274,8 @@ class ThreadState:
         tuple(map(torch.set_autocast_enabled, _FLAGS, self._enabled))
         tuple(map(torch.set_autocast_dtype, DEVICE_TYPES, self._dtypes))
         torch.set_autocast_cache_enabled(self._caches)
-        for _ in range(nesting() - self._depth):
+        _, depth = map(operator.call, _NESTING)
+        for _ in range(depth - self._depth):
             torch.autocast_decrement_nesting()
         if not self._depth:
             forget_casts()
