@@ -125,15 +125,17 @@ def disable_casts() -> Iterator[None]:
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
     else:
-        before = tuple(map(torch.is_autocast_enabled, _FLAGS))
+        before, is_over = tuple(map(torch.is_autocast_enabled, _FLAGS)), False
         try:
             try:
                 tuple(map(torch.set_autocast_enabled, _FLAGS, _NO_CASTS))
                 yield
             finally:
                 tuple(map(torch.set_autocast_enabled, _FLAGS, before))
-        finally:  # again: an interrupt may have come before it was done
-            tuple(map(torch.set_autocast_enabled, _FLAGS, before))
+                is_over = True
+        finally:
+            if not is_over:  # an interrupt has come before the flags were put back
+                tuple(map(torch.set_autocast_enabled, _FLAGS, before))
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
