@@ -6,9 +6,11 @@ So several threads can train models of several sessions at once, each with the c
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -131,13 +133,12 @@ def newest_caster() -> Any:
     return _Casts.now[0]
 
 
-def activate(casts: Caster | NoCasts | None) -> None:
-    """Let the casts of a session apply in this thread, until it calls a model of another session.
+activate: Callable[[Caster | NoCasts | None], None] = functools.partial(keep_in_thread, _CALLED_LAST)
+"""Lets the casts of a session apply in this thread, until it calls a model of another session.
 
-    torch stores this for each thread, and the threads of autograd inherit it in a backward. None stands
-    for the newest session.
-    """
-    keep_in_thread(_CALLED_LAST, casts)
+torch stores this for each thread, and the threads of autograd inherit it in a backward. None stands for
+the newest session.
+"""
 
 
 def _called_last() -> Any:

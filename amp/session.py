@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from amp import active, arguments, checkpoint, distributed
 from amp.casting.by_op import CastOps
-from amp.casting.cast_cache import forwards
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.fp8_strategy import Fp8Linears, set_forward
-from amp.casting.regions import ThreadState
+from amp.casting.regions import ThreadState, forwards
 from amp.casting.strategies import strategies_for
 from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError, truth_of

@@ -3,6 +3,7 @@
 import ctypes
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,15 +48,16 @@ def _takes_no_reference() -> bool:
     return sys.getrefcount(kept) == before
 
 
-_TAKES_NO_REFERENCE = _takes_no_reference()
-"""Whether torch drops a reference to a stored object without having taken one, as torch 2.6 does."""
-
-
-def keep_in_thread(key: str, value: object) -> None:
-    """Store an object in torch's thread-local state, which the threads of autograd inherit."""
-    if _TAKES_NO_REFERENCE:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+def _keep_with_reference(key: str, value: object) -> None:
+    """Store an object where torch drops a reference to it without having taken one, as torch 2.6."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _internals._stash_obj_in_tls(key, value)
+
+
+keep_in_thread: Callable[[str, object], None] = (
+    _keep_with_reference if _takes_no_reference() else _internals._stash_obj_in_tls
+)
+"""Stores an object by a key in torch's thread-local state, which the threads of autograd inherit."""
 
 
 def root_mesh(mesh: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import amp
-from amp.casting import cast_cache
+from amp.casting import regions
 from tests.covering import covering
 from tests.models import initialize, sgd
 
@@ -332,7 +332,7 @@ def test_an_interrupted_forward_leaves_nothing_for_the_next() -> None:
         model.linear.bias.fill_(3)
     assert (model(X)[0] == 3).all()
     assert not torch.is_autocast_enabled("cpu")
-    assert not cast_cache.forwards.are_running
+    assert not regions.forwards.are_running
     model.stop = True
     with pytest.raises(KeyboardInterrupt):
         model(X)

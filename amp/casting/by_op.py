@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from amp import active
-from amp.casting import regions, scripting
+from amp.casting import region_patches, regions, scripting
 from amp.casting.module_rules import run_in_float32
 from amp.casting.op_names import resolve
 from amp.casting.policy import OpRule, policy_of
@@ -81,8 +81,8 @@ class CastOps(Strategy):
         _introduce_dynamo()
         active.look_at_casts()
         active.activate(None)
-        regions.turn_on()
-        self._patches.install(regions.PATCHES)
+        region_patches.turn_on()
+        self._patches.install(region_patches.PATCHES)
         for rule in self.policy.rules:
             if rule.category != "calls" and rule.op not in missing:
                 self.patch(rule, resolve(rule.place))

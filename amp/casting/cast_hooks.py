@@ -52,7 +52,12 @@ class CastOutput(_Cast):
         """Return the cast output, or None to keep it."""
         if getattr(output, "dtype", None) is self.dtype:
             return None
+        if output is None:
+            return self._without_output(module)
         return cast_tensors(output, CASTABLE, self.dtype)
+
+    def _without_output(self, module: nn.Module) -> None:
+        """Do what is to be done where the forward has returned nothing, or raised."""
 
 
 class CastInputs(_Cast):
@@ -90,7 +95,7 @@ class ModelInputs(CastInputs):
         return positional, {name: self._cast(name, value) for name, value in kwargs.items()}
 
     def _cast(self, name: str, value: Any) -> Any:
-        if self.which is False or matches(self.which, name):
+        if self.which is not True and (self.which is False or matches(self.which, name)):
             return value
 
         def cast(x: Tensor) -> Tensor:

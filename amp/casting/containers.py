@@ -13,23 +13,18 @@ from torch.nn.utils.rnn import PackedSequence
 Function = Callable[[Tensor], Tensor]
 
 
-def map_tensors(function: Function, value: Any) -> Any:
+def map_tensors(function: Function, value: Any, inside: frozenset[int] = frozenset()) -> Any:
     """Return `value` with `function` applied to every tensor in it.
 
     Goes through lists, tuples, named tuples, sets, mappings, dataclasses, packed sequences, and
     objects with a `.to` method. Types and the order of keys are kept. An unchanged container is
     returned itself; otherwise a shallow copy is returned, and the original is not modified.
+
+    Args:
+        function: takes a tensor and returns a tensor, perhaps the same one.
+        value: a tensor, a container, or anything else.
+        inside: the ids of the objects around the value, so that cycles end.
     """
-    return _map(function, value, frozenset())
-
-
-def cast_tensors(value: Any, dtypes: Collection[torch.dtype], dtype: torch.dtype) -> Any:
-    """Return `value` with each tensor in it whose dtype is in `dtypes` cast to `dtype`."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in dtypes else tensor, value)
-
-
-def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:
-    """Map `value`; `inside` has the ids of the objects around it, so that cycles end."""
     if isinstance(value, Tensor):
         return function(value)
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
@@ -45,9 +40,14 @@ def _map(function: Function, value: Any, inside: frozenset[int]) -> Any:
     return value
 
 
+def cast_tensors(value: Any, dtypes: Collection[torch.dtype], dtype: torch.dtype) -> Any:
+    """Return `value` with each tensor in it whose dtype is in `dtypes` cast to `dtype`."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in dtypes else tensor, value)
+
+
 def _map_sequence(function: Function, value: Any, inside: frozenset[int]) -> Any:
     items = list(value)
-    mapped = [_map(function, item, inside) for item in items]
+    mapped = [map_tensors(function, item, inside) for item in items]
     if all(new is old for new, old in zip(mapped, items, strict=True)):
         return value
     if hasattr(value, "_make"):  # a named tuple
@@ -93,5 +93,5 @@ def _map_attributes(function: Function, value: Any, inside: frozenset[int]) -> A
 
 def _changed(function: Function, values: Any, inside: frozenset[int]) -> dict[Any, Any]:
     """Return the new values of a mapping, only where the function changes them."""
-    mapped = {key: _map(function, old, inside) for key, old in values.items()}
+    mapped = {key: map_tensors(function, old, inside) for key, old in values.items()}
     return {key: new for key, new in mapped.items() if new is not values[key]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +19,9 @@ _OF_NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'",
 class ModelOutput(CastOutput):
     """The hook that casts a model's outputs. It runs after an error too, and then adds a hint to it."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the cast output, or None to keep it."""
-        if output is None and isinstance(error := sys.exception(), RuntimeError):
-            if text := _hint(error, module):
-                error.add_note(text)
-            return None
-        return super().__call__(module, args, output)
+    def _without_output(self, module: nn.Module) -> None:
+        if isinstance(error := sys.exception(), RuntimeError) and (text := _hint(error, module)):
+            error.add_note(text)
 
 
 def _hint(error: RuntimeError, model: nn.Module) -> str | None:

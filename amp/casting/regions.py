@@ -1,36 +1,38 @@
-"""Where functions cast their arguments: in which threads, and inside and outside of a model's forward.
+"""Where functions cast their arguments, and who keeps the casts of weights: the state of each thread.
 
 Whether functions cast is kept in torch.autocast's own state, per thread and device type. A model's
 forward runs in torch.autocast regions, so any code that asks torch whether autocast is on (recurrent
 layers, `torch.utils.checkpoint`, `custom_fwd`, other people's kernels) gets the right answer, and
 torch's weight cache lives exactly as long as the forward. Outside a forward, functions cast on their
 own, unless the thread is in a region with `enabled=False`. torch does not distinguish such a region
-from no region; `_OFF` does.
+from no region; `OFF` does.
+
+torch has one cache of casts for all threads, and empties it when any thread leaves an outermost region.
+Another thread that uses a weight twice would then cast it twice, and sum its gradients in another
+dtype. So only one thread at a time uses torch's cache, and a forward that finds it taken keeps its own
+casts.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.fx.experimental.proxy_tensor
-import torch.utils.checkpoint
 from torch import Tensor, nn, overrides
 
 from amp import active
 from amp.active import Caster
-from amp.casting.cast_cache import forget_casts, forwards, give_torchs_cache, nesting, take_torchs_cache
 from amp.casting.subclassing import subclass_of, swap_classes
-from amp.dtypes import CASTABLE
-from amp.interrupts import followed_by
-from amp.patching import Patch, around
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
-_OFF = "ipu"
+OFF = "ipu"
 """The flag "casts are off in this thread": the autocast flag of a device type that no tensor is on.
 
 So the flag is thread-local, autograd's threads inherit it, and Dynamo guards on it, even for a function
@@ -41,13 +43,20 @@ _accelerator = accelerator_type()
 DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator)
 """The device types whose tensors are cast: the CPU, and the accelerator that torch is built for."""
 
+_FLAGS = (OFF, *DEVICE_TYPES)
+_NO_CASTS = (True, *(False for _ in DEVICE_TYPES))
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[..., Any]
 
 _internals: Any = torch._C  # its stubs lack the functions used here
-_NO_CASTS = {_OFF: True, **dict.fromkeys(DEVICE_TYPES, False)}
+_NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+"""How torch tells in how many regions a thread is: only when one is entered or left.
+
+They are called by one `map`, so that no interrupt comes between.
+"""
 
 
 # Whether functions cast.
@@ -62,7 +71,7 @@ def casts(caster: Caster, device_type: str) -> bool:
         return False
     if device_type in DEVICE_TYPES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type) is caster.dtype
-    if torch.is_autocast_enabled(_OFF) or (is_eager and _is_in_worker(caster)):
+    if torch.is_autocast_enabled(OFF) or (is_eager and _is_in_worker(caster)):
         return False
     return not caster.device_types or device_type in caster.device_types
 
@@ -99,22 +108,9 @@ def _is_recorded() -> bool:
     return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
 
 
-class _Flags:
-    """Sets torch's autocast flags, by device type, inside the block."""
-
-    def __init__(self, values: dict[str, bool]) -> None:
-        self._values = values
-        self._changed: list[tuple[str, bool]] = []
-
-    def __enter__(self) -> None:
-        values = self._values.items()
-        self._changed = [(kind, on) for kind, on in values if torch.is_autocast_enabled(kind) is not on]
-        for kind, on in self._changed:
-            torch.set_autocast_enabled(kind, on)
-
-    def __exit__(self, *exception: object) -> None:
-        for kind, on in self._changed:
-            torch.set_autocast_enabled(kind, not on)
+def are_off() -> bool:
+    """Whether no function casts in this thread, whatever the device type of its tensors."""
+    return torch.is_autocast_enabled(OFF) and not any(map(torch.is_autocast_enabled, DEVICE_TYPES))
 
 
 @contextmanager
@@ -129,21 +125,116 @@ def disable_casts() -> Iterator[None]:
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
     else:
-        flags = _Flags(_NO_CASTS)
+        before, is_over = tuple(map(torch.is_autocast_enabled, _FLAGS)), False
         try:
-            with flags:
+            try:
+                tuple(map(torch.set_autocast_enabled, _FLAGS, _NO_CASTS))
                 yield
-        finally:  # again: an interrupt may come between the end of the block and `__exit__`
-            flags.__exit__()
+            finally:
+                tuple(map(torch.set_autocast_enabled, _FLAGS, before))
+                is_over = True
+        finally:
+            if not is_over:  # an interrupt has come before the flags were put back
+                tuple(map(torch.set_autocast_enabled, _FLAGS, before))
 
 
 def same_casts() -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of context managers that restore whether functions cast at this call."""
-    state = {kind: torch.is_autocast_enabled(kind) for kind in (_OFF, *DEVICE_TYPES)}
-    return functools.partial(_Flags, state)
+    flags = tuple(map(torch.is_autocast_enabled, _FLAGS))
+
+    @contextmanager
+    def as_it_was() -> Iterator[None]:
+        before = tuple(map(torch.is_autocast_enabled, _FLAGS))
+        try:
+            tuple(map(torch.set_autocast_enabled, _FLAGS, flags))
+            yield
+        finally:
+            tuple(map(torch.set_autocast_enabled, _FLAGS, before))
+
+    return as_it_was
 
 
-# Forwards.
+# The casts of weights.
+
+
+class _Token:
+    """An object that lives as long as its thread."""
+
+
+def _free(thread: weakref.ref[_Token]) -> None:
+    """Release torch's cache of a thread that ended without releasing it, because of an interrupt."""
+    if _holder.get("thread") is thread:
+        torch.clear_autocast_cache()
+        _holder.clear()
+
+
+class _Forwards(threading.local):
+    """Whether this thread is in the forward of a session's model, and where casts are cached there.
+
+    Attributes:
+        are_running: whether the thread is in a forward in which torch casts and caches.
+        casts: weights and their casts, by id, in a forward in which patched functions cast; else None.
+        thread: a reference that identifies this thread, and dies with it.
+    """
+
+    are_running = False
+    casts: dict[int, tuple[Tensor, Tensor]] | None = None
+
+    def __init__(self) -> None:
+        token = _Token()
+        self.thread = weakref.ref(token, _free)
+        self._token = token  # last: `_free` is not called if this object and the reference die together
+
+    @property
+    def have_torchs_cache(self) -> bool:
+        """Whether this thread holds torch's cache."""
+        return _holder.get("thread") is self.thread
+
+    def is_in_one(self) -> bool:
+        """Whether the thread is in the forward of a session's model."""
+        return self.are_running or self.casts is not None
+
+
+forwards = _Forwards()
+
+_holder: dict[str, weakref.ref[_Token]] = {}
+"""The thread that holds torch's cache, if one does.
+
+One call of `setdefault` both takes the cache and tells who holds it: no interrupt can come between.
+"""
+
+
+def take_torchs_cache() -> bool:
+    """Take torch's cache for this thread if it is free; return whether this thread holds it."""
+    thread = forwards.thread
+    return _holder.setdefault("thread", thread) is thread
+
+
+def give_torchs_cache() -> None:
+    """Release torch's cache, if this thread holds it."""
+    if _holder.get("thread") is forwards.thread:
+        _holder.clear()
+
+
+def forget_casts() -> None:
+    """Forget the cached casts of this thread."""
+    thread = forwards.thread
+    had_torchs_cache = _holder.get("thread") is thread
+    if forwards.casts is not None:
+        forwards.casts.clear()
+    if _holder.setdefault("thread", thread) is thread:
+        try:
+            torch.clear_autocast_cache()
+        finally:
+            if not had_torchs_cache:
+                _holder.clear()
+    else:
+        _, depth = map(operator.call, _NESTING)
+        if depth and torch.is_autocast_cache_enabled():  # in a region older than any session
+            torch.clear_autocast_cache()
+
+
+# The state of a thread.
 
 
 class ThreadState:
@@ -154,26 +245,26 @@ class ThreadState:
     """
 
     def __init__(self) -> None:
-        kinds = (_OFF, *DEVICE_TYPES)
-        self._enabled = [(kind, torch.is_autocast_enabled(kind)) for kind in kinds]
-        self._dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES]
+        self._enabled = tuple(map(torch.is_autocast_enabled, _FLAGS))
+        self._dtypes = tuple(map(torch.get_autocast_dtype, DEVICE_TYPES))
         self._caches = torch.is_autocast_cache_enabled()
-        self._depth = nesting()
+        _, self._depth = map(operator.call, _NESTING)
         self._in_forward, self._casts = forwards.are_running, forwards.casts
-        self._had_torchs_cache = forwards.have_torchs_cache
+        # Outside of regions only an interrupt leaves it held.
+        self._had_torchs_cache = self._depth > 0 and forwards.have_torchs_cache
         self._has_grad = torch.is_grad_enabled()
 
     def around(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function, and restore the state; that of autograd only after an error."""
-        has_returned = False
-
-        def call() -> T:
-            nonlocal has_returned
-            result = function(*args, **kwargs)
-            has_returned = True
-            return result
-
-        return followed_by(call, lambda: self.put_back(after_error=not has_returned))
+        """Call a function, and restore the state if it raises."""
+        try:
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                self.put_back(after_error=True)
+                raise
+        except BaseException:  # again: an interrupt may have come before it was done
+            self.put_back(after_error=True)
+            raise
 
     def put_back(self, after_error: bool = False) -> None:
         """Restore the state of autocast; after an error that of autograd too.
@@ -182,22 +273,25 @@ class ThreadState:
         """
         if after_error:
             torch._C._set_grad_enabled(self._has_grad)
-        for kind, enabled in self._enabled:
-            torch.set_autocast_enabled(kind, enabled)
-        for kind, dtype in self._dtypes:
-            torch.set_autocast_dtype(kind, dtype)
+        tuple(map(torch.set_autocast_enabled, _FLAGS, self._enabled))
+        tuple(map(torch.set_autocast_dtype, DEVICE_TYPES, self._dtypes))
         torch.set_autocast_cache_enabled(self._caches)
-        while nesting() > self._depth:
+        _, depth = map(operator.call, _NESTING)
+        for _ in range(depth - self._depth):
             torch.autocast_decrement_nesting()
         if not self._depth:
             forget_casts()
-        if not (self._had_torchs_cache and self._depth):  # held outside of regions: by an interrupt
+        if not self._had_torchs_cache:
             give_torchs_cache()
         forwards.are_running, forwards.casts = self._in_forward, self._casts
 
 
+# Forwards.
+
+
 @functools.cache
-def _is_available(kind: str) -> bool:
+def is_available(kind: str) -> bool:
+    """Whether there is a device of a type in `DEVICE_TYPES`."""
     return kind == "cpu" or torch.accelerator.is_available()
 
 
@@ -214,17 +308,23 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
     else:
         forwards.casts = {}
         torch.set_autocast_cache_enabled(False)
-    off = torch.is_autocast_enabled(_OFF)
+    off = torch.is_autocast_enabled(OFF)
     torch.autocast_increment_nesting()
     if CASTS_LOSE_GRADIENTS:
         torch.set_autocast_cache_enabled(False)
-    for kind in filter(_is_available, DEVICE_TYPES):
+    for kind in filter(is_available, DEVICE_TYPES):
         enabled = torch.is_autocast_enabled(kind)
         if enabled if in_thread_of_torch else not (enabled or off):
             if torch.get_autocast_dtype(kind) is not dtype:
                 forget_casts()  # torch does not check the dtype of cached casts
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, True)
+
+
+def _is_in_users_region(module: nn.Module) -> bool:
+    """Whether a forward begins in a region that is not ours; DataParallel's threads repeat ours."""
+    is_in_one = any(map(torch.is_autocast_enabled, DEVICE_TYPES))
+    return is_in_one and not getattr(module, "_is_replica", False)
 
 
 def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,17 +346,21 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         if is_plain or _internals._functorch.peek_interpreter_stack() is not None:
             return base.__call__(self, *args, **kwargs)
 
+        state = ThreadState()
+
         def call() -> Any:
             active.activate(caster)
             caster.is_inherited = False
-            if not getattr(self, "_is_replica", False):  # DataParallel repeats amp's own region
+            if _is_in_users_region(self):
                 caster.check_region()
             first = itertools.islice(self.parameters(), 1)
             caster.device_types |= {parameter.device.type for parameter in first}
             _enter_forward(self, caster.dtype)
-            return base.__call__(self, *args, **kwargs)
+            result = base.__call__(self, *args, **kwargs)
+            state.put_back()
+            return result
 
-        return ThreadState().around(call)
+        return state.around(call)
 
     return subclass_of(base, __call__=__call__)
 
@@ -264,139 +368,3 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
 def watch(model: nn.Module, caster: Caster) -> Callable[[], None]:
     """Run the model's forwards in regions while the caster is live; return a function to undo it."""
     return swap_classes([model], functools.partial(_class_in_regions, caster=caster))
-
-
-# Wrappers of torch's own functions.
-
-
-def turn_on() -> None:
-    """Turn casts on in this thread, outside of regions; but not in hooks that were entered before."""
-    torch.set_autocast_enabled(_OFF, False)
-    entered = []
-    while (hooks := _internals._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        entered.append(hooks)
-        _internals._autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(entered):
-        _internals._autograd._push_saved_tensors_default_hooks(_as_it_is(pack), unpack)
-
-
-def _enter(original: Function, region: Any) -> Any:
-    """Enter a torch.autocast region. In a region that is not ours, only torch.autocast casts."""
-    region._amp_was_off = was_off = torch.is_autocast_enabled(_OFF)
-    region._amp_had_cache = forwards.have_torchs_cache
-    region._amp_has_cache = forwards.casts is None and take_torchs_cache()
-    result = original(region)
-    if not region._amp_has_cache:
-        torch.set_autocast_cache_enabled(False)
-    caster = active.caster_here()
-    if caster is not None:
-        ours = region._enabled and region.fast_dtype is caster.dtype
-        foreign = not ours and region.device in DEVICE_TYPES and _is_available(region.device)
-        torch.set_autocast_enabled(_OFF, was_off or foreign)
-    if region.fast_dtype is not region.prev_fastdtype:
-        forget_casts()  # torch does not check the dtype of cached casts
-    return result
-
-
-def _exit(original: Function, region: Any, *exception: Any) -> Any:
-    """Exit a torch.autocast region."""
-    was_off = getattr(region, "_amp_was_off", None)  # None: entered before the session
-    if was_off is not None:
-        torch.set_autocast_enabled(_OFF, was_off)
-    if region.fast_dtype is not region.prev_fastdtype:
-        forget_casts()
-    if not getattr(region, "_amp_has_cache", True):  # else torch would empty the other thread's cache
-        torch.autocast_increment_nesting()
-        try:
-            return original(region, *exception)
-        finally:
-            torch.autocast_decrement_nesting()
-    try:
-        return original(region, *exception)
-    finally:
-        if not getattr(region, "_amp_had_cache", True):
-            torch.clear_autocast_cache()
-            give_torchs_cache()
-
-
-def _record(original: Function, mode: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record a function for `torch.export`, with casts off where the recorded region says so."""
-    with _Flags({_OFF: bool(mode.enter_autocast_nodes) or torch.is_autocast_enabled(_OFF)}):
-        return original(mode, *args, **kwargs)
-
-
-def _autocast_kwargs(original: Function, device_type: str = "cuda") -> Any:
-    """Return the autocast state for activation checkpoints, so that they recompute like the forward."""
-    states = original(device_type)
-    for kind, state in zip((device_type, "cpu"), states, strict=True):
-        dtype = cast_dtype(kind) if kind in DEVICE_TYPES else None
-        if state is not None and dtype is not None:
-            state |= {"enabled": True, "dtype": dtype}
-    return states
-
-
-def _make_hooks(original: Function, hooks: Any, pack: Function, unpack: Function) -> None:
-    """Pack tensors without casts: `save_on_cpu` calls `Tensor.cpu`, whose tensor a rule casts."""
-    original(hooks, _as_it_is(pack), unpack)
-
-
-def _as_it_is(pack: Function) -> Function:
-    return lambda tensor: call_without_casts(pack, (tensor,), {})
-
-
-def _check_rnn_input(
-    original: Function, module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None
-) -> None:
-    """Check an input, but not that its dtype is that of the weights: both will be cast."""
-    weight, is_cast = module._flat_weights[0], cast_dtype(input.device.type) is not None
-    if is_cast and isinstance(weight, Tensor) and input.dtype in CASTABLE:
-        input = torch.empty_like(input, dtype=weight.dtype, device="meta")
-    with _Flags({_OFF: False}):  # `check_input` asks whether autocast is on for any device type
-        original(module, input, batch_sizes)
-
-
-def _parallel_apply(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Run DataParallel's threads with the casts of this thread."""
-    with ExitStack() as regions:
-        for kind in filter(_is_available, DEVICE_TYPES):
-            if (dtype := cast_dtype(kind)) is not None:
-                regions.enter_context(torch.autocast(kind, dtype))
-        return original(*args, **kwargs)
-
-
-_UNSEEN = "functions would cast where a region says no, or not cast where it says yes"
-PATCHES = (
-    Patch(("torch.amp.autocast_mode.autocast",), "__enter__", around(_enter), _UNSEEN),
-    Patch(("torch.amp.autocast_mode.autocast",), "__exit__", around(_exit), _UNSEEN),
-    Patch(
-        ("torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode",),
-        "__torch_function__",
-        around(_record),
-        "an exported program would have other casts than the model",
-    ),
-    Patch(
-        ("torch.utils.checkpoint",),
-        "_get_autocast_kwargs",
-        around(_autocast_kwargs),
-        "a checkpoint would recompute without the casts of the forward",
-    ),
-    Patch(
-        ("torch.nn.parallel.data_parallel.DataParallel",),
-        "parallel_apply",
-        around(_parallel_apply),
-        "threads of DataParallel would not cast",
-    ),
-    Patch(
-        ("torch.autograd.graph.saved_tensors_hooks",),
-        "__init__",
-        around(_make_hooks),
-        "what a backward needs would come back in another dtype",
-    ),
-    Patch(
-        ("torch.nn.modules.rnn.RNNBase",),
-        "check_input",
-        around(_check_rnn_input),
-        "not silent: it would refuse an input whose dtype is not the weights', though both are cast",
-    ),
-)
-"""What a session that casts functions replaces, besides the functions of the op tables."""

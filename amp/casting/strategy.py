@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp.casting.cast_cache import forwards
-from amp.casting.regions import DEVICE_TYPES
+from amp.casting.regions import DEVICE_TYPES, forwards
 from amp.errors import warn
 from amp.profiles.levels import compute_dtype
 from amp.profiles.properties import Properties
@@ -30,13 +29,15 @@ class Strategy:
         properties: the session's resolved profile.
     """
 
-    _has_warned_of_region = False
-
     state_key = ""
     """The key of the strategy's state in `amp.state_dict()`; empty for a strategy without state."""
 
     def __init__(self, properties: Properties) -> None:
         self.properties = properties
+        scaling = properties.loss_scaling
+        is_scaled = scaling.dynamic or scaling.init != 1
+        self._minds_regions = not is_scaled and compute_dtype(properties) is torch.bfloat16
+        """Whether a float16 region around a model is still to be warned of."""
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -63,15 +64,14 @@ class Strategy:
 
     def check_region(self) -> None:
         """Warn once if a forward begins in the user's float16 region, and losses are not scaled."""
-        p, is_off = self.properties, self._has_warned_of_region or not torch.is_grad_enabled()
-        is_scaled = p.loss_scaling.dynamic or p.loss_scaling.init != 1
-        if is_off or is_scaled or compute_dtype(p) is not torch.bfloat16 or forwards.is_in_one():
+        if not (self._minds_regions and torch.is_grad_enabled()):
             return
         for kind in DEVICE_TYPES:
-            if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
-                self._has_warned_of_region = True
+            is_float16 = torch.get_autocast_dtype(kind) is torch.float16
+            if is_float16 and torch.is_autocast_enabled(kind) and not forwards.is_in_one():
+                self._minds_regions = False
                 warn(
-                    f"a model at opt_level={p.opt_level!r} was called in a region "
+                    f"a model at opt_level={self.properties.opt_level!r} was called in a region "
                     f"torch.autocast('{kind}', torch.float16), and its losses are not scaled: float16 "
                     "gradients below 6e-8 are 0 without it. Leave out the region, or take "
                     "opt_level='O1' or 'O2', which scale losses"

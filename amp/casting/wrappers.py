@@ -16,9 +16,16 @@ from torch import Tensor, nn
 
 from amp import active
 from amp.active import Caster
-from amp.casting.cast_cache import forwards
 from amp.casting.policy import OpRule
-from amp.casting.regions import DEVICE_TYPES, Function, call_without_casts, casts, disable_casts
+from amp.casting.regions import (
+    DEVICE_TYPES,
+    Function,
+    are_off,
+    call_without_casts,
+    casts,
+    disable_casts,
+    forwards,
+)
 from amp.dtypes import CASTABLE, LOW_PRECISION, SCALABLE
 from amp.errors import AmpNotImplementedError
 
@@ -32,6 +39,8 @@ def call_with_casts(
     caster: Caster, rule: OpRule, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `original`, with its arguments cast by `rule` if `caster` casts at this point."""
+    if not torch.compiler.is_dynamo_compiling() and are_off():  # as in the optimizer's step
+        return original(*args, **kwargs)
     if kwargs and kwargs.get("out") is not None:  # it has a dtype already
         return call_without_casts(original, args, kwargs)
     if kwargs and rule.category == "float" and kwargs.get("dtype") is not None:

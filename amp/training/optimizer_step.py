@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from amp.casting.cast_cache import forget_casts
-from amp.casting.regions import ThreadState
+from amp.casting.regions import ThreadState, forget_casts
 from amp.errors import warn
 from amp.interrupts import followed_by
 from amp.masters.whole import MasterWeights

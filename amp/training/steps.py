@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from amp.casting.cast_cache import forget_casts
-from amp.casting.regions import disable_casts, same_casts
+from amp.casting.regions import disable_casts, forget_casts, same_casts
 from amp.errors import AmpRuntimeError
 from amp.interrupts import followed_by
 from amp.masters.whole import MasterWeights
