@@ -18,6 +18,7 @@ from amp.casting.by_op import CastOps
 from amp.casting.cast_cache import forwards
 from amp.casting.fp8 import Fp8Linears, set_forward
 from amp.casting.fp8_history import AmaxHistory
+from amp.casting.memory_checks import named_tensors
 from amp.casting.regions import ThreadState
 from amp.casting.strategies import strategies_for
 from amp.diagnosis.arming import Armed
@@ -190,8 +191,11 @@ class Session:
         for each in watching(self.observers):
             each.session_ends(self)
         with torch.inference_mode(False):  # weights that are cast in it could not be trained
+            memory = self.masters.memory
+            memory.note(named_tensors(self.live_models()))
             self.undo.close()
             self.masters.forget_casts()
+            memory.forget()
 
     def __enter__(self) -> Session:
         self._check_open()
