@@ -102,19 +102,15 @@ def same_memory(tensors: Iterable[Tensor]) -> list[Overlap]:
     """Return which of these tensors share elements. Views of one vector beside each other do not.
 
     Tensors without memory that can be looked at, as shards of DTensors, share none; see `place_of`.
-    This asks each tensor for its address, and costs memory only where tensors with holes interlock: a
-    byte for each element that they span. The host does not wait.
+    This asks each tensor for its address, and costs memory only where tensors with holes interlock: 4
+    bytes for each element that they span. The host does not wait.
     """
     found = []
     for run in _runs(tensors):
         for group in _overlapping(run):
-            views = {(_view(tensor), tensor.dtype) for tensor in group}
+            views = {(x.storage_offset(), x.shape, x.stride(), x.dtype) for x in group}
             found.append(Overlap(group, len(views) == 1))
     return found
-
-
-def _view(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _overlapping(run: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -10,6 +10,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import amp
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.profiles import levels
 from amp.profiles.levels import load_profile
-from amp.shared_memory import same_memory
+from amp.shared_memory import CastMemory, same_memory
 from amp.training.attachment import AttachedOptimizer
+from tests.interrupting import Interrupter, every_nth_line
 
 SIZE = 32
 LEVELS = [level for level in levels.LEVELS if load_profile(level).casts_model and level != "O0"]
@@ -235,6 +237,52 @@ def test_a_failed_initialize_gives_the_very_memory_back(
     amp.get_session(optimizer).close()
 
 
+@every_nth_line(97, 11)
+def test_an_interrupted_close_can_be_repeated(every: int) -> None:
+    def run(at: int) -> tuple[Interrupter, list[Any], list[Tensor]]:
+        model = made(flat)
+        optimizer = begin(model, "O5", [model.encoder.weight])
+        train(model, optimizer)
+        session, interrupter = amp.get_session(optimizer), Interrupter(at)
+        with interrupter.active(), suppress(KeyboardInterrupt):
+            session.close()
+        session.close()
+        return interrupter, places(model), copies(model)
+
+    counted, at, values = run(-1)
+    for line in counted.first[::every]:
+        interrupter, found, now = run(line)
+        assert found == at, interrupter.place
+        assert all(map(torch.equal, now, values)), interrupter.place
+
+
+@pytest.mark.parametrize("layout", [*TIED, *BESIDE])
+def test_an_interrupted_initialize_leaves_the_very_memory(layout: Layout) -> None:
+    def run(at: int) -> Interrupter:
+        model, interrupter = made(layout), Interrupter(at)
+        addresses, values = [x.data_ptr() for x in model.parameters()], copies(model)
+        try:
+            with interrupter.active():
+                begin(model, "O5", [model.encoder.weight])
+        except KeyboardInterrupt:
+            if model.encoder.weight.dtype is torch.float32:
+                assert [x.data_ptr() for x in model.parameters()] == addresses, interrupter.place
+                assert all(map(torch.equal, copies(model), values)), interrupter.place
+        return interrupter
+
+    for line in run(-1).first[::151]:
+        run(line)
+
+
+def test_a_tensor_that_has_moved_meanwhile_is_cast_as_it_is() -> None:
+    memory, both = CastMemory(), torch.zeros(8)
+    one, other = both[:4], both[4:]
+    memory.note([one, other])
+    one.data = torch.ones(4)
+    assert torch.equal(memory.cast(one, torch.bfloat16), torch.ones(4, dtype=torch.bfloat16))
+    assert torch.equal(memory.cast(other, torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16))
+
+
 def test_the_memory_from_before_is_freed() -> None:
     model = made(flat)
     before = weakref.ref(model.encoder.weight.untyped_storage())
@@ -352,7 +400,9 @@ def test_levels_that_cast_no_weights_say_nothing_of_a_flat_vector(level: str) ->
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 8, 3).to("cpu", memory_format=torch.channels_last),
     )
 
 
@@ -377,7 +427,7 @@ def assigned(path: Path, *, mmap: bool) -> Iterator[Any]:
 def of_safetensors(path: Path) -> Iterator[Any]:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(
-        convolutions().to(memory_format=torch.contiguous_format).state_dict(), path / "state"
+        convolutions().to("cpu", memory_format=torch.contiguous_format).state_dict(), path / "state"
     )
     state = safetensors.load_file(path / "state")
     model = convolutions()
