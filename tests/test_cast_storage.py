@@ -398,12 +398,10 @@ def test_levels_that_cast_no_weights_say_nothing_of_a_flat_vector(level: str) ->
     assert not model.decoder.weight.any()
 
 
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.Conv2d(8, 8, 3).to("cpu", memory_format=torch.channels_last),
-    )
+def convolutions() -> Any:
+    last: Any = nn.Conv2d(8, 8, 3)
+    last.to(memory_format=torch.channels_last)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), last)
 
 
 def through(function: Callable[[Any], Any]) -> Callable[[Path], Iterator[Any]]:
@@ -427,7 +425,7 @@ def assigned(path: Path, *, mmap: bool) -> Iterator[Any]:
 def of_safetensors(path: Path) -> Iterator[Any]:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(
-        convolutions().to("cpu", memory_format=torch.contiguous_format).state_dict(), path / "state"
+        convolutions().to(memory_format=torch.contiguous_format).state_dict(), path / "state"
     )
     state = safetensors.load_file(path / "state")
     model = convolutions()
@@ -472,7 +470,7 @@ ORDINARY: dict[str, Callable[[Path], Iterator[Any]]] = {
     "just made": through(lambda model: model),
     "a deep copy": through(copy.deepcopy),
     "pickled": through(lambda model: pickle.loads(pickle.dumps(model))),
-    "moved": through(lambda model: model.double().float().to("cpu", memory_format=torch.channels_last)),
+    "moved": through(lambda model: model.double().float().to(memory_format=torch.channels_last)),
     "an average": through(lambda model: torch.optim.swa_utils.AveragedModel(model)),
     "pruned": through(lambda model: (prune.l1_unstructured(model[0], "weight", 2), model)[1]),
     "loaded": through(lambda model: (model.load_state_dict(convolutions().state_dict()), model)[1]),
