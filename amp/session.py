@@ -17,6 +17,7 @@ from amp import active, arguments, checkpoint, distributed
 from amp.casting.by_op import CastOps
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.fp8_strategy import Fp8Linears, set_forward
+from amp.casting.memory_checks import named_tensors
 from amp.casting.regions import ThreadState, forwards
 from amp.casting.strategies import strategies_for
 from amp.distributed import ProcessGroup
@@ -189,8 +190,11 @@ class Session:
         for each in watching(self.observers):
             each.session_ends(self)
         with torch.inference_mode(False):  # weights that are cast in it could not be trained
+            memory = self.masters.memory
+            memory.note(named_tensors(self.live_models()))
             self.undo.close()
             self.masters.forget_casts()
+            memory.forget()
 
     def __enter__(self) -> Session:
         self._check_open()

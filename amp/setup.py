@@ -14,6 +14,7 @@ from torch import nn
 
 from amp import active, arguments, dcp
 from amp.casting.by_op import CastOps
+from amp.casting.memory_checks import check_masters, check_memory, named_tensors
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, warn
@@ -24,6 +25,7 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import synchronization
 from amp.training.attachment import AttachedOptimizer
 from amp.training.clipping import patch_clipping
+from amp.training.optimizer_wrappers import innermost
 from amp.training.unattached import unattached
 from amp.undo import Undo
 
@@ -42,7 +44,7 @@ class Setup:
         self._models = models
         self._optimizers = optimizers
         self._attached: list[AttachedOptimizer] = []
-        self._undo = Undo()
+        self._undo = Undo(session.masters.memory)
 
     def check(self, allow_low_precision: bool) -> None:
         """Raise AmpError for what cannot be prepared, and warn of float64 models, which stay so."""
@@ -56,6 +58,9 @@ class Setup:
         models = [*session.live_models(), *self._models]
         arguments.check_rules(properties.rules, models if self._models else [])
         arguments.check_optimizers(self._optimizers, models, properties, session.process_groups)
+        groups = [group for each in map(innermost, self._optimizers) for group in each.param_groups]
+        check_masters(chain.from_iterable(group["params"] for group in groups), models, properties)
+        check_memory(self._models, properties)
         for message in arguments.advise_on_float64(self._models, properties):
             warn(message)
 
@@ -70,12 +75,14 @@ class Setup:
         session.undo.callback(undo.close)
         try:
             active.add(session)
+            undo.memory.note(named_tensors(self._models))
             self._prepare_models()
             new = self._attach()
             self._watch_models()
             self._finish(new)
             undo.has_succeeded()
         finally:
+            undo.memory.forget()
             if not undo.is_for_close:
                 if not was_in_use:
                     active.remove(session)

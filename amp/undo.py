@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import set_values
+from amp.shared_memory import CastMemory
 
 
 class Contents(NamedTuple):
@@ -25,9 +26,10 @@ class Contents(NamedTuple):
         tensor.grad = self.grad
 
     @classmethod
-    def cast(cls, tensor: Tensor, dtype: torch.dtype) -> Contents:
-        """Return the contents of a tensor in another dtype."""
-        return cls(tensor.data.to(dtype), None if tensor.grad is None else tensor.grad.to(dtype))
+    def cast(cls, tensor: Tensor, dtype: torch.dtype, data: Tensor | None = None) -> Contents:
+        """Return the contents of a tensor in another dtype; `data` is its memory there, if made."""
+        grad = None if tensor.grad is None else tensor.grad.to(dtype)
+        return cls(tensor.data.to(dtype) if data is None else data, grad)
 
 
 class Undo:
@@ -35,13 +37,17 @@ class Undo:
 
     A callback may be called again, because `close` may be repeated after an error or an interrupt.
 
+    Args:
+        memory: gives tensors memory in another dtype, and back.
+
     Attributes:
         before: the contents of tensors before they were cast.
         if_it_fails: functions to call only if `initialize` fails, and not when the session closes.
         is_for_close: whether `initialize` has succeeded, so that only `close` is still to undo it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: CastMemory | None = None) -> None:
+        self.memory = memory or CastMemory()
         self.is_for_close = False
         self.before: dict[Tensor, Contents] = {}
         self.if_it_fails: list[Callable[[], object]] = []

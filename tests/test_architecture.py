@@ -38,6 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "dtypes",
         "distributed",
         "patching",
+        "shared_memory",
         "state_checks",
         "torch_versions",
         "undo",

@@ -48,6 +48,7 @@ from amp.kernels.grad_mode import without_grad
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
+from amp.shared_memory import CastMemory
 from amp.undo import Contents, Undo
 
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -183,11 +184,11 @@ class CastModel(Strategy):
         policies = ShardPolicies(model, self.properties, dtypes)
         had = {name: x.dtype for name, x in _every_named(model)}
         undo.callback(restore_policies, weakref.ref(model))
-        undo.callback(_cast_back, weakref.ref(model), had)
+        undo.callback(_cast_back, weakref.ref(model), had, undo.memory)
         for tensor, dtype in dtypes.items():
             if tensor.dtype is not dtype and not policies.keeps(tensor):
                 before = undo.before[tensor] = Contents(tensor.data, tensor.grad)
-                Contents.cast(tensor, dtype).put_into(tensor)
+                Contents.cast(tensor, dtype, undo.memory.cast(tensor, dtype)).put_into(tensor)
                 if not isinstance(tensor, nn.Parameter) and _has_changed(before.data, tensor):
                     self._cast[tensor] = before.data, tensor._version
         policies.apply()
@@ -279,7 +280,9 @@ def _warn_of_buffers(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> 
             )
 
 
-def _cast_back(reference: weakref.ref[nn.Module], had: Mapping[str, torch.dtype]) -> None:
+def _cast_back(
+    reference: weakref.ref[nn.Module], had: Mapping[str, torch.dtype], memory: CastMemory
+) -> None:
     """Cast parameters and buffers to the dtypes that they had, unless a master has restored them.
 
     They are found by name, because torch swaps no tensors that have weak references. What has got a
@@ -295,7 +298,7 @@ def _cast_back(reference: weakref.ref[nn.Module], had: Mapping[str, torch.dtype]
         if tensor.dtype not in CASTABLE or dtype not in CASTABLE:
             continue
         if any(x is not None and x.dtype is not dtype for x in (tensor, tensor.grad)):
-            Contents.cast(tensor, dtype).put_into(tensor)
+            Contents.cast(tensor, dtype, memory.cast(tensor, dtype)).put_into(tensor)
 
 
 def _needed_input_dtype(

@@ -137,8 +137,11 @@ class LateOptimizers:
         self.state_dict()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        memory = self.session.masters.memory
+        memory.note(self._cast)
         for tensor in self._cast:
-            Contents(self._values_of(tensor), None).put_into(tensor)
+            data = memory.cast(tensor, torch.float32, self._values_of(tensor))
+            Contents(data, None).put_into(tensor)
         self._cast, self._float32, self._optimizers = [], {}, []
         self.session.close()
 

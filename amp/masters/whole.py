@@ -24,6 +24,7 @@ from amp.kernels.tensor_lists import are_plain, has_no_memory, local
 from amp.lazy import kernels
 from amp.masters.freezing import Freezing
 from amp.masters.traces import UNSEEN, Traces, trace_of
+from amp.shared_memory import CastMemory
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.undo import Contents
 
@@ -35,6 +36,7 @@ class MasterWeights:
     A copy or a pickle of this object has no masters.
 
     Attributes:
+        memory: gives parameters memory in the dtype from before the cast.
         lock: held by a step, in which masters and weights differ, and by code that compares the two,
             perhaps in another thread that saves the model.
         traces: what each parameter was like when it last equalled its rounded master.
@@ -50,6 +52,7 @@ class MasterWeights:
     """Whether masters hold FP32 values at all times."""
 
     def __init__(self) -> None:
+        self.memory = CastMemory()
         self.lock = threading.RLock()
         self._master_of: dict[Tensor, nn.Parameter] = {}
         self._model_of: dict[Tensor, Tensor] = {}
@@ -146,8 +149,8 @@ class MasterWeights:
         dtype = self._dtype_before.get(parameter)
         if dtype is not None and parameter.dtype is not dtype:
             self.follow(master)
-            contents = Contents.cast(parameter, dtype)
-            contents._replace(data=self.values(master).to(dtype)).put_into(parameter)
+            data = self.memory.cast(parameter, dtype, self.values(master))
+            Contents.cast(parameter, dtype, data).put_into(parameter)
         self._addresses = None
         self._users[master].discard(user)
         if len(self._users[master]) == 1:

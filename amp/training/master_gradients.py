@@ -146,4 +146,5 @@ class MasterGradients(SharedGradients):
     def let_go(self) -> None:
         """Forget the parameters too."""
         self.forget()
-        self._shown, self.lists = None, ParameterLists((), self._masters)
+        # In one line: a repeated `close` compares the gradients in common with the lists.
+        self._shown, self.lists, self._own_common = None, ParameterLists((), self._masters), ()
