@@ -130,7 +130,7 @@ def plan_loop(
     """
     types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
     present = tuple([number is not None for number in numbers])
-    loop = _loop_of(formula, types, present, own_bits is not None, merges)
+    loop = _compile(formula, types, present, own_bits is not None, merges)
     if loop is None:
         return indices, None
     flat, left = flat_and_others([*lists.values()], indices)
@@ -190,7 +190,7 @@ def load_loop(source: str, purpose: str, compiles: bool = True) -> Any:
 
 
 @functools.cache
-def _loop_of(*arguments: Any) -> Any:
+def _compile(*arguments: Any) -> Any:
     """Return the loop that `source_of` these arguments gives; None if it cannot be compiled."""
     return load_loop(source_of(*arguments), "the optimizer step")
 

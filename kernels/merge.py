@@ -13,7 +13,8 @@ million elements. Memory traffic: each tensor is read once, 6 bytes an element. 
 elements is written only if one of them changes, on the CPU a vector or a slice. In a fused step the
 merge happens in registers, and costs 2 bytes; see `amp.kernels.stepping`.
 
-No version of a master goes up: a version says that other code has written to the master itself.
+No version of a master goes up: a version says that other code has written to the master itself. Only
+what `torch.compile` makes of a merge raises versions, as of all that it writes.
 """
 
 from __future__ import annotations
@@ -142,9 +143,9 @@ def merge_kernel(rows, chunks, flag, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
 
 def _are_at_hand(device: torch.device, lists: Sequence[Sequence[Tensor]]) -> bool:
     """Whether the host may go through tensors: they are its own, and nothing watches or compiles it."""
-    if device.type != "cpu" or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return all(map(are_plain, lists))
+    return _get_current_dispatch_mode() is None and all(map(are_plain, lists))
 
 
 _loops: dict[torch.dtype, Any] = {}
