@@ -97,8 +97,8 @@ def _run(
     for same in todo.fallback:
         left = same if requested(backend)[0] else _merge_in_cpp(*both, same, flag)
         if left:
-            chosen = [[tensors[i] for i in left] for tensors in both]
-            merge_reference(*chosen, flag=flag)
+            theirs, ours = [[tensors[i] for i in left] for tensors in both]
+            merge_reference(theirs, ours, flag)
 
 
 @functools.lru_cache(maxsize=64)
