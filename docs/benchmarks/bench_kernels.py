@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,12 +188,11 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
                 Contender("`_foreach_copy_`", lambda m=model: torch._foreach_copy_(m, masters)),
             ],
         )
-    del grads, model
     yield from with_merges(masters)
 
 
 def with_merges(masters: list[Tensor]) -> Iterator[Operation]:
-    """Yield looks at 16-bit parameters that nothing has written to, alone and in an optimizer's step."""
+    """Yield merges with parameters that nothing has written to, alone and in an optimizer's step."""
     numbers = ADAMW.numbers(
         dict.fromkeys(("bias_correction", "decoupled_weight_decay"), True)
         | {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -201,10 +200,20 @@ def with_merges(masters: list[Tensor]) -> Iterator[Operation]:
     moments = [list(map(torch.zeros_like, masters)) for _ in range(2)]
     steps = [torch.zeros((), device=master.device) for master in masters]
 
-    def in_torch(parameters: list[Tensor]) -> None:
-        for parameter, master in zip(parameters, masters, strict=True):
-            agree = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(agree, master, parameter))
+    def phase(models: list[Tensor], grads: list[Tensor]) -> Callable[[], None]:
+        weights = list(map(torch.nn.Parameter, masters))
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        wide: list[Any] = [weight.grad for weight in weights]
+        optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=True)
+        found, one = (torch.tensor([x], device=masters[0].device) for x in (0.0, 1.0))
+
+        def run() -> None:
+            unscale(grads, wide, one, found)
+            optimizer.step()
+            master_copy(masters, models)
+
+        return run
 
     def adamw(models: list[Tensor], grads: list[Tensor], merges: bool) -> None:
         step(ADAMW, numbers, masters, grads, moments, steps, models=models, merges=merges)
@@ -217,7 +226,8 @@ def with_merges(masters: list[Tensor]) -> Iterator[Operation]:
             6,
             [
                 Contender("reamp", lambda m=models: merge(m, masters)),
-                Contender("to(), ==, where(), copy_()", lambda m=models: in_torch(m)),
+                Contender("plain torch", lambda m=models: merge(m, masters, backend="reference")),
+                Contender("unscale, AdamW(fused), copy", phase(models, grads)),
             ],
         )
         yield Operation(
