@@ -215,11 +215,14 @@ from amp.kernels.merge import merge
 
 cpu_loop.WORTH_COMPILING = 0
 values = numpy.linspace(-1, 1, 2**20 + 7, dtype="float32")
+values[3], values[4] = -0.0, numpy.nan
 values.tofile(sys.argv[1])
 master = torch.from_numpy(numpy.memmap(sys.argv[1], dtype="float32", mode="r"))
 for dtype in (torch.float16, torch.bfloat16):
+    parameter = master.to(dtype)
+    parameter[3] = 0.0
     for backend in (None, "reference"):
-        merge([master.to(dtype), master[:5].to(dtype)], [master, master[:5]], backend=backend)
+        merge([parameter, parameter[:5]], [master, master[:5]], backend=backend)
 print("merged")
 """
 
