@@ -4,7 +4,7 @@ Memory bandwidth limits a step, and eager torch goes through memory for each ope
 loop reads and writes each tensor once, on as many threads as torch uses, and one call steps all tensors
 of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions in
 place of tensors. Vectors and conversions are those of torch's own CPU kernels. Compiled loops are kept
-for later processes.
+for later processes. `amp.kernels.merge` is a loop of the same kind.
 
 `torch.compile` makes a loop of the formula too, but for one tensor: each of hundreds would take a call
 with guards and views, and the first step would import and run all of Inductor.
