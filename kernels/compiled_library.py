@@ -80,13 +80,7 @@ def load(source: str, purpose: str) -> ctypes.CDLL:
         OSError: there is no compiler, or no safe folder to compile in.
         RuntimeError: the compiler failed, or took too long.
     """
-    if os.name != "posix":
-        raise OSError("on this system nothing is compiled")
-    compiler = _compiler()
-    flags = (*_FLAGS, *_CPUS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    command = (*compiler, *flags, "source.cpp", "-o", "library.so", *_THREADS)
-    made_of = "\0".join((torch.__version__, *command, source))
-    key = hashlib.sha256(made_of.encode()).hexdigest()[:32]
+    compiler, command, key = _how_to_make(source)
     folder, why_not = None, ""
     try:
         folder = cache_folder()
@@ -111,6 +105,42 @@ def load(source: str, purpose: str) -> ctypes.CDLL:
         if folder is not None:
             library = _keep(library, folder, key)
         return ctypes.CDLL(str(library))
+
+
+def load_kept(source: str) -> ctypes.CDLL | None:
+    """Return a library that was compiled from C++ earlier and kept, or None; nothing is compiled."""
+    try:
+        kept = _find(cache_folder(), _how_to_make(source)[2]) if _place().is_dir() else None
+        return None if kept is None else ctypes.CDLL(str(kept))
+    except (OSError, RuntimeError):
+        return None
+
+
+def load_or_log(source: str, purpose: str) -> ctypes.CDLL | None:
+    """Do `load`; if it fails, log why and return None."""
+    try:
+        return load(source, purpose)
+    except Exception as error:  # from the compiler, the folder, or this release of torch
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = next((line for line in lines if "error:" in line), lines[0])
+        said = "%s could not be compiled, so eager torch runs it, slower: %s"
+        logger.warning(said, purpose, reason)
+        return None
+
+
+def _how_to_make(source: str) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return the compiler, the command that compiles C++ with it, and the key of what comes of it.
+
+    Raises:
+        OSError: there is no compiler.
+    """
+    if os.name != "posix":
+        raise OSError("on this system nothing is compiled")
+    compiler = _compiler()
+    flags = (*_FLAGS, *_CPUS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    command = (*compiler, *flags, "source.cpp", "-o", "library.so", *_THREADS)
+    made_of = "\0".join((torch.__version__, *command, source))
+    return compiler, command, hashlib.sha256(made_of.encode()).hexdigest()[:32]
 
 
 def read_source(name: str, macros: Mapping[str, Any]) -> str:
@@ -226,13 +256,8 @@ def cache_folder() -> Path:
         OSError: it cannot be made, or another user could write to it.
         RuntimeError: the user has no home.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification says to ignore it then
-        base = Path("~/.cache").expanduser()
-    if not base.is_absolute():
-        raise FileNotFoundError(f"{base} is no absolute path; set HOME or XDG_CACHE_HOME to one")
-    folder = base / "reamp"
-    for missing in (base, folder):
+    folder = _place()
+    for missing in (folder.parent, folder):
         with contextlib.suppress(FileExistsError):
             missing.mkdir(0o700)
     if folder.is_symlink():
@@ -241,6 +266,16 @@ def cache_folder() -> Path:
     if not _is_private(folder.lstat()):
         raise PermissionError(f"{folder} is not a folder that this user alone can write to")
     return folder
+
+
+def _place() -> Path:
+    """Return where the folder of `cache_folder` is, or would be."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # the XDG specification says to ignore it then
+        base = Path("~/.cache").expanduser()
+    if not base.is_absolute():
+        raise FileNotFoundError(f"{base} is no absolute path; set HOME or XDG_CACHE_HOME to one")
+    return base / "reamp"
 
 
 def _is_private(found: os.stat_result) -> bool:

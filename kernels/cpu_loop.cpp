@@ -1,8 +1,8 @@
 /* The loop of cpu_loop.py over the elements of tensors, which defines these macros before it:
 
    REAMP_PARALLEL   the number of elements from which a tensor is divided among threads
-   REAMP_STREAMS    how many tensors are stepped together: a parameter, its gradient, its moments, ...
-   REAMP_COLUMNS    the length of a row, see `step`
+   REAMP_STREAMS    how many tensors go together: a parameter, its gradient, its moments, ...
+   REAMP_COLUMNS    the length of a row, see `run`
    REAMP_NUMBERS    the number of hyper-parameters
    REAMP_BODY       the formula: reads vectors from the streams, and writes them */
 
@@ -23,6 +23,34 @@ template <class T> static inline Floats read(const T *memory, int64_t n)
 template <class T> static inline void write(const Floats &x, T *memory, int64_t n)
 {
     convert<T, sizeof(T) / 2, float, 2>(x).store(memory, n);
+}
+
+/* Whether 16-bit parameters are the rounded masters. */
+template <class T> static inline Floats agree(const Floats &ours, const Floats &theirs)
+{
+    return convert<float, 2, T, 1>(convert<T, 1, float, 2>(ours)) == theirs;
+}
+
+static inline bool is_all(const Floats &mask) { return !(mask[0].zero_mask() | mask[1].zero_mask()); }
+
+/* Masters, but the values of their parameters where these do not agree. */
+template <class T> static inline Floats merged(const Floats &ours, const Floats &theirs)
+{
+    return Floats::blendv(theirs, ours, agree<T>(ours, theirs));
+}
+
+/* Merge masters in memory; or with a flag, set it if that would change any. */
+template <class T> static inline void merge(const T *parameter, float *master, int64_t n, float *flag)
+{
+    static const float one = 1.0f;
+    const Floats ours = read(master, n), theirs = read(parameter, n);
+    Floats is_kept = agree<T>(ours, theirs);
+    if (is_all(is_kept)) return;
+    is_kept = is_kept | ((ours != ours) & (theirs != theirs));
+    if (n < WIDTH) is_kept = Floats::set(Floats(0) == Floats(0), is_kept, n);  // the rest is no element
+    if (is_all(is_kept)) return;
+    if (flag) __atomic_store(flag, &one, __ATOMIC_RELAXED);
+    else write(Floats::blendv(theirs, ours, is_kept), master, n);
 }
 
 /* Vectors of a compiler, which it converts in registers. */
@@ -112,22 +140,21 @@ static inline Ints index_of(const int64_t *origin, int64_t i)
     return Ints::loadu(combined);
 }
 
-/* Step n elements of a tensor from i on, a vector of them or fewer. */
-C10_ALWAYS_INLINE static void step_vector(const int64_t *row, int64_t i, int64_t n,
-                                          const Floats *numbers)
+/* Process n elements of a tensor from i on, a vector of them or fewer. */
+C10_ALWAYS_INLINE static void on_vector(const int64_t *row, int64_t i, int64_t n, const Floats *numbers)
 {
     REAMP_BODY
 }
 
-/* A row has the addresses and the size of a tensor, and perhaps its origin, with a key as the seed. */
-extern "C" void step(const int64_t *row, int64_t tensors, const float *numbers, int threads)
+/* A row has the addresses and the size of a tensor, and then what else the body reads. */
+extern "C" void run(const int64_t *row, int64_t tensors, const float *numbers, int threads)
 {
-    Floats vectors[REAMP_NUMBERS];
+    Floats vectors[REAMP_NUMBERS + 1];  // never of no length
     for (int k = 0; k < REAMP_NUMBERS; k++) vectors[k] = Floats(numbers[k]);
     for (; tensors > 0; tensors--, row += REAMP_COLUMNS) {
         const int64_t size = row[REAMP_STREAMS], tail = size % WIDTH;
         #pragma omp parallel for num_threads(threads) if (size >= REAMP_PARALLEL)
-        for (int64_t i = 0; i < size - tail; i += WIDTH) step_vector(row, i, WIDTH, vectors);
-        if (tail) step_vector(row, size - tail, tail, vectors);
+        for (int64_t i = 0; i < size - tail; i += WIDTH) on_vector(row, i, WIDTH, vectors);
+        if (tail) on_vector(row, size - tail, tail, vectors);
     }
 }

@@ -4,7 +4,7 @@ Memory bandwidth limits a step, and eager torch goes through memory for each ope
 loop reads and writes each tensor once, on as many threads as torch uses, and one call steps all tensors
 of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions in
 place of tensors. Vectors and conversions are those of torch's own CPU kernels. Compiled loops are kept
-for later processes.
+for later processes. `amp.kernels.merge` is a loop of the same kind.
 
 `torch.compile` makes a loop of the formula too, but for one tensor: each of hundreds would take a call
 with guards and views, and the first step would import and run all of Inductor.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from amp.kernels.backend import requested
 from amp.kernels.changes import Change
-from amp.kernels.compiled_library import load, read_source
+from amp.kernels.compiled_library import load_kept, load_or_log, read_source
 from amp.kernels.language import plain
 from amp.kernels.packing import (
     TO_NEAREST,
@@ -39,9 +38,7 @@ from amp.kernels.packing import (
 )
 from amp.kernels.rule import Formula, Origin, Prepared, Streams
 from amp.kernels.tables import are_flat
-from amp.kernels.tensor_lists import are_plain
-
-logger = logging.getLogger("amp")
+from amp.kernels.tensor_lists import TensorList, are_plain
 
 WORTH_COMPILING = 2**20
 """The number of elements from which the loop soon saves more time than its compilation takes."""
@@ -116,6 +113,7 @@ def plan_loop(
     indices: Sequence[int],
     numbers: Prepared,
     own_bits: tuple[Sequence[int], Sequence[Origin]] | None = None,
+    merges: bool = False,
 ) -> tuple[Sequence[int], Change | None]:
     """Return the indices that are left to eager torch, and the change that steps the other tensors.
 
@@ -128,28 +126,40 @@ def plan_loop(
         indices: the tensors to step, all of one combination of dtypes.
         numbers: what to multiply the gradients by, and the prepared numbers of the formula.
         own_bits: the keys of the random bits of all tensors, and their origins; None rounds to nearest.
+        merges: see `amp.kernels.stepping.step`.
     """
     types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
     present = tuple([number is not None for number in numbers])
-    loop = _compile(formula, types, present, own_bits is not None)
+    loop = _compile(formula, types, present, own_bits is not None, merges)
     if loop is None:
         return indices, None
-    flat = indices
-    if any(tensors.kind.orders is not None for tensors in lists.values()):
-        flat = [i for i in indices if are_flat([tensors[i] for tensors in lists.values()])]
-    sizes = [lists["param"].kind.sizes[i] for i in flat]
-    columns: list[Sequence[int]] = [
-        [tensors.addresses[i] for i in flat] for tensors in lists.values()
-    ] + [sizes]
+    flat, left = flat_and_others([*lists.values()], indices)
+    columns: list[Sequence[int]] = []
     if own_bits is not None:
         columns.append([own_bits[0][i] for i in flat])
         columns += zip(*[own_bits[1][i][1:] for i in flat], strict=True)
-    rows = list(itertools.chain.from_iterable(zip(*columns, strict=True)))
-    integers = (ctypes.c_int64 * len(rows))(*rows)
+    rows = rows_of([*lists.values()], flat, *columns)
     there = [number for number in numbers if number is not None]
     floats = (ctypes.c_float * len(there))(*there)
-    left = [] if flat is indices else sorted(set(indices) - set(flat))
-    return left, functools.partial(loop, integers, len(flat), floats, torch.get_num_threads())
+    return left, functools.partial(loop, rows, len(flat), floats, torch.get_num_threads())
+
+
+def flat_and_others(
+    lists: Sequence[TensorList], indices: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return which tensors a loop can go through, and which not; see `amp.kernels.tables.are_flat`."""
+    if all(tensors.kind.orders is None for tensors in lists):
+        return indices, []
+    flat = [i for i in indices if are_flat([tensors[i] for tensors in lists])]
+    return flat, sorted(set(indices) - set(flat))
+
+
+def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Sequence[int]) -> Any:
+    """Return rows for a loop: the addresses of tensors, their size, and a number of each column."""
+    addresses = [[tensors.addresses[i] for i in indices] for tensors in lists]
+    sizes = [lists[0].kind.sizes[i] for i in indices]
+    rows = list(itertools.chain.from_iterable(zip(*addresses, sizes, *columns, strict=True)))
+    return (ctypes.c_int64 * len(rows))(*rows)
 
 
 def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:
@@ -166,38 +176,41 @@ def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> b
     )
 
 
-@functools.cache
-def _compile(
-    formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool], is_random: bool
-) -> Any:
-    """Return the loop; if it cannot be compiled, log why and return None.
+def load_loop(source: str, purpose: str, compiles: bool = True) -> Any:
+    """Return a loop, or None: if it cannot be compiled, which is logged; or if it `compiles` nothing.
 
     The host takes some seconds, or an instant if an earlier process has compiled it.
+    """
+    library = load_or_log(source, purpose) if compiles else load_kept(source)
+    if library is None:
+        return None
+    library.run.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    library.run.restype = None
+    return library.run
+
+
+@functools.cache
+def _compile(*arguments: Any) -> Any:
+    """Return the loop that `source_of` these arguments gives; None if it cannot be compiled."""
+    return load_loop(source_of(*arguments), "the optimizer step")
+
+
+def source_of(
+    formula: Formula,
+    types: Sequence[tuple[str, str]],
+    there: Sequence[bool],
+    is_random: bool,
+    merges: bool = False,
+) -> str:
+    """Return the loop in C++.
 
     Args:
         formula: see `plan_loop`.
         types: the name of each list, and its C++ type.
         there: which of the numbers are not None.
         is_random: whether tensors have origins.
+        merges: see `plan_loop`.
     """
-    try:
-        loop = load(source_of(formula, types, there, is_random), "the optimizer step").step
-    except Exception as error:  # from the compiler, the folder, or this release of torch
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = next((line for line in lines if "error:" in line), lines[0])
-        logger.warning(
-            "the optimizer step could not be compiled, so eager torch runs it, slower: %s", reason
-        )
-        return None
-    loop.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-    loop.restype = None
-    return loop
-
-
-def source_of(
-    formula: Formula, types: Sequence[tuple[str, str]], there: Sequence[bool], is_random: bool
-) -> str:
-    """Return the loop in C++; the arguments are those of `_compile`."""
     type_of, moments = dict(types), [name for name, _ in types if name.startswith("moment")]
     low, is_packed = type_of.get("low"), type_of.get("moment0") == "int16_t"
     body: dict[str, str] = {}
@@ -215,6 +228,8 @@ def source_of(
     scale, *numbers = [_Expression(body, f"numbers[{next(count)}]") if x else None for x in there]
     of_low = type_of["param"] == "c10::Half", 8 if low == "int8_t" else 16
     p = join_halves(read("param", True), read("low", True), *of_low, _IN_CPP) if low else read("param")
+    if merges:
+        p = _Expression(body, f"merged<{type_of['model']}>({p.name}, {read('model').name})")
     old = unpack(read("moment0", True), _IN_CPP) if is_packed else tuple(map(read, moments))
     first: Any = TO_NEAREST
     second = first
@@ -239,11 +254,25 @@ def source_of(
         own = second if len(moments) == 2 else first
         results["param"], results["low"] = part_halves(p, own, *of_low, _IN_CPP)
     written = [name for name, _ in types if name != "grad"]
+    lines = [statement % name for statement, name in body.items()]
+    lines += [f"write({results[name].name}, {name}_at, n);" for name in written]
+    return loop_over(types, lines, sum(there), 4 * is_random)
+
+
+def loop_over(
+    types: Sequence[tuple[str, str]], body: Sequence[str], numbers: int = 0, columns: int = 0
+) -> str:
+    """Return a loop in C++ over the elements of lists of tensors.
+
+    Args:
+        types: the name of each list, and its C++ type.
+        body: statements for `n` elements from `i` on, with an address `<name>_at` in each list.
+        numbers: how many numbers it takes.
+        columns: how many more numbers the `row` of a tensor has, after its addresses and its size.
+    """
     lines = [
         f"auto {x}_at = reinterpret_cast<{cpp} *>(row[{k}]) + i;" for k, (x, cpp) in enumerate(types)
     ]
-    lines += [statement % name for statement, name in body.items()]
-    lines += [f"write({results[name].name}, {name}_at, n);" for name in written]
-    macros = {"BODY": " ".join(lines), "PARALLEL": PARALLEL, "NUMBERS": sum(there)}
-    macros |= {"STREAMS": len(types), "COLUMNS": len(types) + 1 + 4 * is_random}
+    macros = {"BODY": " ".join([*lines, *body]), "PARALLEL": PARALLEL, "NUMBERS": numbers}
+    macros |= {"STREAMS": len(types), "COLUMNS": len(types) + 1 + columns}
     return read_source("cpu_loop.cpp", macros)

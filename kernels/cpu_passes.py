@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.kernels.backend import requested
-from amp.kernels.compiled_library import load, read_source
+from amp.kernels.compiled_library import load_or_log, read_source
 from amp.kernels.philox import MULTIPLIERS, ROUNDS, WEYL, Draw
-
-logger = logging.getLogger("amp")
 
 WORTH_COMPILING = 2**16
 """The number of elements from which the passes soon save more time than their compilation takes."""
@@ -49,16 +46,10 @@ def _library() -> Any:
     numbers |= {f"WEYL{i}": f"{word}u" for i, word in enumerate(WEYL)}
     numbers |= {f"MULTIPLIER{i}": f"{word}u" for i, word in enumerate(MULTIPLIERS)}
     types = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
-    try:
-        library = load(read_source("cpu_passes.cpp", numbers), "quantization to FP8 and FP4")
-        for name, signature in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = [types[each] for each in signature], None
-    except Exception as error:  # from the compiler, the folder, or this release of torch
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = next((line for line in lines if "error:" in line), lines[0])
-        logger.warning("quantization could not be compiled, so eager torch runs it, slower: %s", reason)
-        return None
+    library = load_or_log(read_source("cpu_passes.cpp", numbers), "quantization to FP8 and FP4")
+    for name, signature in _SIGNATURES.items() if library is not None else ():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [types[each] for each in signature], None
     return library
 
 

@@ -23,6 +23,7 @@ from amp.kernels.cpu_loop import plan_loop, suits_loop
 from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
+from amp.kernels.merge import merged
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
 from amp.kernels.rule import Formula, Origin, Prepared, Single, StepArguments, Streams
 from amp.kernels.split import decode, encode
@@ -71,11 +72,15 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
                     (keys.tolist(), origins),
                 )
             if loops:
-                left, loop = plan_loop(formula, lists, same, (scale, *prepared), own_bits)
+                left, loop = plan_loop(
+                    formula, lists, same, (scale, *prepared), own_bits, arguments.merges
+                )
                 if loop is not None:
                     changes.add(loop)
             for pieces in _pieces(lists, left, are_whole):
-                work_out = functools.partial(_work_out, formula, pieces, scale, prepared, noise)
+                work_out = functools.partial(
+                    _work_out, formula, pieces, scale, prepared, noise, arguments.merges
+                )
                 changes.add_later(work_out)
 
 
@@ -109,7 +114,9 @@ def measure_plainly(arguments: StepArguments, groups: Sequence[Sequence[int]], n
             *prepared, _ = rule.at(_numbers_for(arguments, group), t, None)
             for pieces in _pieces(arguments.lists, same, are_whole=True):
                 streams = _as_one([piece.streams() for piece in pieces])
-                p, direction, _ = _applied(plain(rule.direction), streams, scale, prepared)
+                p, direction, _ = _applied(
+                    plain(rule.direction), streams, scale, prepared, arguments.merges
+                )
                 indices = [piece.tensor for piece in pieces]
                 of_params[indices] = norms_of(p).to(norms)
                 of_directions[indices] = norms_of(direction).to(norms)
@@ -224,14 +231,19 @@ def is_on_cpu(tensor: Tensor) -> bool:
 
 @without_grad
 def _work_out(
-    formula: Formula, pieces: Sequence[Piece], scale: Any, prepared: Sequence[Any], noise: Any
+    formula: Formula,
+    pieces: Sequence[Piece],
+    scale: Any,
+    prepared: Sequence[Any],
+    noise: Any,
+    merges: bool,
 ) -> Change:
     """Return the change that steps some pieces, in eager torch."""
     each = [piece.streams() for piece in pieces]
     if noise is not None:
         for streams, bits in zip(each, noise(pieces), strict=True):
             streams["noise0"], streams["noise1"] = bits
-    results = _results(formula, _as_one(each), scale, prepared)
+    results = _results(formula, _as_one(each), scale, prepared, merges)
     if len(each) == 1:
         targets, sources = [each[0][name] for name in results], list(results.values())
     else:
@@ -252,12 +264,14 @@ def _as_one(each: Sequence[Streams]) -> Streams:
     return {name: gather([one[name] for one in each]) for name in each[0]}
 
 
-def _results(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Streams:
+def _results(
+    formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any], merges: bool
+) -> Streams:
     """Return the new values of tensors of one shape, in their own dtypes or wider ones.
 
     A stream is a tensor or a `TensorGroup`.
     """
-    _, p, new = _applied(formula, streams, scale, prepared)
+    _, p, new = _applied(formula, streams, scale, prepared, merges)
     results = {"model": p} if "model" in streams else {}
     words = [streams[name] for name in ("noise0", "noise1") if name in streams]
     first, *_ = noise = words or [TO_NEAREST]
@@ -284,12 +298,16 @@ def _moments_in(streams: Streams) -> list[str]:
     return [name for name in streams if name.startswith("moment")]
 
 
-def _applied(formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any]) -> Sequence[Any]:
+def _applied(
+    formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any], merges: bool
+) -> Sequence[Any]:
     """Return the parameter in FP32 or FP64, then the formula's results; see `_results`."""
     dtypes = {tensor.dtype for tensor in streams.values()}
     to = torch.float64 if torch.float64 in dtypes else torch.float32
     param, low = streams["param"], streams.get("low")
     p = param.to(to) if low is None else on_each(decode, param, low)
+    if merges:
+        p = on_each(merged, streams["model"], p)
     if _are_packed(streams):
         moments = on_each(_both_moments, streams["moment0"])
     else:

@@ -86,7 +86,10 @@ class UpdateRule(NamedTuple):
 
 
 class StepArguments(NamedTuple):
-    """The arguments of `amp.kernels.stepping.step`; see there. `lists` has all lists but the steps."""
+    """The arguments of `amp.kernels.stepping.step`; see there. `lists` has all lists but the steps.
+
+    `merges` is true only if there is a list of models.
+    """
 
     rule: UpdateRule
     numbers: Sequence[float | Tensor]
@@ -98,6 +101,7 @@ class StepArguments(NamedTuple):
     clip: Tensor | None
     found_inf: Tensor | None
     maximize: bool
+    merges: bool
     backend: str | None
 
 

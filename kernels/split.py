@@ -17,6 +17,10 @@ The dtype of low selects one of four encodings:
   float16, as in Kahan's summation. The weight is that number rounded to nearest even, and low is the
   remainder. Encoding a master that came from `decode` gives the same halves again.
 
+A weight that other code writes is the master's value from then on. The low bits of the first three are
+relative to the weight, and move it by half a unit of the weight at most. A remainder is absolute: one
+that is too large for the weight is a remainder of another weight, and counts as 0.
+
 Shapes: the i-th tensors of each list have one shape, of any size. Launches: one for each device and
 dtype. Memory traffic: each tensor is read or written once. Formulas: see `amp.kernels.packing`.
 Source: the remainders of NVIDIA apex's DistributedFusedAdam, which recovers a master by undoing the
@@ -45,6 +49,7 @@ from amp.kernels.language import (
     real,
     tl,
     whole,
+    widened,
 )
 from amp.kernels.packing import (
     NEAREST,
@@ -103,7 +108,9 @@ def split(
 def decode_block(weight, low):
     """Return the masters, float32, that blocks of weights and low halves encode."""
     if low.dtype == weight.dtype:
-        return weight.to(tl.float32) + low.to(tl.float32)
+        master = widened(weight) + widened(low)
+        is_remainder = widened(narrow(master, weight.dtype)) == widened(weight)
+        return tl.where(is_remainder, master, widened(weight))
     high, rest = weight.to(tl.int16, bitcast=True).to(tl.int32), low.to(tl.int32)
     if weight.dtype == tl.bfloat16:
         return joined(high, rest, number, if_less, low.dtype.primitive_bitwidth)
@@ -179,7 +186,8 @@ def split_reference(masters: list[Tensor], weights: list[Tensor], lows: list[Ten
 def decode(weight: Tensor, low: Tensor) -> Tensor:
     """Return the masters, float32, that weights and low halves encode, in plain torch."""
     if low.dtype is weight.dtype:
-        return weight.float() + low.float()
+        master = weight.float() + low.float()
+        return torch.where(master.to(weight.dtype) == weight, master, weight.float())
     width = torch.iinfo(low.dtype).bits
     return join_halves(weight.view(torch.int16).int(), low.int(), weight.dtype is torch.float16, width)  # type: ignore[no-any-return]
 

@@ -5,11 +5,12 @@
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
     step = t
 
-Instead of having a model, a parameter may be a 16-bit weight that forms a master with its `low` half;
-see `amp.kernels.split`. Two moments may be packed in one int16. These, moments in bfloat16 and low
-halves in int8 are rounded stochastically: up or down at random, with the right mean. The random bits of
-an element depend on its `Origin` and the step, whatever else is stepped with it, and however the tensor
-is divided among ranks; see `amp.kernels.packing`.
+A step that merges first takes what other code has written to the models, as `amp.kernels.merge` does,
+but steps, and so writes, all elements. Instead of having a model, a parameter may be a 16-bit weight
+that forms a master with its `low` half; see `amp.kernels.split`. Two moments may be packed in one
+int16. These, moments in bfloat16 and low halves in int8 are rounded stochastically: up or down at
+random, with the right mean. The random bits of an element depend on its `Origin` and the step, whatever
+else is stepped with it, and however the tensor is divided among ranks; see `amp.kernels.packing`.
 
 If `found_inf` is not 0, nothing is written: a skipped step does not count. Nor do steps of a tensor
 without elements. An `UpdateRule` is the formula of one optimizer, for Triton and for plain torch.
@@ -19,9 +20,10 @@ Shapes: a parameter, its gradient, moments and model have one shape, of any size
 or those of packing; the arithmetic is FP32, and each result is rounded once. Where one is float64,
 plain torch computes all in FP64. Launches: one for each device and combination of dtypes, and three
 before it for a rule that uses the norms of its own direction. Memory traffic: each tensor is read and
-written at most once; for AdamW with FP32 masters of 16-bit weights, that is 28 bytes a parameter, and
-12 with packed moments and low halves in int8. Norms of a direction read all tensors but the models once
-more. Backends give the same bits, except for rules that use norms.
+written at most once; for AdamW with FP32 masters of 16-bit weights, that is 28 bytes a parameter, 30
+for a step that merges, and 12 with packed moments and low halves in int8. Norms of a direction read all
+tensors once more, the models only if the step merges. Backends give the same bits, except for rules
+that use norms.
 
 Plain torch (`amp.kernels.plainstep`) reads `found_inf`, factors and steps on the host, so there the
 host waits for a device other than the CPU.
@@ -53,6 +55,7 @@ from amp.kernels.language import (
     pointers_to,
     tl,
 )
+from amp.kernels.merge import merged_block
 from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, quotient, square_root
@@ -87,6 +90,7 @@ def step(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
     maximize: bool = False,
+    merges: bool = False,
     norms_of_all_ranks: Callable[[Tensor], Tensor] | None = None,
     backend: str | None = None,
     changes: Changes | None = None,
@@ -110,6 +114,9 @@ def step(
         clip: float32 `[1]`, one more factor of the gradients; None is 1.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
         maximize: whether to step along the gradients.
+        merges: whether each element of `params` is first merged with that of `models`: where the model
+            is not the rounded parameter, other code has written it, and its value is stepped. Without
+            models there is nothing to merge: a high half is the weight itself.
         norms_of_all_ranks: takes the norms of this rank's shards, float32 `[2n]`, and returns those of
             whole tensors, for a rule with a direction. None where tensors are whole.
         backend: see `amp.kernels.backend`.
@@ -125,7 +132,9 @@ def step(
     given = {"param": params, "grad": grads, **of_moments, "model": models, "low": lows}
     lists = {name: dense(tensors) for name, tensors in given.items() if tensors is not None}
     arguments = StepArguments(
-        rule, numbers, lists, steps, of_tensor, origins, inv_scale, clip, found_inf, maximize, backend
+        *(rule, numbers, lists, steps, of_tensor, origins, inv_scale, clip, found_inf, maximize),
+        merges=merges and models is not None,
+        backend=backend,
     )
     block = BLOCK if origins is None else RANDOM_PARTS * BLOCK
     todo = plan(*lists.values(), block=block, numbers=steps, backend=backend)
@@ -180,6 +189,7 @@ def _prepared_launch(
         MAXIMIZE=arguments.maximize,
         MOMENTS=sum(name.startswith("moment") for name in lists),
         OTHER="model" if "model" in lists else "low" if "low" in lists else None,
+        MERGES=arguments.merges,
         HAS_RUNS=has_runs,
         PARTS=RANDOM_PARTS if origins else 1,
         BLOCK=RANDOM_PARTS * BLOCK if origins else BLOCK,
@@ -256,6 +266,7 @@ def _step_block(
     MOMENTS: tl.constexpr,
     PACKED: tl.constexpr,
     OTHER: tl.constexpr,
+    MERGES: tl.constexpr,
     IS_RANDOM: tl.constexpr,
 ):
     """Step a block; or return the sums of squares of the parameter and of the direction."""
@@ -263,6 +274,8 @@ def _step_block(
     if OTHER == "low":
         p = decode_block(p, tl.load(pointers[2 + MOMENTS] + i, mask=mask, other=0))
     p = p.to(tl.float32)
+    if MERGES:
+        p = merged_block(p, tl.load(pointers[2 + MOMENTS] + i, mask=mask, other=0.0))
     g = tl.load(pointers[1] + i, mask=mask, other=0.0).to(tl.float32) * scale
     if PACKED:
         word = tl.load(pointers[2] + i, mask=mask, other=0)
@@ -327,6 +340,7 @@ def step_kernel(
     DTYPES: tl.constexpr,
     MOMENTS: tl.constexpr,
     OTHER: tl.constexpr,
+    MERGES: tl.constexpr,
     HAS_RUNS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -335,9 +349,9 @@ def step_kernel(
     """Step one chunk. The program that finishes last counts the step of each tensor.
 
     With `sums`, `[2, chunks]`, it steps nothing, and sums the squares of parameter and direction.
-    OTHER: "model", "low" or None, the list besides param, grad and moments. HAS_RUNS: whether origins
-    have runs. A program steps its BLOCK in PARTS. A row has the address of
-    a tensor of each of these lists, in this order, and then that of the step.
+    OTHER: "model", "low" or None, the list besides param, grad and moments. MERGES: whether parameters
+    are merged with models. HAS_RUNS: whether origins have runs. A program steps its BLOCK in PARTS. A
+    row has the address of a tensor of each of these lists, in this order, and then that of the step.
     """
     lists: tl.constexpr = len(DTYPES)
     measures: tl.constexpr = sums is not None
@@ -384,6 +398,7 @@ def step_kernel(
             MOMENTS,
             is_packed,
             OTHER,
+            MERGES,
             origins is not None,
         )
         of_param += some[0]
@@ -403,6 +418,7 @@ def step_kernel(
             MOMENTS,
             is_packed,
             OTHER,
+            MERGES,
             origins is not None,
         )
         of_param += more[0]

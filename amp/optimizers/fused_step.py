@@ -122,6 +122,7 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
         clip=clip,
         found_inf=found_inf,
         maximize=group["maximize"],
+        merges=inputs.merges,
         norms_of_all_ranks=functools.partial(reduce_norm, cut=batch.cut) if batch.cut.groups else None,
         changes=changes,
     )

@@ -36,9 +36,12 @@ class StepInputs:
         changes: the plan of the step, for an optimizer that plans it first: an interrupt then leaves
             all changes made, or none. The planned changes raise the version of each of `models` by one.
         own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
+        merges: whether the step first merges each of `params` with what other code has written to the
+            one of `models`; see `amp.kernels.merge`.
     """
 
     own_inv_scale: Tensor | None = None
+    merges = False
 
     def __init__(
         self,

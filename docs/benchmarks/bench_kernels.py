@@ -21,15 +21,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from amp.kernels.adam import ADAMW
 from amp.kernels.axpby import axpby
 from amp.kernels.l2norm import l2norm
 from amp.kernels.language import triton
 from amp.kernels.master_copy import master_copy
+from amp.kernels.merge import merge
+from amp.kernels.stepping import step
 from amp.kernels.unscale import check, unscale
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -183,6 +186,56 @@ def operations(shapes: list[tuple[int, ...]], device: torch.device) -> Iterator[
             [
                 Contender("reamp", lambda m=model: master_copy(masters, m)),
                 Contender("`_foreach_copy_`", lambda m=model: torch._foreach_copy_(m, masters)),
+            ],
+        )
+    yield from with_merges(masters)
+
+
+def with_merges(masters: list[Tensor]) -> Iterator[Operation]:
+    """Yield merges with parameters that nothing has written to, alone and in an optimizer's step."""
+    numbers = ADAMW.numbers(
+        dict.fromkeys(("bias_correction", "decoupled_weight_decay"), True)
+        | {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    )
+    moments = [list(map(torch.zeros_like, masters)) for _ in range(2)]
+    steps = [torch.zeros((), device=master.device) for master in masters]
+
+    def phase(models: list[Tensor], grads: list[Tensor]) -> Callable[[], None]:
+        weights = list(map(torch.nn.Parameter, masters))
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        wide: list[Any] = [weight.grad for weight in weights]
+        optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=True)
+        found, one = (torch.tensor([x], device=masters[0].device) for x in (0.0, 1.0))
+
+        def run() -> None:
+            unscale(grads, wide, one, found)
+            optimizer.step()
+            master_copy(masters, models)
+
+        return run
+
+    def adamw(models: list[Tensor], grads: list[Tensor], merges: bool) -> None:
+        step(ADAMW, numbers, masters, grads, moments, steps, models=models, merges=merges)
+
+    for dtype in (F16, BF16):
+        name = str(dtype).removeprefix("torch.")
+        models, grads = [[master.to(dtype) for master in masters] for _ in range(2)]
+        yield Operation(
+            f"merge {name} into float32",
+            6,
+            [
+                Contender("reamp", lambda m=models: merge(m, masters)),
+                Contender("plain torch", lambda m=models: merge(m, masters, backend="reference")),
+                Contender("unscale, AdamW(fused), copy", phase(models, grads)),
+            ],
+        )
+        yield Operation(
+            f"AdamW, {name}, float32 masters",
+            28,
+            [
+                Contender("reamp", lambda m=models, g=grads: adamw(m, g, merges=False)),
+                Contender("reamp, with a merge", lambda m=models, g=grads: adamw(m, g, merges=True)),
             ],
         )
 

@@ -4,7 +4,8 @@
     python docs/benchmarks/bench_step.py --device cpu         # part of `make bench`
 
 Each row is this phase for all parameters of a model, by one way of training; its bytes are those that
-an optimizer with these weights, masters and moments cannot do without. Rows are made and set against
+a fused step with these weights, masters and moments moves, which checks gradients first, and merges
+masters that are not split with the weights. Rows are made and set against
 the memory's speed as in bench_kernels.py. One of this library's kernels scales the loss; its small
 copies keep the scale and the verdict for the step, and tell the host of overflows later.
 """
@@ -119,8 +120,8 @@ def phases(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
         scale = {"loss_scale": {"init": 1.0}} if level == "O2" else {}
         yield ours(fused_adam, level, **options, **scale)
 
-    yield Operation("AdamW, float16, float32 masters", 30, with_adamw())
-    yield Operation("SGD, float16, float32 masters", 22, with_sgd())
+    yield Operation("AdamW, float16, float32 masters", 32, with_adamw())
+    yield Operation("SGD, float16, float32 masters", 24, with_sgd())
     if device.type == "cuda":
         yield Operation("AdamW, bfloat16, split16", 26, with_small("O5", master_weights="split16"))
     for level, dtype in (("O5", "bfloat16"), ("O2", "float16")):

@@ -30,9 +30,9 @@ BEGIN, END = "<!-- predicted by docs/benchmarks/predict_kernels.py -->", "<!-- e
 MAIN = (  # the kernels of the table in docs/kernels.md
     *("adam fp32 fp32", "adam fp32 fp16", "adam bf16 + int16", "adam, seeded"),
     *("adam bf16 + int8, packed", "adam fp16 + int8, packed"),
-    *("momentum sgd fp32 fp16", "lamb fp32 fp16", "lamb, norms fp32 fp16"),
+    *("adam, no merge fp32 fp16", "momentum sgd fp32 fp16", "lamb fp32 fp16", "lamb, norms fp32 fp16"),
     *("unscale fp16 fp32", "check fp16", "l2norm fp16", "axpby fp16 fp32 fp32"),
-    *("master_copy fp32 fp16", "split bf16 int16", "join bf16 int16"),
+    *("master_copy fp32 fp16", "merge fp16", "differ fp16", "split bf16 int16", "join bf16 int16"),
 )
 SPECIAL_LANES = 16  # of a unit, for reciprocals, roots and exponentials, on all of them
 REGISTERS = 512  # of a lane, for all warps of a quarter of a unit; a warp gets them in eights

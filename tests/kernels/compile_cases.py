@@ -20,6 +20,7 @@ from amp.kernels import (
     lamb,
     lion,
     master_copy,
+    merge,
     novograd,
     sgd,
     split,
@@ -44,7 +45,7 @@ POINTERS = {
     **dict.fromkeys(
         (
             *("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"),
-            *("numbers", "of_tensor", "bad_steps", "step"),
+            *("numbers", "of_tensor", "bad_steps", "step", "flag"),
         ),
         "*fp32",
     ),
@@ -72,7 +73,14 @@ class Case(NamedTuple):
 
 
 def stepping_case(
-    rule: Any, param: Any, grad: Any, *, model: Any = None, low: Any = None, moment: Any = None
+    rule: Any,
+    param: Any,
+    grad: Any,
+    *,
+    model: Any = None,
+    low: Any = None,
+    moment: Any = None,
+    merges: bool = True,
 ) -> Case:
     if moment is None:
         moment = F32 if model or low else param
@@ -85,6 +93,7 @@ def stepping_case(
         "DTYPES": tuple(dtype for dtype in (param, grad, *moments, model, low) if dtype),
         "MOMENTS": len(moments),
         "OTHER": "model" if model else "low" if low else None,
+        "MERGES": bool(model) and merges,
         "BLOCK": stepping.BLOCK,
         "COUNTERS": stepping.COUNTERS,
         "sums": None,
@@ -97,9 +106,9 @@ def stepping_case(
         parts = stepping.RANDOM_PARTS
         constants |= {"PARTS": parts, "BLOCK": parts * stepping.BLOCK}
     kept = [SIZE[dtype] for dtype in (param, *moments, low) if dtype]
-    return Case(
-        stepping.step_kernel, constants, [SIZE[grad], *kept], [*kept, *([SIZE[model]] if model else [])]
-    )
+    of_model = [SIZE[model]] if model else []
+    reads = [SIZE[grad], *kept, *(of_model if merges else [])]
+    return Case(stepping.step_kernel, constants, reads, [*kept, *of_model])
 
 
 NUMBERS = {
@@ -138,6 +147,10 @@ for source, target in ((F32, F16), (F32, BF16), (F16, F32), (F64, F16), (F64, BF
         [SIZE[source]],
         [SIZE[target]],
     )
+for source in (F16, BF16):
+    constants = {"DTYPES": (source, F32), "BLOCK": merge.BLOCK}
+    CASES[f"merge {source}"] = Case(merge.merge_kernel, {**constants, "flag": None}, [2, 4], [4])
+    CASES[f"differ {source}"] = Case(merge.merge_kernel, constants, [2, 4])
 rules = {
     "adam": adam.ADAMW,
     "momentum sgd": sgd.MOMENTUM_SGD,
@@ -158,6 +171,9 @@ for name, rule in rules.items():
     halves = [(BF16, tl.int16), (F16, tl.int16), (BF16, BF16)]
     for weight, low in halves if name == "adam" else halves[:1]:
         CASES[f"{name} {weight} + {low}"] = stepping_case(rule, weight, weight, low=low)
+    if name in ("adam", "momentum sgd", "sgd"):
+        only_written = stepping_case(rule, F32, F16, model=F16, merges=False)
+        CASES[f"{name}, no merge fp32 fp16"] = only_written
     if name in ("adam", "momentum sgd"):
         CASES[f"{name}, seeded"] = stepping_case(rule, BF16, BF16, low=tl.int16, moment=BF16)
     packed = tl.int16 if name == "adam" else BF16
@@ -165,12 +181,11 @@ for name, rule in rules.items():
         CASES[f"{name} {weight} + int8, packed"] = stepping_case(
             rule, weight, weight, low=tl.int8, moment=packed
         )
-for param, grad, low in ((F32, F16, None), (BF16, BF16, tl.int16)):
-    of_step = stepping_case(lamb.LAMB, param, grad, low=low).constants
-    measuring = {**of_step, "UPDATE": lamb.LAMB.direction, "of_tensor": None, "ticket": None}
+for param, grad, model, low in ((F32, F16, F16, None), (BF16, BF16, None, tl.int16)):
+    of_step = stepping_case(lamb.LAMB, param, grad, model=model, low=low)
+    measuring = {**of_step.constants, "UPDATE": lamb.LAMB.direction, "of_tensor": None, "ticket": None}
     del measuring["sums"]
-    reads = [SIZE[dtype] for dtype in (param, grad, F32, F32, low) if dtype]
-    CASES[f"lamb, norms {param} {grad}"] = Case(stepping.step_kernel, measuring, reads)
+    CASES[f"lamb, norms {param} {grad}"] = Case(stepping.step_kernel, measuring, of_step.reads)
 for weight, low in ((F16, tl.int16), (BF16, tl.int16), (F16, F16), (BF16, tl.int8)):
     constants = {"DTYPES": (weight, low, F32), "BLOCK": split.BLOCK}
     CASES[f"join {weight} {low}"] = Case(split.join_kernel, constants, [2, SIZE[low]], [4])

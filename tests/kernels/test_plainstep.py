@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp.kernels import axpby, cpu_loop, l2norm, master_copy, plainstep, unscale
+from amp.kernels import axpby, cpu_loop, l2norm, master_copy, merge, plainstep, unscale
 from amp.kernels.adagrad import ADAGRAD
 from amp.kernels.adam import ADAM
 from amp.kernels.foreach import by_dtypes
@@ -54,7 +54,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = ("empty", "detach", "view", "strided", "record_function", "profiler", "alias")
-        names += ("promote_types", "select", "unbind", "lift_fresh")
+        names += ("promote_types", "select", "slice", "unbind", "lift_fresh")
         self.count += not any(name in str(function) for name in names)
         return function(*args, **(kwargs or {}))
 
@@ -186,7 +186,9 @@ def test_room_is_asked_of_the_device_of_what_is_stepped(monkeypatch: pytest.Monk
     assert asked == [torch.device("meta")]
 
 
-@pytest.mark.parametrize("operation", ["check", "unscale", "l2norm", "axpby", "master_copy"])
+@pytest.mark.parametrize(
+    "operation", ["check", "unscale", "l2norm", "axpby", "master_copy", "merge", "differ"]
+)
 def test_operations_on_many_tensors_take_few_launches(operation: str) -> None:
     halves = [torch.ones(i, dtype=F16, device="meta") for i in range(1, 201)]
     floats = [torch.ones(i, device="meta") for i in range(1, 201)]
@@ -198,6 +200,8 @@ def test_operations_on_many_tensors_take_few_launches(operation: str) -> None:
             "l2norm": lambda: l2norm.l2norm(halves, inv_scale, found_inf=found),
             "axpby": lambda: axpby.axpby(1.0, halves, 2.0, floats, floats, found),
             "master_copy": lambda: master_copy.master_copy(floats, halves),
+            "merge": lambda: merge.merge(halves, floats),
+            "differ": lambda: merge.differ(halves, floats),
         }[operation]()
     assert launches.count <= 20
 

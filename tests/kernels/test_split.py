@@ -151,3 +151,26 @@ def test_shapes_strides_and_dtypes_mix(device: torch.device, kind: Kind) -> None
         tolerance = 2.0**-15 if kind == "kahan" else 2.0**-40
         torch.testing.assert_close(b, m, rtol=tolerance, atol=2.0**-25 if kind == "kahan" else 2.0**-40)
         torch.testing.assert_close(w.float(), m, rtol=2.0**-8, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_remainder_of_another_weight_counts_as_nothing(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Kahan's remainders are absolute. That of 1.0 would be half of a 1e-4 that other code writes."""
+    patterns = torch.arange(0, 2**16, 53 if INTERPRETED else 1).to(torch.int16)
+    written = patterns.view(dtype).to(device)
+    for of in (1e-5, 1.0, -3e4):
+        masters = torch.full_like(written, of, dtype=torch.float32) * (1 + 2.0**-9 * 0.8)
+        weight, low = torch.empty_like(written), torch.empty_like(written)
+        split([masters], [weight], [low])
+        back = torch.empty_like(masters)
+        join([weight], [low], [back])
+        assert torch.equal(back, weight.float() + low.float())  # its own
+        join([written], [low], [back])
+        is_nan = written.isnan()
+        assert torch.equal(back.to(dtype)[~is_nan], written[~is_nan])
+        assert bool(back[is_nan].isnan().all())
+        is_kept = back == written.float() + low.float()
+        assert torch.equal(back[~is_kept & ~is_nan], written.float()[~is_kept & ~is_nan])
+        assert not bool(is_kept.all())

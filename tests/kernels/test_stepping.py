@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ from amp.kernels.adam import ADAM, ADAMW
 from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
+from amp.kernels.merge import merge
 from amp.kernels.novograd import NOVOGRAD
 from amp.kernels.rule import Origin, UpdateRule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD
@@ -25,6 +26,7 @@ from tests.kernels.numbers_of import numbers_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LR = 1e-2
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (F16, BF16)}
 SHAPES = ((), (0,), (7,), (33, 65), (2048 + 9,))
 STEPS = 4 if INTERPRETED else 300
 
@@ -507,3 +509,131 @@ def test_all_backends_give_the_same_bits(
         found.append([tensor.cpu() for tensor in kept_now])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+RULES = {
+    "adagrad": ADAGRAD,
+    "adam": ADAM,
+    "lamb": LAMB,
+    "lion": LION,
+    "momentum sgd": MOMENTUM_SGD,
+    "novograd": NOVOGRAD,
+}
+WRITTEN = (2.5, -0.0, torch.nan, torch.inf, 2.0**-24, -1.0)
+
+
+class Session:
+    """Masters and the weights that they were written to, which other code then writes to."""
+
+    def __init__(self, device: torch.device, rule: Rule, dtype: torch.dtype) -> None:
+        self.tensors, self.dtype = Tensors(device, rule), dtype
+        self.models = [p.to(dtype) for p in self.tensors.params]
+        self.numbers = numbers_of(rule, betas=(0.9, 0.99))
+        norms = torch.arange(1.0, len(SHAPES) + 1, device=device)
+        self.of_tensor = norms if rule is NOVOGRAD else None
+
+    def write(self, values: Sequence[float], by_hand: bool) -> None:
+        """Write to weights; by hand to their masters too."""
+        for model, param in zip(self.models, self.tensors.params, strict=True):
+            for at, value in enumerate(values):
+                if model.numel() > 1:
+                    model.view(-1)[7 * at % model.numel()] = value
+                    if by_hand:
+                        param.view(-1)[7 * at % model.numel()] = model.view(-1)[7 * at % model.numel()]
+
+    def step(self, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.tensors.step(
+            *(self.numbers, self.tensors.grads(self.dtype)),
+            models=self.models,
+            of_tensor=self.of_tensor,
+            **options,
+        )
+
+    def copies(self) -> list[Tensor]:
+        """Return what was stepped. One NaN is like another."""
+        return [x.nan_to_num(7e7) for x in (*self.tensors.copies(), *self.models)]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("name", [*RULES, "lamb, ranks"])
+def test_a_step_that_merges_steps_what_was_written_to_weights(
+    device: torch.device, name: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit as if the masters had been written by hand, also after steps that it skips."""
+    options: dict[str, Any] = {"norms_of_all_ranks": torch.clone} if "ranks" in name else {}
+    rule = RULES[name.removesuffix(", ranks")]
+    merges, by_hand = Session(device, rule, dtype), Session(device, rule, dtype)
+    for values in ((), WRITTEN[:2], (1.25,), WRITTEN, ()):
+        merges.write(values, by_hand=False)
+        by_hand.write(values, by_hand=True)
+        before = merges.copies()
+        merges.step(merges=True, found_inf=scalar(device, 1), **options)
+        assert all(map(torch.equal, merges.copies(), before))
+        merges.step(merges=True, found_inf=scalar(device, 0), **options)
+        by_hand.step(**options)
+        assert all(map(torch.equal, merges.copies(), by_hand.copies()))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+@pytest.mark.parametrize(("name", "dtype"), covering(RULES, [F16, BF16], strength=1))
+def test_a_loop_that_merges_steps_what_was_written_to_weights(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
+    test_a_step_that_merges_steps_what_was_written_to_weights(torch.device("cpu"), name, dtype)
+
+
+def test_a_step_that_does_not_merge_steps_the_masters(device: torch.device) -> None:
+    """And writes them to the weights, whatever these are."""
+    one, other = Session(device, ADAM, F16), Session(device, ADAM, F16)
+    one.write(WRITTEN, by_hand=False)
+    one.step()
+    other.step()
+    assert all(map(torch.equal, one.copies(), other.copies()))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), covering(["adam", "lion", "momentum sgd"], [F16, BF16], strength=1)
+)
+def test_all_backends_merge_alike(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """Every pattern of a weight, over masters that it is near to and far from."""
+    monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
+    model = torch.arange(2**16).to(torch.int16).view(dtype)
+    noise = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
+    near = model.float() * (1 + 2.0**-12 * noise)
+    grads = [noise.to(dtype)] * 3
+    found = []
+    for backend, on in ((None, device), ("reference", torch.device("cpu"))):
+        params = [master.clone().to(on) for master in (near, near.roll(1), -near)]
+        models = [model.clone().to(on) for _ in params]
+        rule = RULES[name]
+        moments = [[torch.zeros_like(p) for p in params] for _ in rule.moments]
+        steps = [torch.zeros((), device=on) for _ in params]
+        numbers = numbers_of(rule, betas=(0.9, 0.99))
+        options: dict[str, Any] = {"models": models, "merges": True, "backend": backend}
+        merge([m.clone() for m in models], by_hand := [p.clone() for p in params], backend=backend)
+        step(rule, numbers, params, [g.to(on) for g in grads], moments, steps, **options)
+        written = [*by_hand, *params, *models, *(x for moment in moments for x in moment)]
+        found.append([tensor.cpu().nan_to_num(7e7) for tensor in written])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("value", [1e-4, 0.0, -(2.0**-20)])
+def test_a_weight_that_was_written_is_stepped_without_the_remainder_of_the_old_one(
+    device: torch.device, value: float, dtype: torch.dtype
+) -> None:
+    """Which is a quarter of a unit of 1.0, and far more than the weight."""
+    found = []
+    for remainder in (EPS[dtype] / 4, 0.0):
+        tensors = Tensors(device, ADAM, dtype)
+        lows = [torch.full_like(p, remainder) for p in tensors.params]
+        for weight in tensors.params:
+            weight.fill_(value)
+        tensors.step(adam(), tensors.grads(dtype), lows=lows)
+        found.append([*tensors.copies(), *lows])
+    assert all(map(torch.equal, *found))

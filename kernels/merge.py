@@ -1,0 +1,253 @@
+"""Masters that take what other code has written to their 16-bit parameters.
+
+    master_i = parameter_i       where round_to_nearest_even(master_i) != parameter_i
+    differs  = 1                 if there is such an i
+
+A 16-bit parameter is the truth, and its master says what it rounds: where both agree, the master keeps
+all its bits. They are compared as numbers, so -0.0 agrees with 0.0. A NaN of either is a difference,
+and NaNs of both are none.
+
+Shapes: `parameters[i]` and `masters[i]` have one shape, of any size. Dtypes: float16 or bfloat16, and
+float32. Launches: one for each device and dtype of parameters; plain torch takes a few for each 16
+million elements. Memory traffic: each tensor is read once, 6 bytes an element. A block of BLOCK
+elements is written only if one of them changes, on the CPU a vector or a slice. In a fused step the
+merge happens in registers, and costs 2 bytes; see `amp.kernels.stepping`.
+
+No version of a master goes up: a version says that other code has written to the master itself. Only
+what `torch.compile` makes of a merge raises versions, as of all that it writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from amp.kernels import cpu_loop
+from amp.kernels.backend import requested
+from amp.kernels.grad_mode import without_grad
+from amp.kernels.language import each_part, jit, narrow, report, tl, widened
+from amp.kernels.tables import UnsupportedTensorError, are_flat, flag_on, merge_flag, plan
+from amp.kernels.tensor_lists import Kind, TensorList, are_plain, dense
+
+BLOCK = 4096
+SLICE = 2**18
+"""The number of elements that plain torch compares at once on the CPU, in a core's cache."""
+TOGETHER = 2**24
+"""The same on other devices, where each operation is a launch."""
+
+
+def merge(
+    parameters: Sequence[Tensor], masters: Sequence[Tensor], *, backend: str | None = None
+) -> None:
+    """Merge masters with their parameters, in place. The host does not wait for the device.
+
+    Args:
+        parameters: float16 or bfloat16.
+        masters: float32. No version of them goes up, and where they agree with their parameters nothing
+            is written.
+        backend: see `amp.kernels.backend`.
+
+    Raises:
+        ValueError: the lists do not match.
+        UnsupportedTensorError: a dtype that is not listed above.
+    """
+    _run(parameters, masters, None, backend)
+
+
+@without_grad
+def merged(parameter: Tensor, master: Tensor) -> Tensor:
+    """Return what `merge` would make of a master, in new memory. The host does not wait."""
+    rounded = master.to(parameter.dtype)
+    return torch.where(_agree(rounded, parameter), master, parameter)
+
+
+def differ(
+    parameters: Sequence[Tensor], masters: Sequence[Tensor], *, backend: str | None = None
+) -> Tensor:
+    """Return whether `merge` would change a master: 1.0 or 0.0, float32 `[1]`, on the first's device.
+
+    The host does not wait for the device. Arguments and errors are those of `merge`.
+    """
+    home = masters[0].device if masters else torch.device("cpu")
+    flag = torch.zeros(1, dtype=torch.float32, device=home)
+    _run(parameters, masters, flag, backend)
+    return flag
+
+
+def _run(
+    parameters: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    flag: Tensor | None,
+    backend: str | None,
+) -> None:
+    """Merge, or with a flag, float32 `[1]`, set it if that would change anything."""
+    both = dense(parameters), dense(masters)
+    todo = plan(*both, block=BLOCK, backend=backend)
+    _check(*[tensors.kind for tensors in both])
+    for each in todo.launches:
+        here = flag_on(each.device, flag)
+        each.run(merge_kernel, flag=here, BLOCK=BLOCK)
+        merge_flag(flag, here)
+    for same in todo.fallback:
+        left = same if requested(backend)[0] else _merge_in_cpp(*both, same, flag)
+        if left:
+            theirs, ours = [[tensors[i] for i in left] for tensors in both]
+            merge_reference(theirs, ours, flag)
+
+
+@functools.lru_cache(maxsize=64)
+def _check(of_parameters: Kind, of_masters: Kind) -> None:
+    pairs = zip(of_parameters.dtypes, of_masters.dtypes, strict=True)
+    for i, (parameter, master) in enumerate(pairs):
+        if parameter not in (torch.float16, torch.bfloat16) or master is not torch.float32:
+            raise UnsupportedTensorError(
+                f"tensor {i} is {parameter}, with a master in {master}; a merge takes float16 or "
+                "bfloat16, with masters in float32"
+            )
+
+
+@jit
+def merged_block(ours, theirs):
+    """Return a block of masters, float32, with what was written to their parameters."""
+    written = widened(theirs)
+    return tl.where(widened(narrow(ours, theirs.dtype)) == written, ours, written)
+
+
+@jit
+def _merge(pointers, i, mask, arguments):
+    parameter, master = pointers
+    ours = tl.load(master + i, mask=mask, other=0.0)
+    value = merged_block(ours, tl.load(parameter + i, mask=mask, other=0.0))
+    differs = (value != ours) & ((value == value) | (ours == ours))
+    if arguments is not None:
+        report((arguments, None, None, None, None), differs, 2)
+    else:
+        if tl.max(differs.to(tl.int32), axis=0) != 0:
+            tl.store(master + i, tl.where(differs, value, ours), mask=mask)
+    return 0
+
+
+@jit
+def merge_kernel(rows, chunks, flag, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
+    each_part(_merge, rows, chunks, flag, DTYPES, BLOCK)
+
+
+# On the CPU, in C++.
+
+
+def _are_at_hand(device: torch.device, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the host may go through tensors: they are its own, and nothing watches or compiles it."""
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return _get_current_dispatch_mode() is None and all(map(are_plain, lists))
+
+
+_loops: dict[torch.dtype, Any] = {}
+"""The loops that are loaded, by the dtype of parameters."""
+
+
+@functools.cache
+def _load_loop(dtype: torch.dtype, compiles: bool) -> Any:
+    lists = [("parameter", cpu_loop.TYPES[dtype]), ("master", cpu_loop.TYPES[torch.float32])]
+    body = [f"merge(parameter_at, master_at, n, reinterpret_cast<float *>(row[{len(lists) + 1}]));"]
+    source = cpu_loop.loop_over(lists, body, columns=1)
+    return cpu_loop.load_loop(source, "the merge of masters", compiles)
+
+
+def _loop_for(dtype: torch.dtype, elements: int) -> Any:
+    """Return the loop, or None; it is compiled for lists of many elements, and else only looked for."""
+    if dtype not in _loops:
+        loop = _load_loop(dtype, compiles=elements >= cpu_loop.WORTH_COMPILING)
+        if loop is None:
+            return None
+        _loops[dtype] = loop
+    return _loops[dtype]
+
+
+def _merge_in_cpp(
+    parameters: TensorList, masters: TensorList, indices: Sequence[int], flag: Tensor | None
+) -> Sequence[int]:
+    """Merge tensors of one device and dtype, and return the indices of those left to plain torch."""
+    first, both = parameters[indices[0]], [parameters, masters]
+    if not _are_at_hand(first.device, both):
+        return indices
+    loop = _loop_for(first.dtype, sum(masters.kind.sizes))
+    if loop is None:
+        return indices
+    flat, left = cpu_loop.flat_and_others(both, indices)
+    here: Any = flag_on(first.device, flag)
+    address = 0 if here is None else here.data_ptr()
+    rows = cpu_loop.rows_of(both, flat, [address] * len(flat))
+    loop(rows, len(flat), None, torch.get_num_threads())
+    merge_flag(flag, here)
+    return left
+
+
+# In plain torch.
+
+
+def _agree(rounded: Tensor, parameter: Tensor) -> Tensor:
+    return (rounded == parameter) | (rounded.isnan() & parameter.isnan())
+
+
+@without_grad
+def merge_reference(parameters: list[Tensor], masters: list[Tensor], flag: Tensor | None) -> None:
+    """Do `_run` in plain torch, on tensors of one device and dtype."""
+    device = masters[0].device
+    looks = _are_at_hand(device, [parameters, masters])
+    here = flag_on(device, flag)
+    for theirs, ours in _parts(parameters, masters, device.type == "cpu"):
+        one, written = [x[0] if len(x) == 1 else _flatten_dense_tensors(x) for x in (ours, theirs)]
+        rounded = one.to(written.dtype)
+        if looks and _have_same_bits(rounded, written):
+            continue
+        agree = _agree(rounded, written)
+        if here is not None:
+            torch.maximum(here, agree.all().logical_not(), out=here)
+        elif not (looks and agree.all()):
+            values = torch.where(agree, one, written)
+            parts = [values] if len(ours) == 1 else _unflatten_dense_tensors(values, ours)
+            # What `.data` returns has a version of its own.
+            torch._foreach_copy_([x.detach().data for x in ours], list(parts))
+    merge_flag(flag, here)
+
+
+def _parts(
+    parameters: Sequence[Tensor], masters: Sequence[Tensor], on_cpu: bool
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield what goes together: several tensors, a large one, or on the CPU a slice of it."""
+    limit = SLICE if on_cpu else TOGETHER
+    together: tuple[list[Tensor], list[Tensor]] = [], []
+    elements = 0
+    for pair in zip(parameters, masters, strict=True):
+        size = pair[1].numel()
+        if size > limit and on_cpu and are_flat(pair):
+            for first in range(0, size, limit):
+                shape = (min(limit, size - first),)
+                one, other = [x.as_strided(shape, (1,), x.storage_offset() + first) for x in pair]
+                yield [one], [other]
+            continue
+        if elements and elements + size > limit:
+            yield together
+            together, elements = ([], []), 0
+        for tensors, one in zip(together, pair, strict=True):
+            tensors.append(one)
+        elements += size
+    if elements:
+        yield together
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of 16 bits have the same bits. Torch compares 64 at a time fastest."""
+    words = one.numel() // 4 * 4
+    if one.is_contiguous() and other.is_contiguous() and other.storage_offset() % 4 == 0:
+        one, other = one.view(-1), other.view(-1)
+        same = torch.equal(one[:words].view(torch.int64), other[:words].view(torch.int64))
+        return same and torch.equal(one[words:].view(torch.int16), other[words:].view(torch.int16))
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
